@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from skyrl.db.checkpoints import Checkpoints
 from skyrl.db.copies import Copies
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, read_state
+from skyrl.db.inference_servers import PlacedServer, read_servers
 from skyrl.db.keys import Keys
 from skyrl.db.models import Models
 from skyrl.db.retention import Retention
@@ -113,7 +115,7 @@ class Base:
             futures=FutureStore(database, writer, runtime.process_id, notifier.peers),
             keys=Keys(database, writer),
             counter=UsageCounter(writer),
-            watch=EngineWatch(partial(_engine_state, database), runtime.config.modes),
+            watch=EngineWatch(partial(_engine_state, database), runtime.config.modes, _servers(runtime, database)),
         )
 
 
@@ -217,6 +219,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
             trouble=base.watch.training_trouble,
             places=_adapter_places(config),
             session_timeout_s=config.session_timeout_s,
+            away=base.watch.why_away,
         ),
         metrics=base.metrics,
         published_metrics=MetricsDirectory(base.runtime.metrics_directory),
@@ -305,11 +308,29 @@ def _client(
         api_key=runtime.inference_api_key,
         deadline_s=config.forwarding_deadline_s,
         zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
-        replicas=runtime.replica_urls if config.routed else (),
+        replicas=_replicas(base),
         loaded=loaded,
         shares_keys=config.routed or config.modes.shares_inference,
         metrics=base.metrics.adapters,
     )
+
+
+def _replicas(base: Base) -> Collection[str]:
+    """The URLs of the servers behind this server's router; none if it has no router. Those on a Ray cluster change."""
+    config = base.runtime.config
+    if not config.routed:
+        return ()
+    return frozenset(base.runtime.replica_urls) if config.ray is None else base.watch.server_urls
+
+
+def _servers(runtime: Runtime, database: Database) -> Callable[[], Awaitable[list[PlacedServer]]] | None:
+    if runtime.config.ray is None or not runtime.config.modes.manages_inference:
+        return None
+
+    async def read() -> list[PlacedServer]:
+        return await database.read_async(lambda c: read_servers(c, runtime.server_id))
+
+    return read
 
 
 async def _engine_state(database: Database) -> EngineState:

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from skyrl.config.modes import Modes
 from skyrl.db.engine_state import EngineState
+from skyrl.db.inference_servers import PlacedServer
 from skyrl.sampling.job import ContextLimits
 from skyrl.types.activity import EngineActivity, decode_activity
 
@@ -32,18 +33,42 @@ def _mark_exception_as_seen(task: asyncio.Task[Any]) -> None:
 
 
 class EngineWatch:
-    """The row `engine_state` as last read, and what follows from it."""
+    """The row `engine_state` as last read, and what follows from it. `read_servers` reads the rows of the vLLMs that
+    this server runs on a Ray cluster; None if it runs none there."""
 
-    def __init__(self, read: Callable[[], Awaitable[EngineState]], modes: Modes) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[EngineState]],
+        modes: Modes,
+        read_servers: Callable[[], Awaitable[list[PlacedServer]]] | None = None,
+    ) -> None:
         self._read = read
         self._modes = modes
+        self._read_servers = read_servers
         self.state = EngineState()
+        self.servers: list[PlacedServer] = []
+        self.server_urls: set[str] = set()
+        """The URLs of `servers` that run. The same set for ever: others hold it."""
         self._activity: tuple[str | None, EngineActivity] = (None, EngineActivity())
         """The text that was decoded last, and what it says."""
 
     async def refresh(self) -> EngineState:
         self.state = await self._read()
+        if self._read_servers is not None:
+            self.servers = await self._read_servers()
+            urls = {server.url for server in self.servers if server.url is not None}
+            self.server_urls.intersection_update(urls)
+            self.server_urls.update(urls)
         return self.state
+
+    def why_away(self) -> str:
+        """Why no inference server is there, for tenants; empty if that is unknown."""
+        return "" if self.state.inference_proxy_url else "; ".join(server.for_tenants for server in self.servers)
+
+    @property
+    def missing_servers(self) -> list[str]:
+        """A sentence for each vLLM that does not run on the Ray cluster, or whose node does not answer."""
+        return [server.sentence for server in self.servers if server.reason]
 
     def limits(self) -> ContextLimits:
         return ContextLimits(self.state.vocab_size, self.state.max_context)
@@ -69,7 +94,8 @@ class EngineWatch:
         if self._modes.trains and (trouble := self.training_trouble()) is not None:
             reasons.append(f"training: {trouble}")
         if self._modes.own_inference and self.state.inference_proxy_url is None:
-            reasons.append("sampling: no inference server has been published")
+            starting = "; ".join(server.sentence for server in self.servers)
+            reasons.append(f"sampling: {starting or 'no inference server has been published'}")
         return reasons
 
     def training_trouble(self) -> str | None:

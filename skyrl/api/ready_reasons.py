@@ -34,6 +34,7 @@ class ReadyReasons:
         replicas = self._config.backend_config.inference.num_engines
         if ready and self.replicas is not None and (used := await self.replicas.now()) < replicas:
             ready = used > 0
-            reasons = [f"sampling: {used} of {replicas} replicas are in use"]
+            missing = self._watch.missing_servers
+            reasons = ["; ".join([f"sampling: {used} of {replicas} replicas are in use", *missing])]
         disk_shortage = shortage(self._config.state_dir)
         return ready, [*reasons, f"disk: {disk_shortage}"] if disk_shortage is not None else reasons

@@ -17,7 +17,6 @@ from skyrl.api.build import ApiProcess, Secrets, build
 from skyrl.api.services import Services
 from skyrl.db.faults import DatabaseError, outage, reason
 from skyrl.inference.features import inference_features
-from skyrl.inference.vllm_command import cuda_devices
 from skyrl.metrics.files import publishing
 from skyrl.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.web.server import Server, tune_garbage_collection
@@ -32,7 +31,7 @@ DRAIN_S = 10.0
 async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     """The services, with the background work running. On exit, samples drain and queued writes are committed. Raises
     what `begin` raises, and closes everything before."""
-    features = inference_features(runtime.config, cuda=bool(cuda_devices()))
+    features = inference_features(runtime.config, cuda=runtime.cuda)
     process = build(runtime, Secrets.open(runtime), features)
     try:
         await begin(process)

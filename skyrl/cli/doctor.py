@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from skyrl.cluster.connection import NoCluster, check_reachable, find_address
 from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.migrate import SchemaError, newest_revision, revision_of
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed
@@ -220,6 +221,23 @@ def check_database(url: str) -> Check:
     return Check(name, "ok", f"at revision {current or 'none'}, will be brought to {newest}")
 
 
+def check_ray(config: ServerConfig) -> Check:
+    """Ray, and the cluster that the configuration names. Does not join it."""
+    installed = _installed("ray")
+    if installed is None:
+        if config.ray is None:
+            return Check("Ray", "ok", "not installed (only --ray-address and several ranks need it)")
+        return Check("Ray", "missing", "not installed", "pip install 'skyrl[ray]'")
+    if config.ray in (None, "local"):
+        return Check("Ray", "ok", installed[1])
+    try:
+        address = find_address(config.ray)
+        check_reachable(address)
+    except (ConfigError, NoCluster) as error:
+        return Check("Ray", "missing", installed[1], str(error))
+    return Check("Ray", "ok", f"{installed[1]}, a cluster at {address}")
+
+
 def checks(port: int, state_dir: Path | None) -> list[Check]:
     """All rows, in the order of the report."""
     machine: list[Callable[[], Check]] = [
@@ -242,6 +260,7 @@ def checks(port: int, state_dir: Path | None) -> list[Check]:
         check_port(config.host, config.port),
         check_state_dir(config.state_dir),
         check_database(config.database),
+        check_ray(config),
     ]
 
 

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,7 @@ CONNECT_S = 5.0
 """How long the cluster's head may take to accept a connection. Ray itself tries for 80 s."""
 GCS_TIMEOUT_VARIABLE, GCS_TIMEOUT_S = "RAY_gcs_server_request_timeout_seconds", "20"
 """How long Ray looks for the cluster's node on this machine; by default 60 s."""
+RETRY_S = 0.3
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 
@@ -65,13 +67,26 @@ def check_reachable(address: str) -> None:
         ) from error
 
 
-def connect(address: str, *, namespace: str) -> None:
+def connect(address: str, *, namespace: str, patience_s: float = 0.0) -> None:
     """Make this process a driver of the cluster at `address`, HOST:PORT. Actors without another lifetime end with it.
 
-    Call it on the main thread, before signal handlers are set: Ray sets its own for SIGTERM. Blocks for up to half a
-    minute. Raises NoCluster, and ConfigError when Ray is not installed or has another version than the cluster.
+    Call it on the main thread, before signal handlers are set: Ray sets its own for SIGTERM. A cluster that cannot be
+    used is tried again for `patience_s`: it may be starting. One try blocks for up to half a minute. Raises NoCluster,
+    and ConfigError when Ray is not installed or has another version than the cluster.
     """
     check_installed()
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            _connect(address, namespace)
+            return
+        except NoCluster:
+            if time.monotonic() > until:
+                raise
+            time.sleep(RETRY_S)
+
+
+def _connect(address: str, namespace: str) -> None:
     check_reachable(address)
     os.environ.setdefault(GCS_TIMEOUT_VARIABLE, GCS_TIMEOUT_S)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as of Ray 3; else Ray warns of the change

@@ -217,6 +217,23 @@ class EngineStateRow(SQLModel, table=True):
     activity: str | None = Field(default=None, sa_column=Column(Text))
 
 
+class InferenceServerRow(SQLModel, table=True):
+    """An inference server that the server `owner` has placed, or wants to place, on a Ray cluster. `url` is None while
+    it does not run; then `reason` says why. `node` is the address of the machine, `incarnation` the name of the start
+    that runs. See `skyrl.db.inference_servers`."""
+
+    __tablename__ = "inference_servers"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (PrimaryKeyConstraint("owner", "name"),)
+    owner: str
+    name: str
+    kind: str
+    url: str | None = None
+    node: str | None = None
+    incarnation: str | None = None
+    reason: str = Field(default="", sa_column=Column(Text, nullable=False))
+    updated_at: float
+
+
 class ApiProcessRow(SQLModel, table=True):
     """An API process that serves this database. When its heartbeat stops, other API processes forward its samples."""
 

@@ -29,6 +29,7 @@ from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.measuring import measuring
+from skyrl.engine.placed_replicas import PlacedReplicas
 from skyrl.engine.publishing import version_files
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.signals import EngineSignals
@@ -36,13 +37,13 @@ from skyrl.engine.state import EngineStatePublisher
 from skyrl.engine.tracing import CommandTracing
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
-from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.router_members import RouterMembers
-from skyrl.inference.vllm_command import context_length, cuda_devices
+from skyrl.inference.vllm_command import context_length
 from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.metrics.processes import EngineMetrics
-from skyrl.notify.doorbell import Doorbell, DoorbellListener
+from skyrl.notify.doorbell import SERVERS, Doorbell, DoorbellListener
 from skyrl.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.processes.startup import NotLoaded
 from skyrl.sampling.client import ForwardingClient
@@ -119,9 +120,9 @@ def _colocated_sampler(
     )
 
 
-def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
+def _sampling_limits(runtime: Runtime, limits: ModelLimits) -> ModelLimits:
     """The trainer's limits, with the sampler's context if that is shorter."""
-    served = context_length(config, cuda=bool(cuda_devices()))
+    served = context_length(runtime.config, cuda=runtime.cuda)
     return limits if served is None else replace(limits, max_context=min(served, limits.max_context))
 
 
@@ -145,6 +146,20 @@ def _load_backend(config: ServerConfig) -> Backend:
     finally:
         gc.freeze()  # modules and base model live until the end
         gc.enable()
+
+
+@dataclass
+class _Bell:
+    """Passes rings on to the parts of the engine that they are for, as soon as there are such parts."""
+
+    on_commands: Callable[[list[str]], None] = lambda _: None
+    on_servers: Callable[[], None] = lambda: None
+
+    def ring(self, notices: list[str]) -> None:
+        if SERVERS in notices:
+            self.on_servers()
+        else:
+            self.on_commands(notices)
 
 
 @dataclass
@@ -196,8 +211,10 @@ async def run(runtime: Runtime) -> None:
         died_at = (await unfenced.read_async(read_state)).heartbeat_at  # 0 unless an engine has died
         await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
         await opened.enter_async_context(measuring(runtime, unfenced, metrics))
+        bell = _Bell()
+        opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, bell.ring))).start()
         group, inference_watch = await opened.enter_async_context(
-            _inference(runtime, unfenced, state, host, metrics.adapters)
+            _inference(runtime, unfenced, state, host, metrics.adapters, bell)
         )
         heartbeat = Heartbeat(state)
         opened.push_async_callback(asyncio.to_thread, heartbeat.stop)
@@ -216,16 +233,15 @@ async def run(runtime: Runtime) -> None:
             opened.push_async_callback(asyncio.to_thread, spans.close)
         tracing = CommandTracing(spans)
         parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler, metrics, tracing)
+        bell.on_commands = parts.engine.ring
         opened.push_async_callback(parts.publisher.close)
-        listener = opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, parts.engine.ring)))
-        listener.start()
         heartbeat.activity = lambda: parts.activity.text
         activity_watch = asyncio.create_task(parts.activity.run())
         opened.callback(activity_watch.cancel)
         await asyncio.to_thread(state.training, ready=False, reason="restoring the models in training")
         await parts.recovery.run()
         if not signals.is_stopped:
-            limits = _sampling_limits(config, backend.limits)
+            limits = _sampling_limits(runtime, backend.limits)
             await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
             if died_at:
                 metrics.phases.recovered(died_at)
@@ -248,7 +264,8 @@ def _adapter_host(config: ServerConfig, database: Database, store: CheckpointSto
 def _group(
     runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost, metrics: AdapterMetrics
 ) -> EngineGroup:
-    """The replicas that the launcher runs. Several have a router in front of them."""
+    """The replicas that the launcher runs. Several have a router in front of them. Those on a Ray cluster are added
+    later."""
     config, key, url = runtime.config, runtime.inference_api_key or "", runtime.inference_url
     assert url is not None
 
@@ -264,14 +281,20 @@ def _group(
     if config.full_finetuning:
         sidecars = dict(zip(runtime.replica_urls, runtime.sidecar_urls, strict=True))
         weights = FullWeightsOfReplicas(current_weights, sidecars, key)
-    replicas = [Replica(each, Addresses.same(each), key, host, metrics=metrics) for each in runtime.replica_urls]
+    kind = KINDS[VLLM](config, key)
+    replicas = [kind.replica(each, host, metrics) for each in runtime.replica_urls]
     proxy_url, members = (url, RouterMembers(url, key)) if config.routed else (None, None)
     return EngineGroup(replicas, state.publish_url, in_use, proxy_url=proxy_url, members=members, weights=weights)
 
 
 @asynccontextmanager
 async def _inference(
-    runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost, metrics: AdapterMetrics
+    runtime: Runtime,
+    database: Database,
+    state: EngineStatePublisher,
+    host: AdapterHost,
+    metrics: AdapterMetrics,
+    bell: _Bell,
 ) -> AsyncIterator[tuple[EngineGroup | None, asyncio.Task[None] | None]]:
     """The managed inference servers, and the task that watches them; (None, None) if this server manages none."""
     if runtime.inference_url is None:
@@ -279,9 +302,18 @@ async def _inference(
         return
     group = _group(runtime, database, state, host, metrics)
     inference_watch = asyncio.create_task(group.run())
+    following = None
+    if runtime.config.ray is not None:
+        kind = KINDS[VLLM](runtime.config, runtime.inference_api_key or "")
+        placed = PlacedReplicas(database, runtime.server_id, group, lambda url: kind.replica(url, host, metrics))
+        bell.on_servers = placed.ring
+        following = asyncio.create_task(placed.run())
     try:
         yield group, inference_watch
     finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
         await group.close()
         await asyncio.gather(inference_watch, return_exceptions=True)
 

@@ -356,9 +356,9 @@ class EngineGroup:
         fresh = time.monotonic() - 2 * self._watching_interval_s
         used = {replica.addresses.data for replica in self._ready_replicas() if replica.answered_at >= fresh}
         removed = set(self._removed)
-        left_out = removed | {replica.addresses.data for replica in self.replicas if replica.state in out}
+        left_out = {replica.addresses.data for replica in self.replicas if replica.state in out}
         try:
-            await self._members.update(used, left_out - used)
+            await self._members.update(used, left_out - used, removed)
         except NotTold as error:
             logger.warning("the replicas in use are not told yet: %s", error)
         else:

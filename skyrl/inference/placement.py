@@ -1,7 +1,7 @@
-"""Where inference servers run: a `ServerSpec` describes a server, a `Placement` starts it.
+"""Where inference servers run: a `Placement` finds a spot for a server, makes its command for that spot, and starts it.
 
-Knows processes on this machine. `vllm_command` knows vLLM's options; `engine_group` knows whether a server is healthy:
-a started server may still be loading its model.
+Knows processes on this machine; `skyrl.placer` knows those of a Ray cluster. `engine_kinds` makes the commands.
+`engine_group` knows whether a server is healthy: a started server may still be loading its model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 
 from skyrl.processes.supervision import SupervisedProcess
 
+LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 12_000, 20_000
 DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 OnExit = Callable[[int], None]
@@ -37,11 +38,51 @@ class ServerSpec:
         return f"http://{self.host}:{self.port}"
 
 
+@dataclass(frozen=True)
+class Spot:
+    """Where one start of a server runs: it listens at `host`, an address of its machine, and at `port`. `directory` is
+    for its sockets and temporary files. `cuda`: it may use GPUs."""
+
+    host: str
+    port: int
+    directory: Path | None
+    cuda: bool
+
+
+class Kind(Protocol):
+    """The part of `skyrl.inference.engine_kinds.EngineKind` by which a server is started."""
+
+    def bundle(self, *, cuda: bool) -> dict[str, float]: ...
+
+    def check(self, *, cuda: bool) -> None: ...
+
+    def spec(self, name: str, spot: Spot) -> ServerSpec: ...
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """A server for which a spot is still to be found. `port` and `devices` (CUDA devices of this machine, by number or
+    name) are given where the operator or the launcher has chosen them; None, or none, leave the choice to the
+    placement."""
+
+    name: str
+    kind: Kind
+    cuda: bool
+    port: int | None = None
+    devices: tuple[str, ...] = ()
+
+
 class ServerHandle(Protocol):
     """A started server, which is started again whenever it ends."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str | None:
+        """None while it is not known where the server will run. Another start may have another URL."""
+        ...
+
+    async def until_moved(self, url: str | None) -> None:
+        """Wait until the server's URL is not `url`."""
+        ...
 
     @property
     def incarnation(self) -> str | None:
@@ -78,9 +119,9 @@ class ServerHandle(Protocol):
 class Placement(Protocol):
     """Starts servers, on this machine or elsewhere."""
 
-    async def start(self, spec: ServerSpec, devices: Sequence[str], on_exit: OnExit | None = None) -> ServerHandle:
-        """Start a server that may use these CUDA devices, by number or name; an empty `devices` means all devices.
-        `on_exit(returncode)` is called after each end of the server that was not requested."""
+    async def start(self, plan: ServerPlan, on_exit: OnExit | None = None) -> ServerHandle:
+        """Start a server, at once or as soon as there is a spot for it. `on_exit(returncode)` is called after each end
+        of the server that was not requested. Raises ConfigError when the server can never be started."""
         ...
 
 
@@ -91,6 +132,10 @@ class LocalServer:
         self.url = spec.url
         self._process = process
         self._supervision = asyncio.create_task(process.run(), name=f"supervise {process.name}")
+
+    async def until_moved(self, url: str | None) -> None:
+        if self.url == url:
+            await asyncio.Event().wait()
 
     @property
     def incarnation(self) -> str | None:
@@ -118,18 +163,27 @@ class LocalServer:
 
 
 class LocalPlacement:
-    """Starts child processes; their output is appended to `log_dir / spec.log_name`."""
+    """Starts child processes; their output is appended to `log_dir / spec.log_name`. `directory` is for the sockets and
+    temporary files of all servers."""
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, directory: Path | None = None) -> None:
         self._log_dir = log_dir
+        self._directory = directory
 
-    async def start(self, spec: ServerSpec, devices: Sequence[str], on_exit: OnExit | None = None) -> LocalServer:
+    async def start(self, plan: ServerPlan, on_exit: OnExit | None = None) -> LocalServer:
+        """As `Placement.start`. Without `devices` the server may use all devices."""
+        port = free_port() if plan.port is None else plan.port
+        spot = Spot(LOOPBACK, port, self._directory, plan.cuda)
+        return self.run(await asyncio.to_thread(plan.kind.spec, plan.name, spot), plan.devices, on_exit)
+
+    def run(self, spec: ServerSpec, devices: Sequence[str] = (), on_exit: OnExit | None = None) -> LocalServer:
+        """Start a server whose command is known."""
         name, log = spec.log_name.removesuffix(".log"), self._log_dir / spec.log_name
         env = {**spec.env, DEVICES_ENV: ",".join(devices)} if devices else spec.env
         return LocalServer(spec, SupervisedProcess(name, spec.argv, env, log, on_exit=on_exit))
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port(host: str = LOOPBACK) -> int:
     """A port on which no process listens now; another server may still take the port before it is used.
 
     The port is below the range for outgoing connections (32768 and up on Linux): any process's connection could take a

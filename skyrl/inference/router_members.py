@@ -22,9 +22,10 @@ class NotTold(Exception):
 class Members(Protocol):
     """The membership of replicas behind one URL."""
 
-    async def update(self, used: Collection[str], left_out: Collection[str]) -> None:
-        """Use the replicas at the URLs `used`, and send nothing new to those at `left_out`. Other replicas keep their
-        places. Raises NotTold; a later call tries again."""
+    async def update(self, used: Collection[str], left_out: Collection[str], ended: Collection[str] = ()) -> None:
+        """Use the replicas at the URLs `used`, and send nothing new to those at `left_out`. The servers at `ended` do
+        not run any more: requests that are still in flight there are broken off. Other replicas keep their places.
+        Raises NotTold; a later call tries again."""
         ...
 
     async def close(self) -> None: ...
@@ -60,7 +61,7 @@ class RouterMembers:
             trust_env=False,  # no proxy: the router is on loopback
         )
 
-    async def update(self, used: Collection[str], left_out: Collection[str]) -> None:
+    async def update(self, used: Collection[str], left_out: Collection[str], ended: Collection[str] = ()) -> None:
         """As `Members.update`. Asks the router first, and tells it only what differs: a router that was started again
         may have lost its workers, and a registration that changes nothing would hide probes that have failed."""
         try:
@@ -69,6 +70,10 @@ class RouterMembers:
             for url in used:
                 if state_of.get(url) != USED:
                     self._checked(await self._http.post("/workers", json={"url": url, "revive": "registration"}))
+            for url in ended:
+                if url in state_of:  # also a draining one, which waits for its last requests
+                    params = {"url": url, "ended": "true"}
+                    self._checked(await self._http.post("/remove_worker", params=params))
             for url in left_out:
                 if state_of.get(url, LEAVING) != LEAVING:
                     self._checked(await self._http.post("/remove_worker", params={"url": url}))

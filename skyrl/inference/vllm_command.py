@@ -94,13 +94,14 @@ def vllm_spec(
     api_key: str,
     *,
     cuda: bool,
+    host: str = HOST,
     directory: Path | None = None,
     offline: bool = False,
     tested: bool = True,
     log_name: str = "vllm.log",
     logging_config: Path | None = None,
 ) -> ServerSpec:
-    """One vLLM server for this configuration.
+    """One vLLM server for this configuration, which listens at `host`.
 
     `directory` is for the sockets between the server's processes and for temporary files, which vLLM never deletes.
     With `offline` the server does not ask the model hub. A version of vLLM that is not `tested` gets no development
@@ -133,7 +134,8 @@ def vllm_spec(
         env[LOGGING_CONFIG] = str(logging_config)
     if offline or Path(config.base_model_path).is_dir():
         env |= OFFLINE
-    options = _common_options(config, port) | {"seed": _seed(f"{api_key}:{port}:{directory or ''}")}
+    seed = _seed(f"{api_key}:{host}:{port}:{directory or ''}")
+    options = _common_options(config, port) | {"host": host, "seed": seed}
     if config.full_finetuning:
         options |= WEIGHT_UPDATES
         env[TELL_VERSIONS_VARIABLE] = "1"
@@ -147,7 +149,7 @@ def vllm_spec(
         threads = str(config.threads)
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
     argv = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *render(options | passed_through))
-    return ServerSpec(argv=argv, env=env, host=HOST, port=port, log_name=log_name)
+    return ServerSpec(argv=argv, env=env, host=host, port=port, log_name=log_name)
 
 
 def _middleware(config: ServerConfig) -> tuple[str, ...]:
@@ -262,7 +264,6 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
     return {
         "model": config.base_model_path,
         "served_model_name": list(config.served_names),
-        "host": HOST,
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
         "scheduling_policy": "priority",  # skyrl.sampling.fair_order decides which sample is next

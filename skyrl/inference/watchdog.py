@@ -45,6 +45,7 @@ class Watchdog:
         *,
         interval_s: float,
         name: str = "vLLM",
+        on_answer: Callable[[], None] = lambda: None,
         on_kill: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
@@ -52,6 +53,7 @@ class Watchdog:
         self._interval_s = interval_s
         self._timeouts = dict(timeouts)
         self._name = name
+        self._on_answer = on_answer
         self._on_kill = on_kill
         self._answered: str | None = None
         """The last incarnation that has answered."""
@@ -80,6 +82,7 @@ class Watchdog:
             result = await self._client.probe(probe, within_s / 2)
             if result is ProbeResult.ANSWERED:
                 self._answered = incarnation
+                self._on_answer()
             if result is ProbeResult.ANSWERED or (result is ProbeResult.REFUSED and self._answered != incarnation):
                 return False
             asked += 1

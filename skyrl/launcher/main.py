@@ -14,6 +14,7 @@ import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from skyrl.cluster import head
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
@@ -21,11 +22,13 @@ from skyrl.db.store_ownership import claim_store
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import FirstReady
-from skyrl.launcher.inference_parts import InferenceParts, distinct_ports
+from skyrl.launcher.inference_parts import InferenceParts, distinct_ports, router_url
 from skyrl.launcher.own_parts import (
     CLAIM_WATCH,
     ENGINE,
+    PLACER,
     PORT,
+    RAY,
     ROUTER_WATCH,
     OwnProcesses,
     claim_parts,
@@ -33,10 +36,11 @@ from skyrl.launcher.own_parts import (
     log_part,
     metrics_part,
     port_part,
+    ray_devices,
 )
 from skyrl.launcher.parts import Part, Parts, ServerEnded
 from skyrl.launcher.preflight import Findings, check
-from skyrl.launcher.state_dir import lock_state_dir, private_directory
+from skyrl.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
 from skyrl.launcher.training_claim import server_id
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.processes.listening import listen
@@ -74,7 +78,8 @@ class Launcher:
                     await self._add(*claim_parts(database, name))
                 if stop.is_set():  # taking the claim may have taken a while: another server may have had it
                     return
-                directory = resources.enter_context(private_directory(config.state_dir))
+                longest = LONGEST_TMPDIR if config.ray is None else head.LONGEST_TMPDIR
+                directory = resources.enter_context(private_directory(config.state_dir, longest))
                 await self._serve(stop, directory, name, sockets)
             finally:
                 self._systemd.stopping(f"stopping; this takes at most {self._parts.grace_s:.0f} s")
@@ -91,33 +96,62 @@ class Launcher:
     async def _start_parts(
         self, directory: Path, name: str, sockets: list[socket.socket], first_ready: FirstReady
     ) -> None:
-        """Start the vLLMs, their sidecars, the router, the engine, the port and the API processes. They stop in
-        reverse: the API processes first, so that they can end the samples in flight, then the port, the engine, the
-        router, and the vLLMs last."""
-        config, inference = self._config, None
+        """Start the vLLMs with their sidecars (or the Ray cluster and the placer of
+        vLLMs), the router, the engine, the port and the API
+        processes. They stop in reverse: the API processes first, so that they can end the samples in flight, then the
+        port, the engine, the router, and the vLLMs last."""
+        config, found = self._config, self._findings
+        metrics = LauncherMetrics.new()
+        inference, cluster = None, None
         key, url, replicas, sidecars = config.external_inference_api_key, None, (), ()
         if config.modes.own_inference:
             key = config.inference_api_key or secrets.token_urlsafe(32)
-        metrics = LauncherMetrics.new()
         if config.modes.manages_inference:
             assert key is not None
-            placement = LocalPlacement(self._logs)
-            inference = InferenceParts(config, self._findings, key, directory, placement, first_ready, metrics.restarts)
-            url, replicas = inference.url, inference.replica_urls
-            if config.full_finetuning:
-                ports = distinct_ports(len(replicas), {config.port, *inference.ports})
-                sidecars = tuple(f"http://{HOST}:{port}" for port in ports)
-        runtime = Runtime(config, directory, url, key, name, replicas, sidecar_urls=sidecars)
+            if config.ray is not None:
+                url = router_url(config, ())
+            else:
+                placement = LocalPlacement(self._logs, directory)
+                inference = InferenceParts(config, found, key, placement, first_ready, metrics.restarts)
+                url, replicas = inference.url, inference.replica_urls
+                if config.full_finetuning:
+                    ports = distinct_ports(len(replicas), {config.port, *inference.ports})
+                    sidecars = tuple(f"http://{HOST}:{port}" for port in ports)
+        if config.ray == "local":
+            cluster = head.LocalCluster(config, distinct_ports(1, {config.port}, head.HOST)[0], directory)
+        runtime = Runtime(
+            config,
+            directory,
+            url,
+            key,
+            name,
+            replicas,
+            ray_address=found.ray_address if cluster is None else cluster.address,
+            ray_patience_s=0.0 if cluster is None else head.PATIENCE_S,
+            cuda=found.cuda,
+            sidecar_urls=sidecars,
+        )
         await self._add(metrics_part(metrics, runtime.metrics_directory, config.state_dir))
-        own = OwnProcesses(runtime, self._logs, first_ready, metrics.restarts, offline=self._findings.offline)
+        environment = {} if cluster is None else cluster.client_environment()
+        own = OwnProcesses(
+            runtime, self._logs, first_ready, metrics.restarts, offline=found.offline, environment=environment
+        )
         needs = (CLAIM_WATCH,) if config.modes.trains else ()
-        if inference is not None:
-            await self._add(*inference.parts(needs))
-            needs = (*needs, *inference.watches)
-            await self._add(*own.sidecars(needs))
+        if cluster is not None:
+            cluster.write_token()
+            await self._add(own.ray_head(cluster, ray_devices(config, found.devices), needs))
+            needs = (*needs, RAY)
+        if config.modes.manages_inference:
+            if inference is None:
+                await self._add(own.placer(needs))
+                needs = (*needs, PLACER)
+            else:
+                await self._add(*inference.parts(needs))
+                needs = (*needs, *inference.watches)
+                await self._add(*own.sidecars(needs))
             if config.routed:
                 await self._add(*own.router(needs))
-                needs = (ROUTER_WATCH,)
+                needs = (*needs, ROUTER_WATCH)
         if config.modes.trains:
             await self._add(own.engine(needs))
             needs = (ENGINE,)

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from skyrl.cluster.head import LocalCluster
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.inference.vllm_client import Probe, VllmClient
-from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
+from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE, inference_devices
 from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import FirstReady
 from skyrl.launcher.log_rotation import rotate_logs
@@ -29,7 +30,7 @@ from skyrl.metrics.restarts import RestartMetrics
 from skyrl.metrics.storage import show_free_space
 from skyrl.processes.running_file import running_now
 from skyrl.processes.runtime import RUNTIME_ENV, SIDECAR_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
-from skyrl.processes.startup import TAIL_LINES, cause_of_own
+from skyrl.processes.startup import TAIL_LINES, Cause, cause_of_own, cause_of_vllm
 from skyrl.processes.supervision import SupervisedProcess
 from skyrl.storage.space import watch_disk
 
@@ -38,12 +39,14 @@ logger = logging.getLogger(__name__)
 API_GRACE_S = 15.0
 ENGINE_GRACE_S = 20.0
 ROUTER_GRACE_S = 3.0
+PLACER_GRACE_S = 15.0
+RAY_GRACE_S = 10.0
 SIDECAR_GRACE_S = 3.0
 ROUTER_TIMEOUT_S = 10.0
 """A router that answers nothing for this long is killed and started again. It never computes for long."""
 ROUTER_PROBE_S = 1.0
 CLAIM, CLAIM_WATCH, ENGINE, PORT, DISK, METRICS = "claim", "claim watch", "engine", "port", "disk", "metrics"
-LOGS = "logs"
+LOGS, RAY, PLACER = "logs", "ray", "placer"
 ROUTER, ROUTER_WATCH = "router", "router watch"
 SIDECAR = "sidecar"
 """Names of parts."""
@@ -101,8 +104,16 @@ class OwnProcesses:
     """Makes the parts of the engine, of the router, of the sidecars and of the API processes."""
 
     def __init__(
-        self, runtime: Runtime, logs: Path, first_ready: FirstReady, restarts: RestartMetrics, *, offline: bool
+        self,
+        runtime: Runtime,
+        logs: Path,
+        first_ready: FirstReady,
+        restarts: RestartMetrics,
+        *,
+        offline: bool,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment` is what these processes need besides what all servers' processes have."""
         self._runtime = runtime
         self._restarts = restarts
         self._logs = logs
@@ -113,10 +124,33 @@ class OwnProcesses:
             "PYTHONDONTWRITEBYTECODE": "",  # without byte code the import of torch and transformers takes twice as long
             **NO_PROGRESS_BARS,
             **(OFFLINE if offline else {}),
+            **(environment or {}),
         }
+        self._placer: SupervisedProcess | None = None
 
     def engine(self, needs: tuple[str, ...]) -> Part:
         return self._part(self._process(ENGINE, "skyrl.engine.main"), needs, ENGINE_GRACE_S)
+
+    def placer(self, needs: tuple[str, ...]) -> Part:
+        """The process that runs the vLLMs on a Ray cluster."""
+        self._placer = self._process(PLACER, "skyrl.placer.main")
+        return self._part(self._placer, needs, PLACER_GRACE_S)
+
+    def ray_head(self, cluster: LocalCluster, devices: Sequence[str], needs: tuple[str, ...]) -> Part:
+        """The Ray cluster of this machine. When it ends, its vLLMs end, and their placer is started again."""
+
+        def ended(code: int) -> None:
+            logger.error("Ray has ended with %d, and with it all that ran on it", code)
+            if self._placer is not None and self._placer.pid is not None:
+                self._placer.kill(self._placer.pid)
+            cause = cause_of_vllm(code, process.log_tail(TAIL_LINES))
+            sentence = None if cause is None else Cause(f"Ray cannot start: {cause.sentence}", cause.final)
+            self._first_ready.ended(RAY, code, sentence)
+
+        log, environment = self._logs / f"{RAY}.log", cluster.environment(devices)
+        process = SupervisedProcess(RAY, cluster.command(), environment, log, on_exit=ended)
+        self._first_ready.watch(RAY, process)
+        return self._part(process, needs, RAY_GRACE_S)
 
     def router(self, needs: tuple[str, ...]) -> list[Part]:
         """The router in front of several vLLMs, and its watchdog."""
@@ -187,6 +221,13 @@ class OwnProcesses:
             self._runtime.restore()
         except OSError as error:
             logger.error("what a process needs to start again cannot be written: %s", error)
+
+
+def ray_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
+    """The GPUs of this machine that Ray may give away: all but those of a trainer that runs outside of Ray."""
+    if config.backend_config.trainer.placement.ranks > 1:
+        return list(devices)
+    return [device for own in inference_devices(config, devices) for device in own]
 
 
 def api_name(slot: int) -> str:

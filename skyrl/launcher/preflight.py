@@ -1,4 +1,4 @@
-"""The checks of `skyrl serve` before it starts any process: the base model, vLLM, the GPUs, and vLLM's port.
+"""The checks of `skyrl serve` before it starts any process: the base model, vLLM, the GPUs, vLLM's port, and Ray.
 
 Each check raises ConfigError with a sentence that names the option, its value and what to give instead. Imports neither
 torch nor vLLM. Whether a model can be trained or served is only known when the engine and vLLM load it.
@@ -13,14 +13,17 @@ import re
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 
+from skyrl.cluster.connection import NoCluster, check_installed, find_address
+from skyrl.cluster.facts import ask
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.features import vllm_version
-from skyrl.inference.vllm_command import HOST, cuda_devices, plugin_installed
+from skyrl.inference.vllm_command import HOST, cuda_devices
+from skyrl.inference.vllm_version import check_vllm
 from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 
 logger = logging.getLogger(__name__)
@@ -145,37 +148,6 @@ def _why_refused(answer: httpx.Response) -> str | None:
     return None
 
 
-def check_vllm(*, cuda: bool, colocated: bool) -> bool:
-    """Returns whether the installed version of vLLM was tested with skyrl. On a GPU another version runs, too, without
-    skyrl's changes and without vLLM's development endpoints.
-
-    Raises ConfigError when vLLM or skyrl's plugin is not installed, or when another version would be wrong or unsafe.
-    """
-    installed = vllm_version()
-    if not installed:
-        raise ConfigError(
-            "vLLM is not installed: pip install -e '.[cpu]' (or '.[gpu]'), or sample elsewhere with "
-            "--external-inference-url"
-        )
-    if not plugin_installed():
-        raise ConfigError(
-            "vLLM would not find skyrl's plugin, without which adapters are mixed up on a CPU: install skyrl "
-            "(`pip install -e .`), do not just put it on PYTHONPATH"
-        )
-    if installed.startswith(TESTED_VERSIONS):
-        return True
-    tested = f"skyrl was tested with vLLM {' or '.join(f'{prefix}*' for prefix in TESTED_VERSIONS)}, and {installed} is"
-    if not cuda:
-        raise ConfigError(f"{tested} installed: on a CPU it may compute samples with another tenant's adapter")
-    if colocated:
-        raise ConfigError(
-            f"{tested} installed: its endpoints for sleeping, which trainer.placement.colocate_all needs, would be "
-            "open to every user of this machine"
-        )
-    logger.warning("%s installed: it runs without skyrl's changes, and without its development endpoints", tested)
-    return False
-
-
 def check_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
     """Raises ConfigError when CUDA_VISIBLE_DEVICES names a GPU that does not exist, or when there are too few GPUs."""
     gpus = [entry for entry in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", entry)]
@@ -221,35 +193,60 @@ def _check_port(config: ServerConfig, port: int) -> None:
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of the checks. `offline`: the model's files are on this machine, and no process asks the model hub.
-    `vllm_tested`: the version of vLLM was tested with skyrl."""
+    """The results of the checks. `devices` are the GPUs of this machine. `offline`: the model's files are on this
+    machine, and no process asks the model hub. `vllm_tested`: the version of vLLM was tested with skyrl. `ray_address`
+    is HOST:PORT of a Ray cluster that runs already. `cuda`: vLLM runs on GPUs, of this machine or of that cluster."""
 
     devices: list[str]
     offline: bool = False
     vllm_tested: bool = True
+    ray_address: str | None = None
+    cuda: bool = False
 
 
 def check(config: ServerConfig) -> Findings:
     """Run all checks that this configuration needs. Raises ConfigError."""
     devices = cuda_devices()
+    found = Findings(devices, cuda=bool(devices))
     if not config.modes.trains:
-        return Findings(devices)
-    check_gpus(config, devices)
-    offline = check_base_model(config)
+        return found
+    if config.ray is None:
+        check_gpus(config, devices)
+    found = replace(found, offline=check_base_model(config))
+    if config.ray is not None:
+        found = _check_ray(config, found)
     if not config.modes.manages_inference:
-        return Findings(devices, offline)
-    tested = check_vllm(cuda=bool(devices), colocated=not config.modes.forwards)
-    if config.full_finetuning and not tested:
-        raise ConfigError(
-            "trainer.full_finetuning: needs skyrl's changes to vLLM, which are for vLLM "
-            f"{' or '.join(f'{prefix}*' for prefix in TESTED_VERSIONS)}, and {vllm_version()} is installed"
-        )
-    check_inference_port(config)
-    replicas = config.backend_config.inference.num_engines
-    if not devices and replicas > 1:
-        logger.warning(
-            "num_engines: %d vLLMs share this machine's %d cores: without GPUs they are not faster than one",
-            replicas,
-            os.cpu_count() or 1,
-        )
-    return Findings(devices, offline, tested)
+        return found
+    if config.ray in (None, "local"):  # else each node checks its own vLLM
+        found = replace(found, vllm_tested=check_vllm(cuda=found.cuda, colocated=not config.modes.forwards))
+        if config.full_finetuning and not found.vllm_tested:
+            raise ConfigError(
+                "trainer.full_finetuning: needs skyrl's changes to vLLM, which are for vLLM "
+                f"{' or '.join(f'{prefix}*' for prefix in TESTED_VERSIONS)}, and {vllm_version()} is installed"
+            )
+        check_inference_port(config)
+        replicas = config.backend_config.inference.num_engines
+        if not devices and replicas > 1:
+            logger.warning(
+                "num_engines: %d vLLMs share this machine's %d cores: without GPUs they are not faster than one",
+                replicas,
+                os.cpu_count() or 1,
+            )
+    return found
+
+
+def _check_ray(config: ServerConfig, found: Findings) -> Findings:
+    """The cluster's address, and whether it has GPUs; nothing new for a cluster that is still to be started. Raises
+    ConfigError when the cluster cannot be used."""
+    assert config.ray is not None
+    check_installed()
+    if config.ray == "local":
+        return found
+    try:
+        address = find_address(config.ray)
+        facts = ask(address)
+    except NoCluster as error:
+        raise ConfigError(str(error)) from error
+    logger.info("Ray cluster at %s: %d nodes, %g GPUs", address, facts.nodes, facts.gpus)
+    wants_gpus = config.backend_config.inference.tensor_parallel_size > 1
+    return replace(found, ray_address=address, cuda=facts.gpus > 0 or wants_gpus)

@@ -26,9 +26,9 @@ LIVE_LOOK_S = 1.0
 SAY_S = 30.0
 """How often the log says what is missing."""
 _CLEAR_LINE = "\r\x1b[2K"
-_PROCESS_OF = {"training": "engine", "sampling": "vllm"}
+_PROCESSES_OF = {"training": ("engine",), "sampling": ("vllm", "placer")}
 """By the first word of a reason of `/readyz`: the process that the reason is about, or the beginning of the names of
-several."""
+several. Vllms on a Ray cluster are the placer's."""
 READY = "ready"
 """The stage of a process for which `/readyz` gives no reason."""
 _UNPUBLISHED = "no inference server has been published"
@@ -41,7 +41,7 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
     reason_of = {word: rest for word, _, rest in (reason.partition(": ") for reason in reasons or ())}
     stage_of: dict[str, str] = {}
     for name in names:
-        words = (word for word, process in _PROCESS_OF.items() if process == name.partition("-")[0])
+        words = (word for word, processes in _PROCESSES_OF.items() if name.partition("-")[0] in processes)
         reason = next((reason_of[word] for word in words if word in reason_of), None)
         if reason is None and reasons is not None:
             stage_of[name] = READY
@@ -51,7 +51,7 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
             stage_of[name] = f"starting ({running_s[name]:.0f} s)"
         else:
             stage_of[name] = f"{reason} ({running_s[name]:.0f} s)"
-    runs_vllm = any(name.partition("-")[0] == "vllm" for name in names)
+    runs_vllm = any(name.partition("-")[0] in _PROCESSES_OF["sampling"] for name in names)
     if "sampling" in reason_of and not runs_vllm:  # an external inference server
         stage_of["inference server"] = reason_of["sampling"]
     return stage_of

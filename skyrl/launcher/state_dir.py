@@ -43,9 +43,9 @@ def lock_state_dir(state_dir: Path) -> IO[str]:
 
 
 @contextmanager
-def private_directory(state_dir: Path) -> Iterator[Path]:
+def private_directory(state_dir: Path, longest_tmpdir: int = LONGEST_TMPDIR) -> Iterator[Path]:
     """A directory for sockets and secrets that only this user may enter. `state_dir/run` is a link to it. Both are
-    removed at exit.
+    removed at exit. If TMPDIR has more characters than `longest_tmpdir`, the directory is in /tmp.
 
     The directory is locked, so that programs that clean temporary directories (systemd-tmpfiles) do not delete it
     while the server runs.
@@ -54,7 +54,7 @@ def private_directory(state_dir: Path) -> Iterator[Path]:
     if run.is_symlink():
         _remove_unlocked(run.readlink())
         run.unlink()
-    parent = None if len(tempfile.gettempdir()) <= LONGEST_TMPDIR else "/tmp"
+    parent = None if len(tempfile.gettempdir()) <= longest_tmpdir else "/tmp"
     directory = Path(tempfile.mkdtemp(prefix="skyrl-", dir=parent))
     run.symlink_to(directory)
     descriptor = os.open(directory, os.O_RDONLY)

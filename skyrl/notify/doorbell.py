@@ -20,6 +20,8 @@ MAX_DATAGRAM = 60_000
 
 SESSIONS = "sessions"
 """The notice to the engine that a session has ended. A ring without a notice tells it of new commands."""
+SERVERS = "servers"
+"""The notice to the engine that an inference server has come, gone or moved."""
 STATE = "state"
 """The notice to an API process that the engine's state has changed. Its other notices are ids of settled requests."""
 

@@ -34,7 +34,9 @@ class Runtime:
     """The configuration of a process. `directory` is private, has a short path, and holds the sockets of the doorbells.
     `inference_url` is where samples go: the vLLM that the launcher runs, or the router in front of several; None if the
     launcher runs none. `replica_urls` are the addresses of all vLLMs behind it; `sidecar_urls` those of their sidecars,
-    in the same order, if there are any. `ray_address` is HOST:PORT of the Ray cluster that is used; None if none is.
+    in the same order, if there are any. `ray_address` is HOST:PORT of the Ray cluster that is used; None if none is. A
+    cluster that the launcher starts is waited for `ray_patience_s`. `cuda`: the vLLMs run on GPUs, of this machine or
+    of the cluster.
 
     Only API processes have a `slot`, and descriptors of sockets to accept connections from (`listening`)."""
 
@@ -45,6 +47,8 @@ class Runtime:
     server_id: str = "server"
     replica_urls: tuple[str, ...] = ()
     ray_address: str | None = None
+    ray_patience_s: float = 0.0
+    cuda: bool = False
     sidecar_urls: tuple[str, ...] = ()
     slot: int = 0
     listening: tuple[int, ...] = ()
@@ -83,6 +87,8 @@ class Runtime:
             "server_id": self.server_id,
             "replica_urls": self.replica_urls,
             "ray_address": self.ray_address,
+            "ray_patience_s": self.ray_patience_s,
+            "cuda": self.cuda,
             "sidecar_urls": self.sidecar_urls,
         }
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -113,6 +119,8 @@ class Runtime:
             values["server_id"],
             tuple(values["replica_urls"]),
             values["ray_address"],
+            values["ray_patience_s"],
+            values["cuda"],
             tuple(values["sidecar_urls"]),
             int(os.environ.get(SLOT_ENV, "0")),
             tuple(int(number) for number in os.environ.get(SOCKETS_ENV, "").split(",") if number),

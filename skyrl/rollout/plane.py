@@ -131,10 +131,8 @@ class Plane:
         urls = list(options.engine_urls)
         sidecars: tuple[str, ...] = ()
         if options.num_engines:
-            placement = LocalPlacement(self._logs)
-            vllms = InferenceParts(
-                config, self._found, key, directory, placement, starts, metrics.restarts, has_trainer=False
-            )
+            placement = LocalPlacement(self._logs, directory)
+            vllms = InferenceParts(config, self._found, key, placement, starts, metrics.restarts, has_trainer=False)
             await self._add(*vllms.parts(()))
             ports = distinct_ports(len(vllms.replica_urls), {options.port})
             for number, (port, vllm_url) in enumerate(zip(ports, vllms.replica_urls, strict=True)):

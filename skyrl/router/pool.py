@@ -96,6 +96,7 @@ class WorkerPool:
             self._by_id[worker.id] = worker
         if worker.state is WorkerState.DRAINING:
             worker.completions_url, worker.labels = None, {}
+        worker.ended = False
         worker.completions_url = completions_url or worker.completions_url
         worker.worker_type = worker_type
         worker.labels = {**worker.labels, **(labels or {})}
@@ -156,11 +157,13 @@ class WorkerPool:
                 return None
         return worker
 
-    def remove(self, id_or_url: str) -> bool:
-        """Send the worker no more requests, and forget it when none is in flight. False: there is no such worker."""
+    def remove(self, id_or_url: str, *, ended: bool = False) -> bool:
+        """Send the worker no more requests, and forget it when none is in flight. `ended`: it does not run any more, so
+        that requests in flight will get no answer. False: there is no such worker."""
         worker = self.find(id_or_url)
         if worker is None:
             return False
+        worker.ended = worker.ended or ended
         if worker.state is not WorkerState.DRAINING:
             worker.state = WorkerState.DRAINING
             self._changed(worker, Change.DRAINING)

@@ -83,12 +83,16 @@ class RegistrationRoutes:
         return of_json(202, registered, [(b"location", location.encode())])
 
     async def _remove(self, query: bytes, body: Body) -> Reply:
-        """An unknown worker is no error: clients of slime's router and of miles' raise on one."""
+        """An unknown worker is no error: clients of slime's router and of miles' raise on one. With `ended` the
+        requests that are in flight there are broken off."""
         try:
-            url = _url(await _fields(query, body))
+            fields = await _fields(query, body)
+            url, ended = _url(fields), fields.get("ended", False)
+            if ended not in (True, False, "true", "false"):
+                raise ValueError("ended: not true or false")
         except ValueError as wrong:
             return error(400, "BadRequestError", str(wrong))
-        removed = self._pool.remove(url)
+        removed = self._pool.remove(url, ended=ended in (True, "true"))
         return of_json(200, {"status": "success", "message": "removed" if removed else "there was no such worker"})
 
     def _list(self) -> Reply:

@@ -69,10 +69,10 @@ class ForwardingClient:
     """Samples through a vLLM-compatible server. `host` brings adapters to the server that the server does not know.
     `counts` has one counter per kind of event.
 
-    `replicas` are the URLs of the servers behind skyrl's own router. An answer of that router names the replica that it
-    is about, and the client asks this replica for its health and loads adapters there. No other server is ever asked
-    because an answer names it. Without `replicas` the client loads adapters at the endpoint, and skyrl's router passes
-    a load on to all replicas.
+    `replicas` are the URLs of the servers behind skyrl's own router; the caller may change them. An answer of that
+    router names the replica that it is about, and the client asks this replica for its health and loads adapters there.
+    No other server is ever asked because an answer names it. Without `replicas` the client loads adapters at the
+    endpoint, and skyrl's router passes a load on to all replicas.
 
     With `shares_keys` the endpoint is that router. For it, samples of one sampling session have one key: its replica
     then has their common prefix in its cache, and the router spreads them if the replica has much to do. Other routers
@@ -101,7 +101,7 @@ class ForwardingClient:
         self._endpoint = endpoint
         self._deadline_s = deadline_s
         self._loaded = loaded
-        self._replicas = frozenset(replicas)
+        self._replicas = replicas
         self._shares_keys = shares_keys or bool(replicas)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:

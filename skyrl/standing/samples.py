@@ -10,13 +10,14 @@ LONG_S = 2.0
 """An adapter that has waited less than this has not waited for a place."""
 
 
-def of_forwarded(progress: SampleProgress, adapters: int, places: int | None) -> Standing:
+def of_forwarded(progress: SampleProgress, adapters: int, places: int | None, away: str = "") -> Standing:
     """A sample that this process forwards. `adapters` are sampled from now, and the inference servers run `places`
-    adapters at a time; None if that is unknown."""
+    adapters at a time; None if that is unknown. `away`: why no inference server runs, if that is known."""
     waited = duration(progress.for_s)
     match progress.waits_for:
         case SampleWait.AWAY:
-            return paused(f"the inference server has been away for {waited}; the sample is sent when it is back")
+            why = f" ({away})" if away else ""
+            return paused(f"the inference server has been away for {waited}{why}; the sample is sent when it is back")
         case SampleWait.BUSY:
             return paused(f"the inference server takes no more samples at the moment, for {waited}")
         case SampleWait.LOADING:

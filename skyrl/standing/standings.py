@@ -21,7 +21,8 @@ from skyrl.types.kinds import Kind
 
 class Standings:
     """`activity` returns what the engine told last, and `trouble` why the engine cannot train now, or None. `places` is
-    how many adapters the inference servers run at a time; None if that is unknown."""
+    how many adapters the inference servers run at a time; None if that is unknown. `away` returns why no inference
+    server runs, if that is known."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Standings:
         trouble: Callable[[], str | None],
         places: int | None,
         session_timeout_s: float,
+        away: Callable[[], str] = lambda: "",
     ) -> None:
         self._database = database
         self._sampling = sampling
@@ -41,6 +43,7 @@ class Standings:
         self._trouble = trouble
         self.places = places
         self._session_timeout_s = session_timeout_s
+        self._away = away
 
     async def of_request(self, request_id: str, kind: Kind, tenant: str) -> Standing:
         """Where a pending request of the tenant stands."""
@@ -65,7 +68,7 @@ class Standings:
         progress = self._sampling.progress(request_id)
         if progress is None:
             return of_elsewhere(self._activity(), time.time())
-        return of_forwarded(progress, self._sampling.adapters_in_flight(), self.places)
+        return of_forwarded(progress, self._sampling.adapters_in_flight(), self.places, self._away())
 
     def _of_trouble(self) -> Standing | None:
         """What all training commands wait for while the engine cannot train."""

@@ -60,7 +60,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         {"base_model": str(model_path()), "backend_config": {"generator.inference_engine.max_model_len": CONTEXT}}
     )
     spec = vllm_spec(config, free_port(), KEY, cuda=False)
-    handle = await LocalPlacement(tmp_path_factory.mktemp("logs")).start(spec, [])
+    handle = LocalPlacement(tmp_path_factory.mktemp("logs")).run(spec, [])
     try:
         async with running_sidecar(spec.url, vllm_api_key=KEY) as sidecar:
             end = time.monotonic() + 400

@@ -117,7 +117,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
     config = load_config({"base_model": str(MODEL), "state_dir": state_dir, "backend_config": backend})
     spec = vllm_spec(config, free_port(), KEY, cuda=False)
     spec = replace(spec, env={**spec.env, **node_environment(config), CACHE: str(state_dir / "node")})
-    handle = await LocalPlacement(logs).start(spec, [])
+    handle = LocalPlacement(logs).run(spec, [])
     published: list[str | None] = []
     locked = iter([True])
 
@@ -573,7 +573,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Runn
     version = AdapterVersion("everywhere@1")
     served.host.directories[version] = adapter(tmp_path / "everywhere", 8)
     spec = vllm_spec(served.config, free_port(), KEY, cuda=False)
-    handle = await LocalPlacement(tmp_path / "logs").start(spec, [])
+    handle = LocalPlacement(tmp_path / "logs").run(spec, [])
     published: list[str | None] = []
 
     async def publish(url: str | None) -> None:

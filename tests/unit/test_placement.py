@@ -31,7 +31,7 @@ async def wait_until(condition: Callable[[], object]) -> None:
 @asynccontextmanager
 async def started(logs: Path, devices: Sequence[str] = (), ends: list[int] | None = None) -> AsyncIterator[LocalServer]:
     spec = ServerSpec((sys.executable, "-S", "-c", PRINTS_DEVICES), {}, "127.0.0.1", 1, "server.log")
-    server = await LocalPlacement(logs).start(spec, devices, None if ends is None else ends.append)
+    server = LocalPlacement(logs).run(spec, devices, None if ends is None else ends.append)
     try:
         await wait_until(lambda: "devices:" in server.log_tail())
         yield server

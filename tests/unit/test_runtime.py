@@ -17,7 +17,9 @@ from skyrl.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of
 
 def test_a_process_reads_the_servers_settings_and_its_own_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config({"state_dir": tmp_path, "database_url": "postgresql://h/d", "api_processes": 3})
-    written = Runtime(config, tmp_path, "http://router", "key", "server-1", ("http://one", "http://two"), "ray:1")
+    written = Runtime(
+        config, tmp_path, "http://router", "key", "server-1", ("http://one", "http://two"), "ray:1", 9.0, True
+    )
     monkeypatch.setenv(RUNTIME_ENV, str(written.write()))
     engine = Runtime.from_environment()
     assert engine == written

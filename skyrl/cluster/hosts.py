@@ -1,0 +1,239 @@
+"""A Ray actor that runs one inference server on its node: starts it, tells how it does, and ends it.
+
+The actor decides nothing: the placer starts a server again, or elsewhere. The kernel ends the server when the actor
+ends. The actor ends by itself when nobody has asked it for UNASKED_S: a node that was cut off from the cluster must not
+run a server for ever that another node has replaced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from skyrl.config.server import ConfigError
+from skyrl.processes.supervision import dies_with_parent
+
+UNASKED_S = 60.0
+LOG_BYTES = 64 * 1024
+"""The most bytes of a log in one answer: more would not travel inside the answer, but through Ray's object store."""
+LOG_FILE_BYTES = 16 * 2**20
+"""A longer log is emptied on the node once it was read."""
+FIRST_PORT, PORTS = 12_000, 20_000
+DIRECTORY_PREFIX = "skyrl-host-"
+LEFT_S = 60.0
+"""A directory without a lock is somebody's left-over only when it is older: its maker may be about to lock it."""
+REAPED_S = 2.0
+
+
+class Command(Protocol):
+    """What `Kind.spec` makes."""
+
+    @property
+    def argv(self) -> tuple[str, ...]: ...
+
+    @property
+    def env(self) -> Mapping[str, str]: ...
+
+    @property
+    def url(self) -> str: ...
+
+
+class Program(Protocol):
+    """What the actor runs: makes the command for its node. Must be possible to pickle."""
+
+    def check(self) -> None:
+        """Raises ConfigError when this node cannot run it."""
+        ...
+
+    def command(self, host: str, port: int, directory: Path) -> Command: ...
+
+
+@dataclass(frozen=True)
+class Started:
+    """The answer to `start`. `trouble` says why this node cannot run the server; then there is no `url`."""
+
+    url: str | None
+    incarnation: str
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The answer to `look`: the exit code of the server, None while it runs; and what its log had after `offset`. The
+    next call gives `next_offset`."""
+
+    code: int | None
+    log: bytes
+    next_offset: int
+
+
+class ServerHost:
+    """The actor. All calls run on its main thread, one after another: the kernel kills the server when the thread that
+    has started it ends."""
+
+    def __init__(self, name: str, program: Program, port: int | None) -> None:
+        self._name = name
+        self._program = program
+        self._fixed_port = port
+        self._port: int | None = port
+        self._starts = 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._directory, self._lock = _private_directory()
+        self._log = self._directory / f"{name}.log"
+        self._log.touch(0o600)
+        self._asked_at = time.monotonic()
+        threading.Thread(target=self._end_if_unasked, daemon=True).start()
+
+    def node(self) -> tuple[str, str]:
+        """The id and the address of the actor's node."""
+        import ray
+
+        self._asked_at = time.monotonic()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def start(self) -> Started:
+        """Start the server. The one before must have ended."""
+        self._asked_at = time.monotonic()
+        assert self._child is None
+        self._starts += 1
+        _, host = self.node()
+        try:
+            self._program.check()
+            command = self._program.command(host, self._free_port(host), self._directory)
+        except (ConfigError, OSError) as error:
+            return Started(None, "", f"on node {host}: {error}")
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        with self._log.open("ab", buffering=0) as log:
+            self._child = subprocess.Popen(
+                dies_with_parent(command.argv),
+                env=env | dict(command.env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return Started(command.url, f"{host}, start {self._starts}, process {self._child.pid}")
+
+    def look(self, offset: int) -> Look:
+        """How the server does. After its end, the rest of its log comes before its exit code."""
+        self._asked_at = time.monotonic()
+        code = self._reaped()
+        with self._log.open("rb") as log:
+            log.seek(offset)
+            text = log.read(LOG_BYTES)
+        if len(text) == LOG_BYTES:
+            return Look(None, text, offset + len(text))
+        if offset + len(text) > LOG_FILE_BYTES:
+            os.truncate(self._log, 0)
+            return Look(code, text, 0)
+        return Look(code, text, offset + len(text))
+
+    def ended(self) -> None:
+        """The caller knows that the server has ended; `start` may follow."""
+        self._asked_at = time.monotonic()
+        self._child = None
+
+    def kill(self) -> None:
+        """Kill the server and all its processes."""
+        self._asked_at = time.monotonic()
+        if self._child is not None:
+            _kill_group(self._child.pid)
+
+    def stop(self, grace_s: float) -> None:
+        """End the server: SIGTERM, and SIGKILL after `grace_s`. Removes what it has left on the node."""
+        self._asked_at = time.monotonic() + grace_s
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(grace_s)
+        if self._child is not None:
+            _kill_group(self._child.pid)
+            self._child.wait()
+            _wait_for_group(self._child.pid)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _reaped(self) -> int | None:
+        """The exit code of a server that has ended, with all its processes."""
+        if self._child is None or (code := self._child.poll()) is None:
+            return None
+        _kill_group(self._child.pid)
+        _wait_for_group(self._child.pid)
+        return code
+
+    def _free_port(self, host: str) -> int:
+        """The port of the start before if it is free, else another one. Raises OSError if the configured one is not."""
+        if self._port is not None:
+            try:
+                return _bound(host, self._port)
+            except OSError:
+                if self._fixed_port is not None:
+                    raise
+        for number in range(PORTS):
+            try:
+                self._port = _bound(host, FIRST_PORT + (os.getpid() * 7 + number) % PORTS)
+            except OSError:
+                continue
+            return self._port
+        raise OSError("no port is free")
+
+    def _end_if_unasked(self) -> None:
+        while time.monotonic() - self._asked_at < UNASKED_S:
+            time.sleep(1.0)
+        if self._child is not None:
+            _kill_group(self._child.pid)
+        os._exit(1)
+
+
+def _bound(host: str, port: int) -> int:
+    """The port, if a server can listen there. Raises OSError."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+    return port
+
+
+def _private_directory() -> tuple[Path, int]:
+    """A new directory for the server's sockets, temporary files and log, and the descriptor that locks it. Removes the
+    directories that killed actors of this user have left."""
+    root = Path(tempfile.gettempdir())
+    for left in root.glob(f"{DIRECTORY_PREFIX}*"):
+        with suppress(OSError):
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                seen = left.stat()
+                if seen.st_uid == os.geteuid() and time.time() - seen.st_mtime > LEFT_S:
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+    directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+    descriptor = os.open(directory, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return directory, descriptor
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _wait_for_group(group: int) -> None:
+    deadline = time.monotonic() + REAPED_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)

@@ -1,0 +1,141 @@
+"""The kinds of inference engines that skyrl runs: what a kind's servers need, how they are started, probed and used.
+
+Whoever starts, watches or uses a server asks the server's kind, so that another engine is one more entry of `KINDS`.
+A kind is sent to other machines: it holds settings, and looks at the machine only in `check` and `spec`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.inference.adapter_host import AdapterHost
+from skyrl.inference.placement import ServerSpec, Spot
+from skyrl.inference.replica import Addresses, Replica
+from skyrl.inference.vllm_client import Probe
+from skyrl.inference.vllm_command import LOGGING_CONFIG, options_named, vllm_spec
+from skyrl.inference.vllm_version import check_vllm, is_tested
+from skyrl.metrics.adapters import AdapterMetrics
+from skyrl.nodes.settings import CACHE
+from skyrl.processes.log_format import vllm_logging
+from skyrl.processes.startup import Cause, cause_of_vllm
+
+VLLM = "vllm"
+
+
+class EngineKind(Protocol):
+    """Servers of one kind with one configuration."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def key(self) -> str:
+        """What callers of a server must send as a bearer token."""
+        ...
+
+    @property
+    def probes(self) -> Mapping[Probe, float]:
+        """The probes by which a watchdog finds a server that hangs, each with its seconds."""
+        ...
+
+    def bundle(self, *, cuda: bool) -> dict[str, float]:
+        """The resources that one server asks Ray for. `cuda`: it runs on GPUs."""
+        ...
+
+    def check(self, *, cuda: bool) -> None:
+        """Raises ConfigError when this machine cannot run a server, for lack of programs or files."""
+        ...
+
+    def spec(self, name: str, spot: Spot) -> ServerSpec:
+        """The server as a command for this machine; writes the files that it needs. Raises ConfigError."""
+        ...
+
+    def cause(self, code: int, tail: str) -> Cause | None:
+        """Why a server has ended with `code`; `tail` is the end of its log. None if that is unknown."""
+        ...
+
+    def replica(self, url: str, host: AdapterHost, metrics: AdapterMetrics) -> Replica:
+        """A server as the engine group uses it: warms it up, loads adapters, and tells the router of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """vLLM. With `offline` it does not ask the model hub. `tested` tells whether the installed version was tested; None
+    means that each machine finds out for itself."""
+
+    config: ServerConfig
+    key: str
+    offline: bool = False
+    tested: bool | None = None
+
+    @property
+    def name(self) -> str:
+        return VLLM
+
+    @property
+    def probes(self) -> Mapping[Probe, float]:
+        options = self.config.backend_config.inference
+        return {"/health": options.health_timeout_s, "/is_sleeping": options.step_timeout_s}
+
+    def bundle(self, *, cuda: bool) -> dict[str, float]:
+        options = self.config.backend_config.inference
+        gpus = {"GPU": float(options.tensor_parallel_size)} if cuda else {}
+        own = {name: amount for name, amount in options.resources.items() if amount}
+        return gpus | (own if options.resources else {"CPU": float(self.config.threads)})
+
+    def check(self, *, cuda: bool) -> None:
+        check_vllm(cuda=cuda, colocated=False)
+        model = Path(self.config.base_model_path)
+        if model.is_absolute() and not model.is_dir():
+            raise ConfigError(f"base_model: there is no directory {model} on this machine")
+
+    def spec(self, name: str, spot: Spot) -> ServerSpec:
+        spec = vllm_spec(
+            self.config,
+            spot.port,
+            self.key,
+            cuda=spot.cuda,
+            host=spot.host,
+            directory=spot.directory,
+            offline=self.offline,
+            tested=is_tested() if self.tested is None else self.tested,
+            log_name=f"{name}.log",
+            logging_config=None if spot.directory is None else spot.directory / f"{name}-logging.json",
+        )
+        if self.config.ray is not None:
+            spec = replace(spec, env={CACHE: str(self._adapter_cache()), **spec.env})
+        if (file := spec.env.get(LOGGING_CONFIG)) is not None:
+            Path(file).write_text(json.dumps(vllm_logging(name)))
+        return spec
+
+    def _adapter_cache(self) -> Path:
+        """Where the vLLMs of this node keep adapters: as the node's operator says, or else in a directory that outlives
+        a start of vLLM, whose own temporary directory does not."""
+        if configured := os.environ.get(CACHE):
+            return Path(configured)
+        if self.config.ray == "local":
+            return self.config.state_dir / "node-adapters"
+        return Path(tempfile.gettempdir()) / f"skyrl-adapters-{os.getuid()}"
+
+    def cause(self, code: int, tail: str) -> Cause | None:
+        cause = cause_of_vllm(code, tail)
+        if cause is None:
+            return None
+        option = options_named(self.config, cause.sentence)
+        prefix = f"{option}: vLLM refuses it" if option else "vLLM cannot start"
+        return Cause(f"{prefix}: {cause.sentence}", cause.final)
+
+    def replica(self, url: str, host: AdapterHost, metrics: AdapterMetrics) -> Replica:
+        return Replica(url, Addresses.same(url), self.key, host, metrics=metrics)
+
+
+KINDS: Mapping[str, Callable[[ServerConfig, str], EngineKind]] = {VLLM: Vllm}
+"""By name: makes a kind from the configuration and the key."""

@@ -1,0 +1,194 @@
+"""The placement of inference servers on a Ray cluster: asks Ray for resources and actors, and turns its errors
+into Lost.
+
+The only module of the placer that imports Ray. `ray_server` decides what is started where and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl.cluster.capacity import Bundle, nodes, reserve
+from skyrl.cluster.hosts import Look, ServerHost, Started
+from skyrl.inference.placement import Kind, OnExit, ServerPlan, ServerSpec, Spot
+from skyrl.placer.choosing import actor_options, choose
+from skyrl.placer.ray_server import Host, Lost, RayServer, in_loop
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KindProgram:
+    """A server of a kind as the actor's program."""
+
+    name: str
+    kind: Kind
+    cuda: bool
+
+    def check(self) -> None:
+        self.kind.check(cuda=self.cuda)
+
+    def command(self, host: str, port: int, directory: Path) -> ServerSpec:
+        return self.kind.spec(self.name, Spot(host, port, directory, self.cuda))
+
+
+class RayPlacement:
+    """Starts servers on the cluster to which this process is connected; their output is appended to files in `log_dir`.
+    `on_change` is called whenever something is known anew of a server."""
+
+    def __init__(self, log_dir: Path, on_change: Callable[[], None]) -> None:
+        self._log_dir = log_dir
+        self._on_change = on_change
+        self._hosts: set[RayHost] = set()
+        self.servers: list[RayServer] = []
+        self._choosing = asyncio.Lock()
+
+    async def start(self, plan: ServerPlan, on_exit: OnExit | None = None) -> RayServer:
+        bundle = plan.kind.bundle(cuda=plan.cuda)
+        spots = _Spots(self, KindProgram(plan.name, plan.kind, plan.cuda), plan.port)
+        server = RayServer(plan.name, bundle, spots, self._log_dir / f"{plan.name}.log", on_exit, self._on_change)
+        self.servers.append(server)
+        return server
+
+    async def target(self, bundle: Bundle) -> str | None:
+        """The node on which one more server should run."""
+        servers_on = Counter(host.node_id for host in self._hosts if host.node_id is not None)
+        return choose(await asyncio.to_thread(nodes), bundle, servers_on)
+
+    def note(self, host: RayHost) -> None:
+        self._hosts.add(host)
+
+    def forget(self, host: RayHost) -> None:
+        self._hosts.discard(host)
+
+    @property
+    def choosing(self) -> asyncio.Lock:
+        """Held while a node is chosen, so that two servers do not choose the same one."""
+        return self._choosing
+
+
+class _Spots:
+    def __init__(self, placement: RayPlacement, program: KindProgram, port: int | None) -> None:
+        self._placement = placement
+        self._program = program
+        self._port = port
+
+    async def reserve(
+        self, name: str, bundle: Bundle, on_waiting: Callable[[str], None], is_cancelled: Callable[[], bool]
+    ) -> Host:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        said = in_loop(asyncio.get_running_loop(), on_waiting)
+        host = RayHost(self._placement)
+        async with self._placement.choosing:
+            host.node_id = await self._placement.target(bundle)
+            if host.node_id is not None:
+                self._placement.note(host)
+        try:
+            group = await asyncio.to_thread(
+                reserve,
+                [bundle],
+                "STRICT_PACK",
+                name=f"skyrl {name}",
+                on_waiting=said,
+                is_cancelled=is_cancelled,
+                target_node=host.node_id,
+            )
+            try:
+                actor = (
+                    ray.remote(ServerHost)
+                    .options(
+                        **actor_options(bundle),
+                        max_restarts=0,
+                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+                    )
+                    .remote(name, self._program, self._port)
+                )
+            except BaseException:
+                remove_placement_group(group)
+                raise
+        except BaseException:
+            self._placement.forget(host)
+            raise
+        host.made(group, actor)
+        return host
+
+
+class RayHost:
+    """An actor in a placement group of its own."""
+
+    def __init__(self, placement: RayPlacement) -> None:
+        self.node_id: str | None = None
+        self._placement = placement
+        self._group: PlacementGroup | None = None
+        self._actor: Any = None
+
+    def made(self, group: PlacementGroup, actor: Any) -> None:
+        self._group, self._actor = group, actor
+        self._placement.note(self)
+
+    async def node(self, within_s: float) -> tuple[str, str]:
+        self.node_id, address = await _answer(self._actor.node.remote(), within_s)
+        return self.node_id or "", address
+
+    async def start(self, within_s: float) -> Started:
+        return await _answer(self._actor.start.remote(), within_s)
+
+    async def look(self, offset: int, within_s: float) -> Look:
+        return await _answer(self._actor.look.remote(offset), within_s)
+
+    async def ended(self, within_s: float) -> None:
+        await _answer(self._actor.ended.remote(), within_s)
+
+    def kill(self) -> None:
+        self._actor.kill.remote()
+
+    async def stop(self, grace_s: float) -> None:
+        await _answer(self._actor.stop.remote(grace_s), grace_s + 5.0)
+
+    async def release(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        self._placement.forget(self)
+
+        def end() -> None:
+            ray.kill(self._actor)
+            assert self._group is not None
+            remove_placement_group(self._group)
+
+        await asyncio.to_thread(end)
+
+
+async def _answer(ref: Any, within_s: float) -> Any:
+    """The answer of an actor. Raises Lost, and TimeoutError."""
+    from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), within_s)
+    except ActorUnavailableError as error:  # the actor may be reachable again
+        await asyncio.sleep(min(1.0, within_s))
+        raise TimeoutError from error
+    except RayTaskError:  # a defect of the actor's own
+        raise
+    except RayError as error:
+        raise Lost(_first_sentence(error)) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """Ray's messages have several lines, with the cause in the last of them."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = next((line for line in reversed(lines) if "Error" in line or "died" in line or "dead" in line), "")
+    text = cause or (lines[0] if lines else type(error).__name__)
+    return text[:300]

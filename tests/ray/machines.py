@@ -1,0 +1,133 @@
+"""A Ray cluster whose nodes are processes of their own with addresses on loopback: a test can kill one like a machine.
+
+`ray.cluster_utils.Cluster` keeps killed nodes as zombies, which their workers take as alive.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from skyrl.cluster.head import HEALTH_CHECKS
+from skyrl.inference.placement import free_port
+
+ROOT = Path(__file__).parents[2]
+STORE_BYTES = 80 * 2**20
+WITHIN_S = 120.0
+
+
+@dataclass
+class Machine:
+    """One node: `ray start --block`, and what it has started."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def raylet(self) -> psutil.Process:
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            if "raylet/raylet" in " ".join(process.cmdline()):
+                return process
+        raise LookupError(self.log.read_text())
+
+    def actors(self) -> list[psutil.Process]:
+        """The processes of the vLLMs' actors."""
+        return [each for each in self.raylet().children() if each.name().startswith("ray::ServerHost")]
+
+    def vllms(self) -> list[psutil.Process]:
+        return [child for actor in self.actors() for child in actor.children()]
+
+    def all(self) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def kill(self) -> None:
+        """Kill Ray on this node. Its actors end within some seconds, and their vLLMs with them."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def freeze(self) -> list[psutil.Process]:
+        """Stop all processes of this node, as if the machine were cut off. Returns them."""
+        stopped = self.all()
+        for process in reversed(stopped):
+            process.suspend()
+        return stopped
+
+
+@dataclass
+class Machines:
+    """The cluster. The head has no CPUs, so that nothing is placed there."""
+
+    directory: Path
+    port: int = field(default_factory=lambda: 20_000 + free_port() % 12_000)
+    nodes: dict[str, Machine] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.2:{self.port}"
+
+    def start_head(self) -> None:
+        options = [f"--port={self.port}", "--head", "--include-dashboard=false", "--no-monitor", "--num-cpus=0"]
+        self._start("127.0.0.2", [*options, "--disable-usage-stats"])
+        _until(lambda: "Ray runtime started" in self.nodes["127.0.0.2"].log.read_text(), "the head")
+
+    def add(self, number: int, *, cpus: int = 0, resources: str = "{}") -> Machine:
+        """Start the node 127.0.0.`number`, and do not wait for it."""
+        options = [f"--address={self.address}", f"--num-cpus={cpus}", f"--resources={resources}"]
+        return self._start(f"127.0.0.{number}", options)
+
+    def _start(self, address: str, options: list[str]) -> Machine:
+        where = [f"--node-ip-address={address}", f"--temp-dir={self.directory}", f"--object-store-memory={STORE_BYTES}"]
+        ports = ["--min-worker-port=0", "--max-worker-port=0"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where, *ports, *options]
+        hook = {"RAY_START_HOOK": "skyrl.cluster.head.without_client_server", "RAY_USAGE_STATS_ENABLED": "0"}
+        path = {"PYTHONPATH": str(ROOT)}
+        log = self.directory / f"{address}.log"
+        with log.open("ab") as stream:
+            process = subprocess.Popen(
+                command,
+                env=os.environ | HEALTH_CHECKS | hook | path,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+        self.nodes[address] = Machine(address, process, log)
+        return self.nodes[address]
+
+
+@contextmanager
+def machines() -> Iterator[Machines]:
+    """A cluster with a head only; all its processes are killed at the end."""
+    directory = Path(tempfile.mkdtemp(prefix="skyr-"))
+    cluster = Machines(directory)
+    try:
+        cluster.start_head()
+        yield cluster
+    finally:
+        for machine in cluster.nodes.values():
+            if machine.process.poll() is None:
+                running = machine.all()
+                machine.kill()
+                for process in running:
+                    if process.is_running():
+                        process.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _until(condition: object, what: str) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not start in time"
+        time.sleep(0.1)

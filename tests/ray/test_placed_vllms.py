@@ -1,0 +1,230 @@
+"""Two vLLMs on the nodes of a Ray cluster, through a whole server: the death of a node, of an actor, of the placer and
+of the launcher costs no client a sample, and leaves nothing behind.
+
+The tests share one cluster and one server, and run in the order of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from skyrl.demo.server import DemoServer
+from tests.e2e.conftest import SLOW_START_S, cross_entropy, find_process, train
+
+from .machines import Machine, Machines, machines
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+only_in_test_ray = pytest.mark.skipif(os.environ.get("SKYRL_TEST_RAY") != "1", reason="slow; make test-ray runs it")
+PROMPT = [5, 6, 7, 8]
+SHORT, LONG = 12, 300
+CLIENTS = 8
+RESOURCES = {"CPU": 1, "box": 1}
+NODE = {"cpus": 1, "resources": '{"box": 1}'}
+
+
+def until(condition: Callable[[], object], within_s: float = 120.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Machines]:
+    with machines() as running:
+        running.add(3, **NODE)
+        running.add(4, **NODE)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(cluster: Machines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    backend = {"generator.inference_engine.num_engines": 2, "generator.inference_engine.resources": RESOURCES}
+    store = tmp_path_factory.mktemp("store")
+    flags = ("--ray-address", cluster.address, "--checkpoint-store", f"file://{store}")
+    running = DemoServer(tmp_path_factory.mktemp("placed"), *flags, backend_config=backend)
+    running.start()
+    try:
+        running.wait_ready(SLOW_START_S)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def samplers(server: DemoServer) -> list[tinker.SamplingClient]:
+    """Their client is not closed: it would wait for the server, which has ended by then."""
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-placed")
+    return [each.result() for each in [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]]
+
+
+def sample(sampler: tinker.SamplingClient, length: int = SHORT) -> tuple[int, ...]:
+    params = types.SamplingParams(max_tokens=length, temperature=0.0, stop=[])
+    return tuple(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result().sequences[0].tokens)
+
+
+def workers(server: DemoServer) -> list[dict]:
+    runtime = json.loads((server.state_dir / "run" / "runtime.json").read_text())
+    headers = {"Authorization": f"Bearer {runtime['inference_api_key']}"}
+    answer = httpx.get(f"{runtime['inference_url']}/statusz", headers=headers, trust_env=False, timeout=10)
+    return answer.json()["workers"]
+
+
+def used(server: DemoServer) -> set[str]:
+    """The addresses of the nodes whose vLLMs get samples."""
+    healthy = [worker["url"] for worker in workers(server) if worker["state"] == "healthy"]
+    return {url.removeprefix("http://").partition(":")[0] for url in healthy}
+
+
+def reasons(server: DemoServer) -> str:
+    return "; ".join(httpx.get(f"{server.url}/readyz", trust_env=False, timeout=30).json()["reasons"])
+
+
+def start_load(pool: ThreadPoolExecutor, samplers: list[tinker.SamplingClient], server: DemoServer) -> list[Future]:
+    """Long samples; returns when each used vLLM runs some."""
+    running = [pool.submit(sample, sampler, LONG) for sampler in samplers for _ in range(3)]
+    until(lambda: all(worker["in_flight"] for worker in workers(server)))
+    return running
+
+
+def assert_well(running: list[Future]) -> None:
+    assert {len(each.result()) for each in running} == {LONG}
+    assert len({each.result() for each in running}) == 1
+
+
+def test_each_vllm_is_on_a_node_of_its_own_and_adapters_reach_both(server: DemoServer, cluster: Machines) -> None:
+    until(lambda: used(server) == {"127.0.0.3", "127.0.0.4"})
+    assert [len(cluster.nodes[address].vllms()) for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4")] == [0, 1, 1]
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-trains") as client:
+        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+        losses = train(trainer, [cross_entropy(PROMPT + list(range(20, 40)))], 3, 2e-2)
+        assert losses[-1] < losses[0]
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        assert len({sample(sampler) for _ in range(4)}) == 1
+    log = (server.state_dir / "logs" / "vllm-1.log").read_text()
+    assert "===== vllm-1: start 1 on 127.0.0." in log
+    assert "Application startup complete" in log
+
+
+def test_a_killed_node_costs_no_sample_and_the_reason_names_what_is_missing(
+    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+) -> None:
+    with ThreadPoolExecutor(3 * CLIENTS) as pool:
+        load = start_load(pool, samplers, server)
+        killed_at = time.monotonic()
+        cluster.nodes["127.0.0.4"].kill()
+        until(lambda: used(server) == {"127.0.0.3"}, 30)
+        print(f"the killed node was out after {time.monotonic() - killed_at:.1f} s")
+        assert_well(load)
+    until(lambda: "waits for" in reasons(server), 60)
+    said = reasons(server)
+    assert "sampling: 1 of 2 replicas are in use" in said
+    assert "waits for 1 CPU and 1 box: no node has 1 CPU and 1 box: " in said
+    assert "127.0.0.3 has 0 of 1 CPU free and 0 of 1 box free" in said
+    assert "127.0.0.4" not in said.partition("waits for")[2]
+
+
+def test_a_node_that_joins_is_used(
+    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+) -> None:
+    joined_at = time.monotonic()
+    cluster.add(5, **NODE)
+    until(lambda: used(server) == {"127.0.0.3", "127.0.0.5"})
+    print(f"the joined node was in use after {time.monotonic() - joined_at:.1f} s")
+    assert reasons(server) == ""
+    assert {len(sample(sampler)) for sampler in samplers} == {SHORT}
+
+
+def _recovers(
+    server: DemoServer, samplers: list[tinker.SamplingClient], kill: Callable[[], None], what: str, gone: str
+) -> None:
+    """After `kill` during samples, all samples end well, and both nodes are used again."""
+    before = used(server)
+    with ThreadPoolExecutor(3 * CLIENTS) as pool:
+        load = start_load(pool, samplers, server)
+        killed_at = time.monotonic()
+        kill()
+        until(lambda: gone not in used(server), 30)
+        print(f"{what}: out after {time.monotonic() - killed_at:.1f} s")
+        assert_well(load)
+    until(lambda: used(server) == before)
+    print(f"{what}: all in use after {time.monotonic() - killed_at:.1f} s")
+
+
+@only_in_test_ray
+def test_a_killed_vllm_starts_again_on_its_node(
+    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+) -> None:
+    node = cluster.nodes["127.0.0.3"]
+    actor = node.actors()[0].pid
+    _recovers(server, samplers, node.vllms()[0].kill, "killed vLLM", "127.0.0.3")
+    assert node.actors()[0].pid == actor
+
+
+@only_in_test_ray
+def test_a_killed_actor_is_replaced(
+    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+) -> None:
+    node = cluster.nodes["127.0.0.3"]
+    vllm = node.vllms()[0]
+    _recovers(server, samplers, node.actors()[0].kill, "killed actor", "127.0.0.3")
+    assert not vllm.is_running() or vllm.status() == psutil.STATUS_ZOMBIE
+
+
+@only_in_test_ray
+def test_a_killed_placer_costs_no_sample(
+    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+) -> None:
+    placer = find_process(server, "skyrl.placer.main")
+    _recovers(server, samplers, placer.kill, "killed placer", "127.0.0.3")
+    assert find_process(server, "skyrl.placer.main").pid != placer.pid
+
+
+@only_in_test_ray
+def test_a_node_that_does_not_answer_costs_no_sample(
+    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+) -> None:
+    node = cluster.nodes["127.0.0.5"]
+    vllms = node.vllms()
+    with ThreadPoolExecutor(3 * CLIENTS) as pool:
+        load = start_load(pool, samplers, server)
+        frozen_at = time.monotonic()
+        frozen = node.freeze()
+        try:
+            until(lambda: used(server) == {"127.0.0.3"}, 60)
+            print(f"frozen node: out after {time.monotonic() - frozen_at:.1f} s")
+            assert_well(load)
+            print(f"frozen node: its samples were answered after {time.monotonic() - frozen_at:.1f} s")
+        finally:
+            for process in frozen:
+                process.resume()
+    _, alive = psutil.wait_procs(vllms, timeout=90)
+    assert alive == [], "the old copy must end when its node is back"
+
+
+def test_a_killed_launcher_leaves_nothing_on_any_node(server: DemoServer, cluster: Machines) -> None:
+    own = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    placed = [process for node in _living(cluster) for process in [*node.actors(), *node.vllms()]]
+    assert len(placed) >= 2
+    psutil.Process(server.pid).send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    _, alive = psutil.wait_procs([*own, *placed], timeout=60)
+    print(f"killed launcher: all gone after {time.monotonic() - killed_at:.1f} s")
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    until(lambda: all(not node.actors() for node in _living(cluster)), 30)
+
+
+def _living(cluster: Machines) -> list[Machine]:
+    return [node for node in cluster.nodes.values() if node.process.poll() is None]

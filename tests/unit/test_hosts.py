@@ -1,0 +1,160 @@
+"""The actor that runs a server on a node, called without Ray: logs, ends, ports, and what it leaves behind."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl.cluster import hosts
+from skyrl.cluster.hosts import Look, ServerHost
+from skyrl.config.server import ConfigError
+
+WAIT_S = 60.0
+SLEEPS = "import os, time; print('up', os.environ.get('RAY_JOB_ID'), os.environ['OWN'], flush=True); time.sleep(600)"
+
+
+@dataclass(frozen=True)
+class Spec:
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    url: str
+
+
+@dataclass(frozen=True)
+class Program:
+    code: str
+    refuses: str = ""
+
+    def check(self) -> None:
+        if self.refuses:
+            raise ConfigError(self.refuses)
+
+    def command(self, host: str, port: int, directory: Path) -> Spec:
+        return Spec((sys.executable, "-S", "-c", self.code), {"OWN": "given"}, f"http://{host}:{port}")
+
+
+class HostHere(ServerHost):
+    def node(self) -> tuple[str, str]:
+        return "id", "127.0.0.1"
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HostHere]]:
+    monkeypatch.setattr(hosts.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("RAY_JOB_ID", "secret")
+    made: list[HostHere] = []
+
+    def new(code: str = SLEEPS, port: int | None = None, refuses: str = "") -> HostHere:
+        made.append(HostHere("server", Program(code, refuses), port))
+        return made[-1]
+
+    yield new
+    for host in made:
+        host.stop(0)
+
+
+def looked(host: ServerHost, condition: Callable[[Look], object]) -> Look:
+    deadline = time.monotonic() + WAIT_S
+    while not condition(look := host.look(0)):
+        assert time.monotonic() < deadline, look
+        time.sleep(0.01)
+    return look
+
+
+def test_a_server_runs_logs_and_is_killed(make: Callable[..., HostHere]) -> None:
+    host = make()
+    started = host.start()
+    assert started.url is not None
+    assert looked(host, lambda look: look.log).log == b"up None given\n", "Ray's own variables are not the server's"
+    assert host.look(len(b"up ")).log == b"None given\n"
+    host.kill()
+    assert looked(host, lambda look: look.code is not None).code == -9
+    host.ended()
+    again = host.start()
+    assert again.url == started.url, "the port is the same again"
+    assert again.incarnation != started.incarnation
+
+
+def test_the_rest_of_a_log_comes_before_the_exit_code(make: Callable[..., HostHere]) -> None:
+    host = make(f"import sys; print('x' * {hosts.LOG_BYTES + 9}); sys.exit(4)")
+    host.start()
+    first = looked(host, lambda look: len(look.log) == hosts.LOG_BYTES)
+    assert first.code is None
+    deadline = time.monotonic() + WAIT_S
+    while (rest := host.look(first.next_offset)).code is None:
+        assert time.monotonic() < deadline
+    assert (rest.code, len(rest.log)) == (4, 10)
+
+
+def test_a_long_log_is_emptied_once_it_was_read(make: Callable[..., HostHere], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "LOG_FILE_BYTES", 10)
+    host = make("import time; print('more than ten bytes', flush=True); time.sleep(600)")
+    host.start()
+    assert looked(host, lambda look: look.log).next_offset == 0
+    assert host.look(0).log == b""
+
+
+def test_a_node_that_cannot_run_the_server_says_why(make: Callable[..., HostHere]) -> None:
+    started = make(refuses="vLLM is not installed").start()
+    assert (started.url, started.trouble) == (None, "on node 127.0.0.1: vLLM is not installed")
+
+
+def test_a_configured_port_that_is_taken_is_an_error(make: Callable[..., HostHere]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        started = make(port=taken.getsockname()[1]).start()
+    assert started.url is None
+    assert "Address already in use" in started.trouble
+
+
+def test_a_stop_ends_all_processes_and_removes_the_directory(make: Callable[..., HostHere], tmp_path: Path) -> None:
+    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    host = make(f"{child}print('up', flush=True); time.sleep(600)")
+    host.start()
+    looked(host, lambda look: look.log)
+    processes = psutil.Process().children(recursive=True)
+    assert len(processes) >= 2
+    host.stop(5)
+    assert psutil.wait_procs(processes, timeout=WAIT_S)[1] == []
+    assert list(tmp_path.glob("skyrl-host-*")) == []
+
+
+def test_directories_that_killed_actors_have_left_are_removed(
+    make: Callable[..., HostHere], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "LEFT_S", 0.0)
+    (tmp_path / "skyrl-host-left").mkdir()
+    make()
+    make()
+    left = list(tmp_path.glob("skyrl-host-*"))
+    assert len(left) == 2, "directories of running actors are locked"
+    assert tmp_path / "skyrl-host-left" not in left
+
+
+def test_an_actor_that_nobody_asks_ends_with_its_server(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from skyrl.cluster import hosts
+from test_hosts import SLEEPS, HostHere, Program
+hosts.UNASKED_S = 1.0
+host = HostHere("server", Program(SLEEPS), None)
+host.start()
+print(host._child.pid, flush=True)
+import time; time.sleep(600)
+"""
+    environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, cwd=root) as actor:
+        assert actor.stdout is not None
+        server = psutil.Process(int(actor.stdout.readline()))
+        assert actor.wait(WAIT_S) == 1
+        assert psutil.wait_procs([server], timeout=WAIT_S)[1] == []
