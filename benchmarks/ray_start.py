@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.ray_start [runs]
 
-Starts the server in turns without Ray, and with `--ray-address local`, and prints a table with the ratios. Short samples
+Starts the server in turns without Ray and with `--ray-address local`, and prints a table with the ratios. Short samples
 run one after another, so that the share of the router shows: without Ray one vLLM has none. Memory is the PSS of all
 processes of the server.
 """

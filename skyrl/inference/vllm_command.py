@@ -134,7 +134,7 @@ def vllm_spec(
         env[LOGGING_CONFIG] = str(logging_config)
     if offline or Path(config.base_model_path).is_dir():
         env |= OFFLINE
-    options = _common_options(config, port, api_key) | {"host": host}
+    options = _common_options(config, host, port, api_key)
     if config.full_finetuning:
         options |= WEIGHT_UPDATES
         env[TELL_VERSIONS_VARIABLE] = "1"
@@ -252,18 +252,19 @@ def options_named(config: ServerConfig, sentence: str) -> str:
     return ", ".join(named)
 
 
-def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, Any]:
+def _common_options(config: ServerConfig, host: str, port: int, api_key: str) -> dict[str, Any]:
     inference = config.backend_config.inference
     return {
         "model": config.base_model_path,
         "served_model_name": list(config.served_names),
+        "host": host,
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
         "scheduling_policy": "priority",  # skyrl.sampling.fair_order decides which sample is next
         # Otherwise a model's generation_config.json sets top_k and top_p of requests without these fields.
         "generation_config": "vllm",
         # vLLM's default is 0 for every server: restarts and replicas would draw the same "random" samples.
-        "seed": int.from_bytes(hashlib.sha256(f"{api_key}:{port}".encode()).digest()[:4]) % 2**31,
+        "seed": int.from_bytes(hashlib.sha256(f"{api_key}:{host}:{port}".encode()).digest()[:4]) % 2**31,
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "logprobs_mode": "processed_logprobs",
