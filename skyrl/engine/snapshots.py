@@ -27,8 +27,9 @@ from skyrl.types.kinds import SAVES, Kind
 
 OVERDUE_S = 60.0
 """A model without steps is snapshotted this long after the snapshot interval has passed."""
-MOST_TIME = 0.1
-"""The part of a model's time that snapshots after steps may take: those of a whole model are large."""
+LONG_S, MOST_TIME = 3.0, 0.1
+"""Where a snapshot takes longer than LONG_S, because that of a whole model is large, snapshots after steps may take
+MOST_TIME of a model's time."""
 _ONLY_READ = SAVES | {Kind.FORWARD}
 """Commands that do not change a model."""
 
@@ -77,7 +78,8 @@ class Snapshots:
     def after_step(self, model_id: str, next_seq: int) -> None:
         """Snapshot a model that has just stepped, if its last snapshot is old. Runs on the backend thread."""
         now = time.monotonic()
-        interval_s = max(self._interval_s, self._took_s.get(model_id, 0.0) / MOST_TIME)
+        took_s = self._took_s.get(model_id, 0.0)
+        interval_s = self._interval_s if took_s < LONG_S else max(self._interval_s, took_s / MOST_TIME)
         if now - self._taken_at.setdefault(model_id, now) >= interval_s:
             self.take(model_id, next_seq)
 

@@ -134,7 +134,7 @@ def vllm_spec(
         env[LOGGING_CONFIG] = str(logging_config)
     if offline or Path(config.base_model_path).is_dir():
         env |= OFFLINE
-    options = _common_options(config, host, port, api_key)
+    options = _common_options(config, host, port) | {"seed": _seed(f"{api_key}:{host}:{port}:{directory or ''}")}
     if config.full_finetuning:
         options |= WEIGHT_UPDATES
         env[TELL_VERSIONS_VARIABLE] = "1"
@@ -252,7 +252,13 @@ def options_named(config: ServerConfig, sentence: str) -> str:
     return ", ".join(named)
 
 
-def _common_options(config: ServerConfig, host: str, port: int, api_key: str) -> dict[str, Any]:
+def _seed(start: str) -> int:
+    """vLLM's default is 0 for every server: restarts and replicas would draw the same "random" samples. `start` differs
+    for each replica, and for each start of the launcher: its directory has another name, also where the key stays."""
+    return int.from_bytes(hashlib.sha256(start.encode()).digest()[:4]) % 2**31
+
+
+def _common_options(config: ServerConfig, host: str, port: int) -> dict[str, Any]:
     inference = config.backend_config.inference
     return {
         "model": config.base_model_path,
@@ -263,8 +269,6 @@ def _common_options(config: ServerConfig, host: str, port: int, api_key: str) ->
         "scheduling_policy": "priority",  # skyrl.sampling.fair_order decides which sample is next
         # Otherwise a model's generation_config.json sets top_k and top_p of requests without these fields.
         "generation_config": "vllm",
-        # vLLM's default is 0 for every server: restarts and replicas would draw the same "random" samples.
-        "seed": int.from_bytes(hashlib.sha256(f"{api_key}:{host}:{port}".encode()).digest()[:4]) % 2**31,
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "logprobs_mode": "processed_logprobs",

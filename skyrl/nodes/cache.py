@@ -27,6 +27,10 @@ from skyrl.storage.directories import fetch, is_scratch, link_files, remove, scr
 
 _REPLICAS = "replicas"
 """The lock of the list of replicas."""
+SCRATCH = "scratch"
+"""The directory in the root for downloads."""
+DOWNLOAD_S = 3600.0
+"""An incomplete directory that is older belongs to a vLLM that has died."""
 KEEP_S = 900.0
 """How long an adapter stays that no vLLM has loaded: one that is started again loads its adapters again."""
 
@@ -45,7 +49,8 @@ class NodeCache:
         self._lock: int | None = None
 
     def open(self) -> None:
-        """Make this vLLM's directory, and delete those of vLLMs that have ended. Raises OSError, among others
+        """Make this vLLM's directory, and delete those of vLLMs that have ended. May be called again when the root was
+        deleted. Raises OSError, among others
         PermissionError for a root that is another user's."""
         self._root.mkdir(0o700, parents=True, exist_ok=True)
         if self._root.lstat().st_uid != os.geteuid():
@@ -53,10 +58,14 @@ class NodeCache:
         for directory in (self._stored, self._replicas, self._locks):
             directory.mkdir(exist_ok=True)
         with self._locked(_REPLICAS):
-            if self._lock is None:
-                self._lock = _lock_file(self._own.with_suffix(".lock"), wait=False)
-                self._own.mkdir()
+            own_lock = self._own.with_suffix(".lock")
+            if not own_lock.exists():
+                self.close()  # if the root was deleted, the lock is that of a deleted file
+                self._lock = _lock_file(own_lock, wait=False)
+            self._own.mkdir(exist_ok=True)
             self._remove_ended()
+        for directory in (self._stored, self._root / SCRATCH):
+            _remove_incomplete(directory)
         self._remove_unused()
 
     def close(self) -> None:
@@ -122,7 +131,8 @@ class NodeCache:
     def _remove_unused(self, wanted_bytes: int = 0) -> None:
         """Delete adapters that no vLLM has loaded: those that were not used for `keep_s`, and as many others as there
         are too many bytes, the least recently used first."""
-        found = sorted((path.stat().st_mtime, path) for path in self._complete())
+        complete = [path for path in _directories(self._stored) if not is_scratch(path)]
+        found = sorted((path.stat().st_mtime, path) for path in complete)
         sizes = {path: sum(sizes_of(path).values()) for _, path in found}
         too_many = sum(sizes.values()) + wanted_bytes - self._max_bytes
         for used_at, path in found:
@@ -132,13 +142,6 @@ class NodeCache:
                 if is_locked and not self._is_linked(path.name):
                     self._forget(path.name)
                     too_many -= sizes[path]
-
-    def _complete(self) -> Iterator[Path]:
-        for path in _directories(self._stored):
-            if not is_scratch(path):
-                yield path
-            elif path.stat().st_mtime < time.time() - self._keep_s:  # a vLLM died while it fetched
-                remove(path)
 
     def _forget(self, name: str) -> None:
         remove(self._stored / name)
@@ -182,6 +185,13 @@ def _lock_file(path: Path, *, wait: bool) -> int | None:
         except FileNotFoundError:
             pass
         os.close(lock)
+
+
+def _remove_incomplete(parent: Path) -> None:
+    for path in _directories(parent):
+        with contextlib.suppress(FileNotFoundError):  # it is complete, or deleted, by now
+            if is_scratch(path) and path.stat().st_mtime < time.time() - DOWNLOAD_S:
+                remove(path)
 
 
 def _directories(parent: Path) -> list[Path]:

@@ -13,11 +13,12 @@ import hmac
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from skyrl.nodes.cache import NodeCache
+from skyrl.nodes.cache import SCRATCH, NodeCache
 from skyrl.nodes.daemons import Daemons
 from skyrl.nodes.references import NOT_STORED, STORE_AWAY, is_reference, key_in
 from skyrl.nodes.settings import NodeSettings
@@ -44,7 +45,7 @@ class StoredAdapterLoads:
 
     def __init__(self, app: App, settings: NodeSettings | None = None, grace_s: float = GRACE_S) -> None:
         settings = settings or NodeSettings.from_environment()
-        store = store_at(settings.store, settings.store_options, settings.cache / "scratch")
+        store = store_at(settings.store, settings.store_options, settings.cache / SCRATCH)
         self._app = app
         self._key_hash = _hash(settings.api_key)
         self._grace_s = grace_s
@@ -54,8 +55,10 @@ class StoredAdapterLoads:
         self._bringing: dict[str, asyncio.Task[Path]] = {}
         self._loaded: dict[str, str] = {}
         """By name of a loaded adapter, the key of its files."""
+        self._used: Counter[str] = Counter()
+        """By key, how many requests load it now, or have ended without an answer."""
         self._unused_at: dict[str, float] = {}
-        """By key that no loaded adapter has, when its files may be deleted (`time.monotonic`)."""
+        """By key of files that vLLM does not read, when its files may be deleted (`time.monotonic`)."""
         self._releasing: dict[str, asyncio.Task[None]] = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -85,21 +88,28 @@ class StoredAdapterLoads:
         if key is None:
             await _answer(send, 400, "BadRequestError", f"lora_path: {reference!r} names no adapter in the store")
             return
+        self._used[key] += 1
         try:
             directory = await self._bring(key)
-        except NotStored:
-            await _answer(send, 404, NOT_STORED, f"the checkpoint store has no adapter {key}")
-            return
         except (StoreError, OSError) as error:
-            logger.warning("adapter %s could not be brought to this node: %s: %s", key, type(error).__name__, error)
-            await _answer(send, 503, STORE_AWAY, f"adapter {key} cannot be brought to this node now")
+            self._used[key] -= 1
+            await self._refuse(key, error, send)
             return
         local = json.dumps(request | {"lora_path": str(directory)}).encode()
-        self._note_unused(key)
         status = await self._status_of(_with_length(scope, len(local)), _replayed(local, receive), send)
         if status == 200:
             self._loaded[str(request.get("lora_name"))] = key
-            self._unused_at.pop(key, None)
+        if status is not None:  # else vLLM may have loaded the adapter all the same: the files stay
+            self._used[key] -= 1
+            self._note_unused(key)
+
+    async def _refuse(self, key: str, error: StoreError | OSError, send: Send) -> None:
+        if isinstance(error, NotStored):
+            await _answer(send, 404, NOT_STORED, f"the checkpoint store has no adapter {key}")
+            return
+        self._opening = None  # somebody may have deleted the cache
+        logger.warning("adapter %s could not be brought to this node: %s: %s", key, type(error).__name__, error)
+        await _answer(send, 503, STORE_AWAY, f"adapter {key} cannot be brought to this node now")
 
     async def _unload(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         status = await self._status_of(scope, _replayed(body, receive), send)
@@ -108,9 +118,12 @@ class StoredAdapterLoads:
             self._note_unused(key)
 
     def _note_unused(self, key: str) -> None:
-        """Delete the files of a key later, unless a loaded adapter has them."""
-        if key not in self._loaded.values():
+        """Delete the files of a key later, unless vLLM may read them."""
+        if not self._is_used(key):
             self._unused_at[key] = time.monotonic() + self._grace_s
+
+    def _is_used(self, key: str) -> bool:
+        return self._used[key] > 0 or key in self._loaded.values()
 
     async def _bring(self, key: str) -> Path:
         """This vLLM's directory of an adapter. All requests for the same adapter wait for one fetch, which goes on if a
@@ -152,9 +165,10 @@ class StoredAdapterLoads:
     def _release_unused(self) -> None:
         """Begin to delete the files of adapters that were unloaded long enough ago."""
         now = time.monotonic()
-        for key in [key for key, at in self._unused_at.items() if at <= now and key not in self._bringing]:
+        for key in [key for key, at in self._unused_at.items() if at <= now and key not in self._releasing]:
             del self._unused_at[key]
-            if key not in self._loaded.values() and key not in self._releasing:
+            if not self._is_used(key):
+                del self._used[key]
                 task = self._releasing[key] = asyncio.create_task(self._release(key))
                 task.add_done_callback(lambda _, key=key: self._releasing.pop(key))
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
-from skyrl.sampling.loaded_weights import Span, check_began
+from skyrl.sampling.loaded_weights import NOT_TOLD, Span, check_began, spans_in
 
 SHOWN = frozenset(
     {"choices", "created", "id", "object", "prompt_logprobs", "prompt_text", "prompt_token_ids", "service_tier"}
@@ -49,7 +49,7 @@ class _Usage(msgspec.Struct):
 class _Choice(msgspec.Struct):
     index: int = 0
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: msgspec.Raw = NOT_TOLD
 
 
 class _Seen(msgspec.Struct):
@@ -80,14 +80,14 @@ def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[b
     did not begin with the weights `version`."""
     fields, seen = _read(content)
     if version is not None:
-        check_began((choice.weight_versions for choice in seen.choices), version)
+        check_began((spans_in(choice.weight_versions) for choice in seen.choices), version)
     return _encode(fields | {"model": model}), (seen.usage or _Usage()).used()
 
 
 def versions_in(event: bytes) -> list[list[Span] | None]:
     """What an event of a stream tells of the weights that have begun its choices. Raises MalformedAnswer,
     AbortedAnswer."""
-    return [choice.weight_versions for choice in _read(event)[1].choices]
+    return [spans_in(choice.weight_versions) for choice in _read(event)[1].choices]
 
 
 class EventRewriter:

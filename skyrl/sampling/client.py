@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from skyrl.db.faults import DatabaseError, reason
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.processes.backoff import Backoff
@@ -297,7 +298,13 @@ class ForwardingClient:
         """The server may have been started again, and gets the current weights soon. Raises FailedRequest if the
         request's weights are not current any more."""
         assert self._loaded is not None
-        if (replaced := await self._loaded.replaced(attempts.exchange.weights)) is not None:
+        try:
+            replaced = await self._loaded.replaced(attempts.exchange.weights)
+        except DatabaseError as away:
+            attempts.trouble = f"{error}, and which weights are current is not known: {reason(away)}"
+            await self._back_off(attempts)
+            return
+        if replaced is not None:
             self.counts["replaced_weights"] += 1
             raise FailedRequest(replaced, ErrorCategory.USER)
         if not error.versions:

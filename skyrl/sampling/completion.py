@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from skyrl.sampling.job import SampleJob
-from skyrl.sampling.loaded_weights import Span, check_began
+from skyrl.sampling.loaded_weights import NOT_TOLD, check_began, spans_in
 from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best_first, prompt_scores
 from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
 
@@ -61,7 +61,8 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None
     """Undecoded rows. As objects, all rows together would take several times the memory of the body."""
-    weight_versions: list[Span] | None = None
+    weight_versions: msgspec.Raw = NOT_TOLD
+    """Read only where servers change their weights."""
 
 
 class _CachedTokens(msgspec.Struct):
@@ -146,7 +147,7 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
         if choice.finish_reason not in ("stop", "length"):
             raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
     if job.version is not None:
-        check_began((choice.weight_versions for choice in choices), job.version)
+        check_began((spans_in(choice.weight_versions) for choice in choices), job.version)
     try:
         return _encode(choices, answer.usage, job, zero_fill)
     except msgspec.DecodeError as error:
@@ -199,8 +200,12 @@ def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequen
         choice.token_ids,
         cast("list[float]", logprobs),
         topk,
-        None if job.version is None else [msgspec.structs.astuple(span) for span in choice.weight_versions or ()],
+        None if job.version is None else _spans(choice),
     )
+
+
+def _spans(choice: _Choice) -> list[tuple[str, int, int]]:
+    return [(span.version, span.start, span.end) for span in spans_in(choice.weight_versions) or ()]
 
 
 def _sample_topk(choice: _Choice, k: int) -> list[TopkRow]:

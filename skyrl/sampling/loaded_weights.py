@@ -35,6 +35,19 @@ class OtherWeights(Exception):
         )
 
 
+NOT_TOLD = msgspec.Raw(b"null")
+_decode_spans = msgspec.json.Decoder(list[Span] | None).decode
+
+
+def spans_in(told: msgspec.Raw) -> list[Span] | None:
+    """What a choice tells of its versions; None if it tells nothing that can be read. Servers that never change their
+    weights may have another field of this name."""
+    try:
+        return _decode_spans(told)
+    except msgspec.DecodeError:
+        return None
+
+
 def check_began(spans: Iterable[list[Span] | None], wanted: str) -> None:
     """Raise OtherWeights unless one of an answer's sequences began with the wanted version.
 

@@ -184,7 +184,7 @@ class Harness:
         with a sampler the engine runs samples itself. `run` runs the engine; the engine process also retries failed
         restorations."""
         claim_for_tests(self.database, SERVER)
-        self.backend = create_backend(self.config.backend, self.config)
+        self.backend: Any = create_backend(self.config.backend, self.config)
         self._api = Doorbell(self._doorbell)
         self._ledger = CrashLedger(self.config.running_file)
         self._parts = build_engine(

@@ -133,7 +133,7 @@ class HistoryBackend:
         self.models[model_id] = json.loads((directory / "state.json").read_text())
         self._step()
 
-    def save_adapter(self, model_id: str, directory: Path, *, dtype: str = "float32") -> None:
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: str | None = None) -> None:
         self.save_state(model_id, directory)
 
     def save_snapshot(self, model_id: str, directory: Path) -> None:

@@ -11,6 +11,7 @@ from adapter_hosts import HostWithAllAdapters
 from fake_upstream import FakeUpstream, Reply, complete, every_choice, fake_upstream
 from test_forwarding_failures import JOB
 
+from skyrl.db.faults import DatabaseError
 from skyrl.db.full_weights import replaced_sentence
 from skyrl.sampling import client as client_module
 from skyrl.sampling.client import ForwardingClient
@@ -31,9 +32,14 @@ class Current:
     def __init__(self) -> None:
         self.weights: BaseWeights | FullWeights = ONE
         self.asked = 0
+        self.away = 0
+        """How often the database is away."""
 
     async def replaced(self, weights: WeightsRef) -> str | None:
         self.asked += 1
+        if self.away:
+            self.away -= 1
+            raise DatabaseError("the database is away")
         return None if weights == self.weights else replaced_sentence(weights, self.weights)
 
 
@@ -86,6 +92,15 @@ async def test_a_server_that_lacks_the_weights_is_asked_again(
     assert client.counts["other_weights"] == 2
     sequences = pb.SampleResponse.FromString(answer.body).sequences
     assert [[span.version for span in sequence.weight_versions] for sequence in sequences] == [["m@1"], ["m@1"]]
+
+
+async def test_a_sample_waits_while_nobody_knows_which_weights_are_current(
+    client: ForwardingClient, upstream: FakeUpstream, current: Current
+) -> None:
+    current.away = 2
+    upstream.script.extend([by("default", "default")] * 3 + [by("m@1", "m@1")])
+    await client.sample(SAMPLE)
+    assert (current.asked, client.counts["other_weights"]) == (3, 1)
 
 
 @pytest.mark.parametrize(

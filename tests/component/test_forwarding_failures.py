@@ -33,6 +33,7 @@ from fake_upstream import (
 from loop_clock import LoopClock
 
 from skyrl.db.engine_state import EngineState
+from skyrl.nodes.references import NOT_STORED, STORE_AWAY
 from skyrl.sampling import client as client_module
 from skyrl.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
@@ -830,6 +831,35 @@ async def test_a_sample_whose_adapter_files_never_come_fails_at_its_deadline(
     cause = "the files of adapter m1@1 cannot be brought to the inference server now"
     assert failed.message == f"gave up after 20 s: {cause}", "the message does not name the operator's addresses"
     assert upstream.loads == []
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(503, STORE_AWAY), (502, "Bad Gateway")], ids=["store-away", "replica-away"]
+)
+async def test_a_sample_waits_while_the_replica_cannot_fetch_its_adapter(
+    client: ForwardingClient, upstream: FakeUpstream, status: int, kind: str
+) -> None:
+    """More often than MAX_RELOADS: such a load has not failed."""
+    upstream.script += [error(404, "The model `m1@1` does not exist.", "model")] * (MAX_RELOADS + 2)
+    not_now = reply(status, {"error": {"message": "not now", "type": kind, "code": status}})
+    answers = [not_now] * (MAX_RELOADS + 1) + [reply(200, b"")]
+
+    async def answer_in_turn(request: Received, writer: asyncio.StreamWriter) -> None:
+        await answers.pop(0)(request, writer)
+
+    upstream.on_load = answer_in_turn
+    assert decoded(await client.sample(ADAPTER)) == WHOLE
+    assert answers == []
+
+
+async def test_a_sample_whose_adapter_is_not_in_the_store_fails_and_says_so(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    upstream.adapters = set()
+    upstream.on_load = reply(404, {"error": {"message": "no", "type": NOT_STORED, "code": 404}})
+    failed = await failure(client, ADAPTER)
+    assert failed.category is ErrorCategory.SERVER
+    assert failed.message.endswith("cannot load it again: the files of adapter m1@1 are gone")
 
 
 async def test_an_adapter_that_is_lost_after_every_load_fails_the_sample(

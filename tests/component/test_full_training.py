@@ -225,6 +225,23 @@ async def test_a_snapshot_restores_the_same_bits(tmp_path: Path) -> None:
         assert await trainer.state() == before
 
 
+async def test_snapshots_that_take_long_are_taken_seldom(tmp_path: Path) -> None:
+    flags = {"backend_config": FULL, "snapshot_interval_s": 0.001}
+    async with harness_in(tmp_path / "state", **flags) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness, rank=0)
+        await trainer.step(1)
+        await trainer.step(2)
+        await trainer.state()  # the snapshot of the step is taken before
+        taken = harness.model_row(trainer.model_id).next_seq
+        assert taken > 0
+        harness.snapshots._took_s[trainer.model_id] = 40.0
+        await trainer.step(3)
+        await trainer.state()
+        assert harness.model_row(trainer.model_id).next_seq == taken
+        await harness.stop()
+
+
 async def test_a_checkpoint_begins_a_model_whose_place_has_just_become_free(world: World) -> None:
     trainer = await whole_model(world)
     saved = await trainer.do(Kind.SAVE_WEIGHTS, path="state")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,12 @@ class FakeVllm:
     loaded: dict[str, Path] = field(default_factory=dict)
     seen: list[tuple[str, bytes]] = field(default_factory=list)
     refusal: int | None = None
+    breaks: bool = False
+    """Loads adapters without an answer."""
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.go.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = (await receive()).get("body", b"")
@@ -65,12 +72,15 @@ class FakeVllm:
         assert int(headers[b"content-length"]) == len(body)
         fields = json.loads(body)
         name, path = fields["lora_name"], Path(fields["lora_path"])
+        await self.go.wait()
         if name in self.loaded:
             await _reply(send, 400, b'{"error":{"message":"has already been loaded"}}')
         elif not _exists(path):
             await _reply(send, 404, b'{"error":{"message":"No adapter found","type":"NotFoundError"}}')
         else:
             self.loaded[name] = path
+            if self.breaks:
+                raise ConnectionError
             await _reply(send, 200, b"Success")
 
     def files_of(self, name: str) -> dict[str, bytes]:
@@ -238,6 +248,28 @@ async def test_files_stay_for_the_grace_time_after_unloading(local_node: Node) -
     assert not vllm.middleware._unused_at
 
 
+async def test_files_stay_while_vllm_loads_them_and_after_a_load_without_an_answer(local_node: Node) -> None:
+    for key in (KEY, "group/other-1"):
+        local_node.put(key)
+    vllm = local_node.vllm()
+    vllm.app.go.clear()
+    loading = [asyncio.create_task(vllm.load(KEY, name)) for name in ("a", "a", "b")]
+    await until(lambda: len(vllm.app.seen) == 3)
+    await vllm.health()
+    assert not vllm.middleware._releasing
+    vllm.app.go.set()
+    assert sorted([(await load).status_code for load in loading]) == [200, 200, 400]
+    await vllm.health()
+    assert vllm.app.files_of("a") == vllm.app.files_of("b") == FILES
+
+    vllm.app.breaks = True
+    with pytest.raises(ConnectionError):
+        await vllm.load("group/other-1", "c")
+    await vllm.health()
+    assert not vllm.middleware._unused_at
+    assert vllm.app.files_of("c") == FILES
+
+
 async def test_an_adapter_that_vllm_refuses_leaves_the_node(local_node: Node) -> None:
     local_node.put(KEY)
     vllm = local_node.vllm()
@@ -354,6 +386,28 @@ async def test_a_started_vllm_deletes_the_directories_of_those_that_have_ended(l
     assert not dead.app.loaded["a"].exists()
     assert living.app.files_of("a") == started.app.files_of("a") == FILES
     assert len(local_node.stored()) == 2, "what may still be written stays"
+
+
+async def test_a_deleted_directory_is_made_again(local_node: Node) -> None:
+    for key in (KEY, "group/other-1"):
+        local_node.put(key)
+    vllm = local_node.vllm()
+    await vllm.load(KEY)
+    shutil.rmtree(local_node.settings.cache)
+    assert (await vllm.load("group/other-1", "other")).status_code == 503
+    assert (await vllm.load("group/other-1", "other")).status_code == 200
+    assert (await local_node.vllm().load(KEY)).status_code == 200
+    assert vllm.app.files_of("other") == FILES, "the next vLLM does not take this one for ended"
+
+
+async def test_downloads_of_dead_vllms_are_deleted(local_node: Node) -> None:
+    root, name = local_node.settings.cache, ".tmp-0123456789abcdef"
+    left = [root / "stored" / name, root / "scratch" / name]
+    for directory in left:
+        directory.mkdir(parents=True)
+        os.utime(directory, (0, 0))
+    NodeCache(local_node.store, root, 2**30).open()
+    assert not any(directory.exists() for directory in left)
 
 
 async def test_the_files_of_an_ended_vllm_wait_for_its_next_start_and_then_go(local_node: Node) -> None:

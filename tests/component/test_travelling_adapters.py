@@ -22,6 +22,7 @@ from skyrl.db.engine_state import read_state
 from skyrl.db.samplers import find_sampler
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
+from skyrl.engine.reclaim import FileSweeper
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
@@ -212,6 +213,31 @@ async def test_adapters_of_a_server_without_ray_are_stored_when_it_starts_with_r
         assert await host.bring(first) == reference_to(adapter_key(first))
         assert harness.checkpoint_store.files(adapter_key(first)).keys() == ADAPTER_FILES
         assert await host.bring(second) == reference_to(row.store_key)
+
+
+async def test_an_engine_on_another_host_with_an_empty_state_directory_has_the_adapters(
+    tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)
+    shared = {
+        "ray_address": "local",
+        "database_url": migrated_url,
+        "checkpoint_store": (tmp_path / "store").as_uri(),
+    }
+    async with harness_in(tmp_path / "one", **shared) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+        await harness.stop()
+    async with harness_in(tmp_path / "other", **shared) as harness:
+        adopt_adapters(harness.config, harness.database, harness.checkpoint_store)
+        sweeper = FileSweeper(harness.config, harness.database, harness.checkpoint_store)
+        for _ in range(2):
+            assert sweeper.unused_adapters(()) == []
+            sweeper.delete_files(())
+        key = adapter_key(AdapterVersion.of(trainer.model_id, 1))
+        assert harness.checkpoint_store.files(key).keys() == ADAPTER_FILES
+        assert await stored_adapters(harness).bring(AdapterVersion.of(trainer.model_id, 1)) == reference_to(key)
 
 
 async def test_an_adapter_that_nothing_holds_is_missing_and_an_unreachable_database_is_not(

@@ -271,7 +271,7 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
             "configuration: trainer.full_finetuning: runs on this machine alone",
         ),
         (
-            {"inference_api_key": "k", "backend_config": FULL},
+            {"inference_api_key": "k" * 16, "backend_config": FULL},
             "configuration: trainer.full_finetuning: a gateway that shares this server's vLLMs would not know",
         ),
         ({"prot": 1}, "configuration: unknown key 'prot'; the nearest known one is 'port'"),
@@ -505,7 +505,7 @@ def test_tiny_names_the_built_in_model_in_every_source(monkeypatch: pytest.Monke
     ],
 )
 def test_several_ranks_or_nodes_use_ray(given: dict[str, Any], ray: str | None, ranks: int) -> None:
-    config = load_config(given)
+    config = load_config({"checkpoint_store": "file:///seen/by/every/node", **given})
     assert (config.ray, config.backend_config.trainer.placement.ranks) == (ray, ranks)
     assert config.routed == (ray is not None)
 

@@ -241,6 +241,14 @@ def test_gpus_that_the_machine_lacks_are_refused(monkeypatch: pytest.MonkeyPatch
         check_gpus(config_of("tiny", num_engines=2, tensor_parallel_size=2), ["0", "1"])
 
 
+def test_full_fine_tuning_needs_a_tested_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others do not say which weights have sampled a token."""
+    monkeypatch.setattr(preflight, "check_vllm", lambda **_: False)
+    with pytest.raises(ConfigError, match="trainer.full_finetuning: needs skyrl's changes to vLLM"):
+        check(load_config({"backend_config": {"trainer.full_finetuning": True}}))
+    check(load_config({}))
+
+
 def test_a_port_for_vllm_that_is_in_use_is_refused(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

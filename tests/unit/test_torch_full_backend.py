@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,6 +21,7 @@ from skyrl.backends.torch_full import optimizer, state
 from skyrl.backends.torch_full.backend import TorchFullBackend
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
 from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.tiny import model_path
 from skyrl.types.lora import LoraSpec
 from tests.failures import FailingOperation
@@ -252,6 +254,16 @@ def test_loading_damaged_or_missing_files_changes_nothing(tmp_path: Path, damage
             backend.load_state("m", tmp_path / "before", optimizer=True)
     assert_same(_saved(backend, tmp_path / "after"), now)
     assert before.keys() == now.keys()
+
+
+def test_a_base_model_without_all_its_weights_is_refused(tmp_path: Path) -> None:
+    """transformers itself draws random numbers for them."""
+    shutil.copytree(base_path(), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks weights, such as model.layers.1.mlp.up_proj.weight"):
+        _backend(base=str(tmp_path / "model"))
 
 
 def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path: Path) -> None:

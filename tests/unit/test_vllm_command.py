@@ -103,6 +103,8 @@ def test_the_command_depends_only_on_its_inputs_and_servers_have_different_seeds
     assert first == vllm_spec(config, 9123, "secret", cuda=False)
     other = vllm_spec(config, 9124, "secret", cuda=False)
     assert option(first, "seed") != option(other, "seed")
+    seeds = [option(vllm_spec(config, 9123, "k", cuda=False, directory=Path(d)), "seed") for d in ("/tmp/a", "/tmp/b")]
+    assert seeds[0] != seeds[1], "each start of a server has other seeds, also with a configured key"
 
 
 def test_lora_limits_and_names_come_from_the_configuration(model: Path) -> None:
@@ -317,3 +319,23 @@ def test_vllm_writes_no_progress_bars_into_the_log(model: Path) -> None:
     server = spec(model)
     assert option(server, "no-use-tqdm-on-load") == []
     assert server.env["TQDM_DISABLE"] == server.env["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_server_for_full_fine_tuning_takes_new_weights_and_no_adapters(model: Path, cuda: bool) -> None:
+    server = spec(model, cuda=cuda, trainer__full_finetuning=True)
+    assert option(server, "worker-extension-cls") == ["skyrl.vllm_plugin.weights.worker.WeightUpdates"]
+    for name in ("enable-lora", "max-loras", "max-lora-rank", "lora-target-modules"):
+        assert option(server, name) == ["absent"]
+    assert server.env["SKYRL_VLLM_TELL_VERSIONS"] == "1"
+    adapters = spec(model, cuda=cuda)
+    assert option(adapters, "worker-extension-cls") == ["absent"]
+    assert "SKYRL_VLLM_TELL_VERSIONS" not in adapters.env
+
+
+@pytest.mark.parametrize("name", ["enable_lora", "worker_extension_cls"])
+def test_options_that_full_fine_tuning_sets_are_not_passed_through(model: Path, name: str) -> None:
+    option_of_vllm: dict[str, Any] = {f"generator__inference_engine__engine_init_kwargs__{name}": "x"}
+    with pytest.raises(ConfigError, match=f"'{name}' is set by skyrl"):
+        spec(model, trainer__full_finetuning=True, **option_of_vllm)
+    spec(model, **option_of_vllm)

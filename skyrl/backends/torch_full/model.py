@@ -58,11 +58,14 @@ class FullModel:
     def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: bool) -> None:
         self.dtype = base_dtype(device)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=self.dtype, attn_implementation="sdpa", use_safetensors=True
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=self.dtype, attn_implementation="sdpa", use_safetensors=True, output_loading_info=True
             )
         except LOADING_ERRORS as error:
             raise ConfigError(f"base_model: cannot load {path}: {error}") from error
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):
+            raise ConfigError(f"base_model: {path} lacks weights, such as {missing[0]}")
         check_config(path, model.config)
         self._model = model.to(device).eval()
         packed = PlainModel(self._model)
@@ -91,7 +94,7 @@ class FullModel:
             use_safetensors=True,
         )
         stored, info = loaded
-        if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["error_msgs"]])):
+        if wrong := sorted(map(str, [*info["missing_keys"], *info["error_msgs"]])):
             raise ValueError(f"{directory} does not hold the weights of this model: {', '.join(wrong[:4])}")
         return {name: parameter.detach() for name, parameter in stored.named_parameters()}
 

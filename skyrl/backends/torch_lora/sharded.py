@@ -174,8 +174,9 @@ class ShardedBackend:
         assert weights is not None
         self._call("replace", model_id, AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step))
 
-    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
-        state.save_adapter(self._copy(model_id, optimizer=False), self._path, directory, getattr(torch, dtype))
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
+        copied = self._copy(model_id, optimizer=False)
+        state.save_adapter(copied, self._path, directory, getattr(torch, dtype or "float32"))
 
     def save_snapshot(self, model_id: str, directory: Path) -> None:
         """A snapshot has the same files as a checkpoint: every rank has whole adapters, so one rank sends all."""
