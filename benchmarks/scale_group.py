@@ -46,9 +46,9 @@ class CountedMembers(RouterMembers):
 
     updates = 0
 
-    async def update(self, used: Collection[str], left_out: Collection[str]) -> None:
+    async def update(self, used: Collection[str], left_out: Collection[str], ended: Collection[str] = ()) -> None:
         self.updates += 1
-        await super().update(used, left_out)
+        await super().update(used, left_out, ended)
 
 
 def group(replicas: int, seconds: float) -> dict[str, Any]:

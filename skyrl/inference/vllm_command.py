@@ -134,7 +134,8 @@ def vllm_spec(
         env[LOGGING_CONFIG] = str(logging_config)
     if offline or Path(config.base_model_path).is_dir():
         env |= OFFLINE
-    options = _common_options(config, host, port) | {"seed": _seed(f"{api_key}:{host}:{port}:{directory or ''}")}
+    seed = _seed(f"{api_key}:{host}:{port}:{directory or ''}")
+    options = _common_options(config, port) | {"host": host, "seed": seed}
     if config.full_finetuning:
         options |= WEIGHT_UPDATES
         env[TELL_VERSIONS_VARIABLE] = "1"
@@ -258,12 +259,11 @@ def _seed(start: str) -> int:
     return int.from_bytes(hashlib.sha256(start.encode()).digest()[:4]) % 2**31
 
 
-def _common_options(config: ServerConfig, host: str, port: int) -> dict[str, Any]:
+def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
     inference = config.backend_config.inference
     return {
         "model": config.base_model_path,
         "served_model_name": list(config.served_names),
-        "host": host,
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
         "scheduling_policy": "priority",  # skyrl.sampling.fair_order decides which sample is next
