@@ -97,7 +97,7 @@ class Machines:
                     return machine
                 time.sleep(0.1)
             machine.kill()
-        raise AssertionError(f"{address} has not started: {machine.log.read_text()[-2000:]}")
+        raise AssertionError(f"{address} has not started: {self.nodes[address].log.read_text()[-2000:]}")
 
     def _once(self, address: str, options: list[str]) -> Machine:
         where = [f"--node-ip-address={address}", f"--temp-dir={self.directory}", f"--object-store-memory={STORE_BYTES}"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ from skyrl.launcher.own_parts import ray_devices
 ENGINE = "generator.inference_engine"
 
 
-def config_of(tmp_path: Path, ray: str = "local", **backend: object) -> ServerConfig:
+def config_of(tmp_path: Path, ray: Any = "local", **backend: Any) -> ServerConfig:
     return load_config(
         {"state_dir": tmp_path, "ray_address": ray, "backend_config": backend, "checkpoint_store": "file:///store"}
     )
@@ -53,7 +54,7 @@ def test_only_this_server_may_use_its_cluster(tmp_path: Path) -> None:
 
 def test_a_machine_has_as_many_cpus_as_its_parts_want(tmp_path: Path) -> None:
     assert wanted_cpus(config_of(tmp_path, **{f"{ENGINE}.num_engines": 3})) == 4
-    resources = {f"{ENGINE}.num_engines": 2, f"{ENGINE}.resources": {"box": 1}}
+    resources: dict[str, Any] = {f"{ENGINE}.num_engines": 2, f"{ENGINE}.resources": {"box": 1}}
     assert wanted_cpus(config_of(tmp_path, **resources)) == 1
     many = LocalCluster(config_of(tmp_path, **{f"{ENGINE}.num_engines": 64}), 1, tmp_path).command()
     assert many[many.index("--num-cpus") + 1] == str(max(65, os.cpu_count() or 1))
