@@ -41,7 +41,7 @@ def measure(flags: tuple[str, ...]) -> Measured:
         try:
             ready_s = server.wait_ready(300.0)
             with tinker.ServiceClient(base_url=server.url, api_key="tml-bench") as client:
-                sampler = client.create_sampling_client(base_model="tiny")
+                sampler = client.create_sampling_client(base_model="tiny").result()
                 times = [_seconds(sampler) for _ in range(SAMPLES)]
             return Measured(ready_s, _pss_mb(server.pid), 1000 * statistics.median(times))
         finally:

@@ -7,10 +7,11 @@ The only module of the placer that imports Ray. `ray_server` decides what is sta
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ from skyrl.placer.ray_server import Host, Lost, RayServer, in_loop
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-logger = logging.getLogger(__name__)
+MAX_SERVERS = 64
+"""The bound of `num_engines`."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class RayPlacement:
         self._hosts: set[RayHost] = set()
         self.servers: list[RayServer] = []
         self._choosing = asyncio.Lock()
+        self.waiting = ThreadPoolExecutor(MAX_SERVERS, "reserve")
+        """One thread for each server that waits for room. The loop's own few threads would all wait, and nothing else
+        could use them."""
 
     async def start(self, plan: ServerPlan, on_exit: OnExit | None = None) -> RayServer:
         bundle = plan.kind.bundle(cuda=plan.cuda)
@@ -96,7 +101,7 @@ class _Spots:
             if host.node_id is not None:
                 self._placement.note(host)
         try:
-            group = await asyncio.to_thread(
+            reserving = partial(
                 reserve,
                 [bundle],
                 "STRICT_PACK",
@@ -105,6 +110,7 @@ class _Spots:
                 is_cancelled=is_cancelled,
                 target_node=host.node_id,
             )
+            group = await asyncio.get_running_loop().run_in_executor(self._placement.waiting, reserving)
             try:
                 actor = (
                     ray.remote(ServerHost)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from skyrl.inference.placement import free_port
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 80 * 2**20
 WITHIN_S = 120.0
+TRIES = 3
 
 
 @dataclass
@@ -57,7 +58,8 @@ class Machine:
 
     def kill(self) -> None:
         """Kill Ray on this node. Its actors end within some seconds, and their vLLMs with them."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def freeze(self) -> list[psutil.Process]:
@@ -83,21 +85,32 @@ class Machines:
     def start_head(self) -> None:
         options = [f"--port={self.port}", "--head", "--include-dashboard=false", "--no-monitor", "--num-cpus=0"]
         self._start("127.0.0.2", [*options, "--disable-usage-stats"])
-        _until(lambda: "Ray runtime started" in self.nodes["127.0.0.2"].log.read_text(), "the head")
 
     def add(self, number: int, *, cpus: int = 0, resources: str = "{}") -> Machine:
-        """Start the node 127.0.0.`number`, and do not wait for it."""
+        """Start the node 127.0.0.`number`; returns when it has joined."""
         options = [f"--address={self.address}", f"--num-cpus={cpus}", f"--resources={resources}"]
         return self._start(f"127.0.0.{number}", options)
 
     def _start(self, address: str, options: list[str]) -> Machine:
+        """Ray gives up a start after 30 s: on a busy machine it is tried again."""
+        for _ in range(TRIES):
+            machine = self.nodes[address] = self._once(address, options)
+            deadline = time.monotonic() + WITHIN_S
+            while machine.process.poll() is None and time.monotonic() < deadline:
+                if "Ray runtime started" in machine.log.read_text():
+                    return machine
+                time.sleep(0.1)
+            machine.kill()
+        raise AssertionError(f"{address} has not started: {self.nodes[address].log.read_text()[-2000:]}")
+
+    def _once(self, address: str, options: list[str]) -> Machine:
         where = [f"--node-ip-address={address}", f"--temp-dir={self.directory}", f"--object-store-memory={STORE_BYTES}"]
         ports = ["--min-worker-port=0", "--max-worker-port=0"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where, *ports, *options]
         hook = {"RAY_START_HOOK": "skyrl.cluster.head.without_client_server", "RAY_USAGE_STATS_ENABLED": "0"}
         path = {"PYTHONPATH": str(ROOT)}
         log = self.directory / f"{address}.log"
-        with log.open("ab") as stream:
+        with log.open("wb") as stream:
             process = subprocess.Popen(
                 command,
                 env=os.environ | HEALTH_CHECKS | hook | path,
@@ -106,8 +119,7 @@ class Machines:
                 stderr=stream,
                 start_new_session=True,
             )
-        self.nodes[address] = Machine(address, process, log)
-        return self.nodes[address]
+        return Machine(address, process, log)
 
 
 @contextmanager
@@ -127,11 +139,3 @@ def machines() -> Iterator[Machines]:
                     if process.is_running():
                         process.kill()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _until(condition: object, what: str) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not start in time"
-        time.sleep(0.1)

@@ -1,0 +1,130 @@
+"""The replicas follow the rows of the placer. The router breaks off what was in flight at one that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+from replicas import Server, group_of, running, servers
+from test_router_members import KEY, ROUTER, until, used
+
+from skyrl.api.readiness import EngineWatch
+from skyrl.config.modes import Modes
+from skyrl.db.database import Database
+from skyrl.db.engine_state import EngineState
+from skyrl.db.inference_servers import PlacedServer, read_servers, write_servers
+from skyrl.db.migrate import migrate
+from skyrl.engine.placed_replicas import PlacedReplicas
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.router_members import RouterMembers
+from tests.component.router_world import RunningRouter, running_router
+
+OWNER = "server-1"
+SLOW = {**ROUTER, "health_check_interval_s": 600.0, "hang_s": 600.0}
+"""A router that finds out nothing by itself."""
+WAITS = "waits for 1 GPU: no node has 1 GPU: 10.0.0.1 has 0 of 1 GPU free"
+
+
+def placed(number: int, server: Server | None, reason: str = "") -> PlacedServer:
+    url = None if server is None else server.url
+    return PlacedServer(f"vllm-{number}", "vllm", url, None if server is None else "10.0.0.1", None, reason)
+
+
+@asynccontextmanager
+async def following(
+    database: Database, router: RunningRouter, behind: list[Server]
+) -> AsyncIterator[tuple[EngineGroup, PlacedReplicas]]:
+    group, _ = group_of(proxy_url=router.url, members=RouterMembers(router.url, KEY))
+    by_url = {server.url: server for server in behind}
+    replicas = PlacedReplicas(database, OWNER, group, lambda url: by_url[url].replica())
+    async with running(group):
+        task = asyncio.create_task(replicas.run())
+        try:
+            yield group, replicas
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_replicas_come_go_and_move_with_the_rows(tmp_path: Path) -> None:
+    with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
+        migrate(database)
+        async with (
+            servers(3) as behind,
+            running_router(**ROUTER) as router,
+            following(database, router, behind) as (group, replicas),
+        ):
+
+            def write(*rows: PlacedServer) -> None:
+                database.write(lambda c: write_servers(c, OWNER, rows))
+                database.write(lambda c: write_servers(c, "another", [placed(9, behind[2])]))
+                replicas.ring()
+
+            write(placed(0, behind[0]), placed(1, None, WAITS))
+            await until(lambda: used(router) == {behind[0].url})
+            write(placed(0, behind[0]), placed(1, behind[1]))
+            await until(lambda: used(router) == {behind[0].url, behind[1].url})
+            write(placed(0, None, "was lost"), placed(1, behind[1]))
+            await until(lambda: used(router) == {behind[1].url})
+            assert [replica.id for replica in group.replicas] == [behind[1].url]
+            write(placed(0, behind[0]), placed(1, behind[1]))
+            await until(lambda: used(router) == {behind[0].url, behind[1].url})
+
+
+async def test_requests_at_a_server_that_has_ended_are_broken_off_at_once(tmp_path: Path) -> None:
+    with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
+        migrate(database)
+        async with (
+            servers(1) as behind,
+            running_router(**SLOW) as router,
+            following(database, router, behind) as (_, replicas),
+        ):
+            database.write(lambda c: write_servers(c, OWNER, [placed(0, behind[0])]))
+            replicas.ring()
+            await until(lambda: used(router) == {behind[0].url})
+            behind[0].hang()
+            headers = {"Authorization": f"Bearer {KEY}"}
+            body = {"prompt": [1], "model": "a"}
+            asked = asyncio.create_task(router.session.post(f"{router.url}/v1/completions", json=body, headers=headers))
+            await until(lambda: any(worker["in_flight"] for worker in router.app.status()["workers"]))  # type: ignore
+            database.write(lambda c: write_servers(c, OWNER, [placed(0, None, "was lost")]))
+            replicas.ring()
+            answer = await asyncio.wait_for(asked, 60)
+            assert answer.status == 502
+            assert (await answer.json())["error"]["code"] == "worker_interrupted"
+            await until(lambda: router.app.status()["workers"] == [])
+            behind[0].restart()
+
+
+async def test_the_api_says_what_each_server_waits_for() -> None:
+    state, rows = EngineState(training_ready=True), [placed(0, None, WAITS), PlacedServer("vllm-1", "vllm", "u", "n")]
+
+    async def read() -> EngineState:
+        return state
+
+    async def read_rows() -> list[PlacedServer]:
+        return rows
+
+    watch = EngineWatch(read, Modes(trains=False, forwards=True, manages_inference=True), read_rows)
+    urls = watch.server_urls
+    await watch.refresh()
+    assert watch.reasons() == [f"sampling: vllm-0 {WAITS}; vllm-1 starts on node n"]
+    assert watch.missing_servers == [f"vllm-0 {WAITS}"]
+    assert watch.why_away() == "vllm-0 waits for 1 GPU; vllm-1 starts", "no addresses for tenants"
+    assert urls == {"u"}
+    rows[:] = [PlacedServer("vllm-1", "vllm", "v", "n")]
+    state = EngineState(inference_proxy_url="router")
+    await watch.refresh()
+    assert urls == {"v"}, "the client holds this set"
+    assert watch.reasons() == []
+    assert watch.why_away() == ""
+
+
+def test_rows_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
+        migrate(database)
+        database.write(lambda c: write_servers(c, OWNER, [placed(number, None) for number in (10, 2, 1)]))
+        read = database.read(lambda c: read_servers(c, OWNER))
+        assert [server.name for server in read] == ["vllm-1", "vllm-2", "vllm-10"]

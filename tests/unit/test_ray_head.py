@@ -1,0 +1,105 @@
+"""The command of a machine's own Ray cluster, the checks before a start with Ray, and what the cluster is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyrl.cluster import facts
+from skyrl.cluster.facts import ClusterFacts
+from skyrl.cluster.head import HOST, LONGEST_TMPDIR, LocalCluster, wanted_cpus
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.launcher import preflight
+from skyrl.launcher.own_parts import ray_devices
+
+ENGINE = "generator.inference_engine"
+
+
+def config_of(tmp_path: Path, ray: Any = "local", **backend: Any) -> ServerConfig:
+    return load_config(
+        {"state_dir": tmp_path, "ray_address": ray, "backend_config": backend, "checkpoint_store": "file:///store"}
+    )
+
+
+def test_the_sockets_of_ray_fit_into_the_shortest_and_the_longest_directory() -> None:
+    longest = (
+        f"{'x' * LONGEST_TMPDIR}/skyrl-abcdefgh/ray/session_2026-11-24_08-47-34_206311_4194304/sockets/plasma_store"
+    )
+    assert len(longest) <= 107
+
+
+def test_only_this_server_may_use_its_cluster(tmp_path: Path) -> None:
+    cluster = LocalCluster(config_of(tmp_path), 6543, tmp_path)
+    cluster.write_token()
+    token = tmp_path / "ray-token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    first = token.read_text()
+    cluster.write_token()
+    assert token.read_text() != first
+    assert cluster.client_environment() == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    assert cluster.environment([]).items() >= cluster.client_environment().items()
+    assert cluster.address == f"{HOST}:6543"
+    command = " ".join(cluster.command())
+    assert f"--node-ip-address {HOST} --port 6543" in command
+    assert str(tmp_path / "ray") in command
+
+
+def test_a_machine_has_as_many_cpus_as_its_parts_want(tmp_path: Path) -> None:
+    assert wanted_cpus(config_of(tmp_path, **{f"{ENGINE}.num_engines": 3})) == 4
+    resources: dict[str, Any] = {f"{ENGINE}.num_engines": 2, f"{ENGINE}.resources": {"box": 1}}
+    assert wanted_cpus(config_of(tmp_path, **resources)) == 1
+    many = LocalCluster(config_of(tmp_path, **{f"{ENGINE}.num_engines": 64}), 1, tmp_path).command()
+    assert many[many.index("--num-cpus") + 1] == str(max(65, os.cpu_count() or 1))
+
+
+def test_ray_gives_away_the_gpus_that_the_trainer_does_not_use(tmp_path: Path) -> None:
+    two = config_of(tmp_path, **{f"{ENGINE}.num_engines": 2})
+    assert ray_devices(two, ["0", "1", "2"]) == ["1", "2"]
+    assert ray_devices(two, []) == []
+
+
+def test_a_killed_leader_takes_its_group_with_it(tmp_path: Path) -> None:
+    """`ray start` leaves two processes behind when it is killed."""
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
+    command = [sys.executable, "-m", "skyrl.cluster.head_process", sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd=Path(__file__).parents[2]
+    ) as leader:
+        assert leader.stdout is not None
+        left = psutil.Process(int(leader.stdout.readline()))
+        time.sleep(0.5)  # the watching process opens its descriptor of the leader
+        leader.kill()
+        assert psutil.wait_procs([left], timeout=60)[1] == []
+
+
+def test_a_start_with_a_cluster_asks_it_and_not_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def ask(address: str) -> ClusterFacts:
+        asked.append(address)
+        return ClusterFacts(3, 16.0)
+
+    monkeypatch.setattr(preflight, "ask", ask)
+    monkeypatch.setattr(preflight, "check_vllm", lambda **_: pytest.fail("each node checks its own vLLM"))
+    found = preflight.check(config_of(tmp_path, "10.0.0.1:6379", **{f"{ENGINE}.tensor_parallel_size": 4}))
+    assert asked == ["10.0.0.1:6379"]
+    assert (found.ray_address, found.cuda, found.devices) == ("10.0.0.1:6379", True, [])
+
+
+def test_a_cluster_that_cannot_be_used_is_refused_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no Ray cluster answers at 127.0.0.1:1"):
+        preflight.check(config_of(tmp_path, "127.0.0.1:1"))
+
+
+def test_an_unknown_failure_of_the_question_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts.sys, "executable", "/bin/false")
+    with pytest.raises(facts.NoCluster, match="cannot connect to the Ray cluster at h:1: exit code 1"):
+        facts.ask("h:1")
