@@ -43,7 +43,7 @@ class _StoredCheckpoint(NamedTuple):
     @property
     def save(self) -> str:
         """Differs between all saves under the same name, earlier or later."""
-        return self.store_key.rpartition("-")[2]
+        return self.store_key.rpartition("/")[2].rpartition("-")[2]
 
     def archived(self, sizes: dict[str, int]) -> dict[str, int]:
         """The files of an archive, with their sizes, among all of the checkpoint's: no file of the optimizer."""

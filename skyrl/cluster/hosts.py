@@ -115,15 +115,18 @@ class ServerHost:
         except (ConfigError, OSError) as error:
             return Started(None, "", f"on node {host}: {error}")
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        with self._log.open("ab", buffering=0) as log:
-            self._child = subprocess.Popen(
-                dies_with_parent(command.argv),
-                env=env | dict(command.env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        try:
+            with self._log.open("ab", buffering=0) as log:
+                self._child = subprocess.Popen(
+                    dies_with_parent(command.argv),
+                    env=env | dict(command.env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            return Started(None, "", f"on node {host}: {error}")
         return Started(command.url, f"{host}, start {self._starts}, process {self._child.pid}")
 
     def look(self, offset: int) -> Look:

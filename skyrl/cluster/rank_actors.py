@@ -78,6 +78,7 @@ class RankActor:
     def __init__(self, cuda: bool, unasked_s: float) -> None:
         if not cuda:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self._cuda = cuda
         self._rank: Any = None
         self._asked_at = time.monotonic()
         self._unasked_s = unasked_s
@@ -100,6 +101,11 @@ class RankActor:
         if interface is not None:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, interface)
+        if self._cuda:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise RuntimeError("torch finds no CUDA device on this rank's node, which has a GPU for it")
         module, _, class_name = name.partition(":")
         self._rank = getattr(import_module(module), class_name)(*arguments)
 

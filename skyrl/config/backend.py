@@ -26,6 +26,8 @@ def _are_amounts(resources: dict[str, float]) -> dict[str, float]:
     for name, amount in resources.items():
         if not name or not 0 <= amount < math.inf:
             raise ValueError(f"{name!r}: {amount} is not an amount of a resource")
+        if name == "object_store_memory":
+            raise ValueError(f"{name!r}: Ray gives no memory of its object store to actors; leave it out")
     return resources
 
 

@@ -326,7 +326,7 @@ class ServerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _nodes_share_a_store(self) -> ServerConfig:
-        if self.ray not in (None, "local") and self.checkpoint_store is None:
+        if self.adapters_travel and self.ray != "local" and self.checkpoint_store is None:
             raise ValueError(
                 f"checkpoint_store: adapters travel by it to the nodes of the Ray cluster ({self.ray}), and the "
                 "default is on this machine's disk: give s3://bucket/prefix, gs://..., az://..., or file:///directory "
@@ -369,6 +369,11 @@ class ServerConfig(BaseSettings):
         if placement.policy_num_nodes > 1:
             return "auto"
         return "local" if placement.ranks > 1 else None
+
+    @property
+    def adapters_travel(self) -> bool:
+        """Whether adapters to sample from go to the nodes of this server's vLLMs by the checkpoint store."""
+        return self.ray is not None and self.modes.manages_inference
 
     @property
     def routed(self) -> bool:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
     """Complete the rows of adapters. Failures are logged, and the next start tries again. Raises only the errors of the
     database."""
-    travels = config.ray is not None
+    travels = config.adapters_travel
     database.write(lambda c: publish_state_dir(c, None if travels else str(config.state_dir)))
     _link_into_place(config.state_dir, database)
     _store_sampler_weights(config.state_dir, database, store)

@@ -136,6 +136,8 @@ def build_engine(
     base = _Base.of(config, database, backend, store, api, *seen)
     publisher = WeightPublisher(config, database, group, base.threads)
     base.model_ends.on_end = publisher.restore_current
+    recovery = _recovery(base, signals, ledger)
+    recovery.on_failed = publisher.restore_current
     execution = _execution(base, ledger, publisher)
     file_commands = FileCommands(base.log, base.scheduler, execution, signals)
     sweeper = FileSweeper(config, database, store, database.confirm_claim)
@@ -145,7 +147,7 @@ def build_engine(
     return EngineParts(
         engine=_engine(base, signals, execution, file_commands, samples, sweep),
         activity=ActivityWatch(base.scheduler, base.run_times, base.holds, inference_ready, base.metrics.commands),
-        recovery=_recovery(base, signals, ledger),
+        recovery=recovery,
         signals=signals,
         threads=base.threads,
         scheduler=base.scheduler,

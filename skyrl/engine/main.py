@@ -214,6 +214,7 @@ async def run(runtime: Runtime) -> None:
         await asyncio.to_thread(database.confirm_claim)
         died_at = (await unfenced.read_async(read_state)).heartbeat_at  # 0 unless an engine has died
         await asyncio.to_thread(state.training, ready=False, reason=LOADING)
+        await asyncio.to_thread(adopt_adapters, config, database, store)  # before a vLLM may ask for adapters
         await opened.enter_async_context(measuring(runtime, unfenced, metrics))
         bell = _Bell()
         opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, bell.ring))).start()
@@ -237,7 +238,6 @@ async def run(runtime: Runtime) -> None:
         sampler = _colocated_sampler(runtime, database, backend, group, host)
         if sampler is not None:
             opened.push_async_callback(sampler.close)
-        await asyncio.to_thread(adopt_adapters, config, database, store)
         spans = open_spans(config.otlp_endpoint, "engine")
         if spans is not None:
             opened.push_async_callback(asyncio.to_thread, spans.close)
@@ -267,7 +267,7 @@ def _adapter_host(config: ServerConfig, database: Database, store: CheckpointSto
     async def store_key(adapter: AdapterVersion) -> str | None:
         return await database.read_async(lambda c: store_key_of(c, adapter))
 
-    if config.ray is not None:
+    if config.adapters_travel:
         return StoredAdapters(store, store_key)
     return SharedDirectory(lambda: config.state_dir, store, store_key)
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -90,6 +90,8 @@ class Recovery:
         self._holds = holds
         self._tracing = tracing
         self._counts = ledger.counts
+        self.on_failed: Callable[[], None] = lambda: None
+        """Called when a model has failed for good."""
         self._held: set[str] = set()
         self._without_memory: set[str] = set()
         """The held models that wait for memory."""
@@ -156,6 +158,7 @@ class Recovery:
             logger.exception("model %s cannot be restored", model.id)
             await asyncio.to_thread(self._database.write, model_rows.set_model(model.id, status="failed"))
             await self._log.close_queue(model.id)
+            self.on_failed()
         if model.id not in self._scheduler:  # the model has failed, or its session has ended meanwhile
             await self._threads.on_backend(lambda: self._backend.delete_model(model.id))
         self._release(model.id)

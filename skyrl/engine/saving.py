@@ -78,7 +78,7 @@ class Saves:
         else:
             self._check_unnamed(model, request)
         key = None
-        if self._config.ray is None:
+        if not self._config.adapters_travel:
             number = model.sampler_version + 1
             weights = FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
             directory = self._write_version(weights)

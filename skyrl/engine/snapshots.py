@@ -78,15 +78,22 @@ class Snapshots:
     def after_step(self, model_id: str, next_seq: int) -> None:
         """Snapshot a model that has just stepped, if its last snapshot is old. Runs on the backend thread."""
         now = time.monotonic()
-        took_s = self._took_s.get(model_id, 0.0)
-        interval_s = self._interval_s if took_s < LONG_S else max(self._interval_s, took_s / MOST_TIME)
-        if now - self._taken_at.setdefault(model_id, now) >= interval_s:
+        if now - self._taken_at.setdefault(model_id, now) >= self._interval_of(model_id):
             self.take(model_id, next_seq)
+
+    def _interval_of(self, model_id: str) -> float:
+        """The seconds between two snapshots of a model: longer than configured if its snapshots take long."""
+        took_s = self._took_s.get(model_id, 0.0)
+        return self._interval_s if took_s < LONG_S else max(self._interval_s, took_s / MOST_TIME)
 
     def overdue(self) -> list[str]:
         """Models whose commands have waited for a snapshot for the interval and OVERDUE_S more."""
-        latest = time.monotonic() - self._interval_s - OVERDUE_S
-        return [model_id for model_id, uncovered in list(self._uncovered.items()) if uncovered.since <= latest]
+        now = time.monotonic()
+        return [
+            model_id
+            for model_id, uncovered in list(self._uncovered.items())
+            if uncovered.since <= now - self._interval_of(model_id) - OVERDUE_S
+        ]
 
     def put_off(self, model_id: str) -> None:
         """A snapshot could not be taken: try again OVERDUE_S and the interval from now."""
@@ -99,12 +106,23 @@ class Snapshots:
         """
         began = time.monotonic()
         uncovered, newest = self._uncovered.get(model_id), self._newest.get(model_id)
-        if newest != next_seq:  # equal if only late commands ran, with numbers below the snapshot's number
-            self._write(model_id, next_seq, newest if uncovered is not None and not uncovered.changed else None)
-            self._newest[model_id] = next_seq
+        same_state = newest if uncovered is not None and not uncovered.changed else None
+        try:
+            if newest != next_seq:  # equal if only late commands ran, with numbers below the snapshot's number
+                self._write(model_id, next_seq, same_state)
+                self._newest[model_id] = next_seq
+        except Exception:
+            if time.monotonic() - began >= LONG_S:  # do not try again after each step
+                self._note_time(model_id, began)
+            raise
+        if newest != next_seq and same_state is None:
+            self._note_time(model_id, began)
+        self._taken_at[model_id] = time.monotonic()
+        self._uncovered.pop(model_id, None)
+
+    def _note_time(self, model_id: str, began: float) -> None:
         self._taken_at[model_id] = now = time.monotonic()
         self._took_s[model_id] = now - began
-        self._uncovered.pop(model_id, None)
 
     def _write(self, model_id: str, next_seq: int, same_state: int | None) -> None:
         """`same_state` is the number of a snapshot that holds the same state."""

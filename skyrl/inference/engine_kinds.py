@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +21,10 @@ from skyrl.inference.vllm_client import Probe
 from skyrl.inference.vllm_command import LOGGING_CONFIG, options_named, vllm_spec
 from skyrl.inference.vllm_version import check_vllm, is_tested
 from skyrl.metrics.adapters import AdapterMetrics
-from skyrl.nodes.settings import CACHE
+from skyrl.nodes.settings import CACHE, default_cache
 from skyrl.processes.log_format import vllm_logging
 from skyrl.processes.startup import Cause, cause_of_vllm
+from skyrl.storage.registry import store_url
 
 VLLM = "vllm"
 
@@ -123,7 +123,7 @@ class Vllm:
             return Path(configured)
         if self.config.ray == "local":
             return self.config.state_dir / "node-adapters"
-        return Path(tempfile.gettempdir()) / f"skyrl-adapters-{os.getuid()}"
+        return default_cache(store_url(self.config))
 
     def cause(self, code: int, tail: str) -> Cause | None:
         cause = cause_of_vllm(code, tail)

@@ -132,7 +132,13 @@ class FullWeightsOfReplicas:
 
     async def _apply(self, replica: Replica, update: Update, wanted: VersionFiles) -> None:
         replica.weights = None
-        await self._asked(replica, update.finish(), wanted.version)
+        try:
+            await self._asked(replica, update.finish(), wanted.version)
+        except (VllmError, httpx.TransportError):
+            raise
+        except Exception as error:  # the version is wanted by now: the replica must not stay in use
+            logger.exception("an update of the weights failed")
+            raise NoAnswer(f"vLLM at {replica.addresses.admin}: {error}") from error
         replica.weights = wanted.version
 
     async def _each(

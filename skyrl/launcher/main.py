@@ -36,7 +36,6 @@ from skyrl.launcher.own_parts import (
     log_part,
     metrics_part,
     port_part,
-    ray_devices,
 )
 from skyrl.launcher.parts import Part, Parts, ServerEnded
 from skyrl.launcher.preflight import Findings, check
@@ -139,7 +138,7 @@ class Launcher:
         needs = (CLAIM_WATCH,) if config.modes.trains else ()
         if cluster is not None:
             cluster.write_token()
-            await self._add(own.ray_head(cluster, ray_devices(config, found.devices), needs))
+            await self._add(own.ray_head(cluster, found.devices, needs))
             needs = (*needs, RAY)
         if config.modes.manages_inference:
             if inference is None:

@@ -18,7 +18,7 @@ from skyrl.cluster.head import LocalCluster
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.inference.vllm_client import Probe, VllmClient
-from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE, inference_devices
+from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import FirstReady
 from skyrl.launcher.log_rotation import rotate_logs
@@ -118,12 +118,13 @@ class OwnProcesses:
         self._restarts = restarts
         self._logs = logs
         self._first_ready = first_ready
+        self._offline = OFFLINE if offline else {}
         self._environment = {
             RUNTIME_ENV: str(runtime.write()),
             "OMP_NUM_THREADS": str(runtime.config.threads),
             "PYTHONDONTWRITEBYTECODE": "",  # without byte code the import of torch and transformers takes twice as long
             **NO_PROGRESS_BARS,
-            **(OFFLINE if offline else {}),
+            **self._offline,
             **(environment or {}),
         }
         self._placer: SupervisedProcess | None = None
@@ -147,7 +148,7 @@ class OwnProcesses:
             sentence = None if cause is None else Cause(f"Ray cannot start: {cause.sentence}", cause.final)
             self._first_ready.ended(RAY, code, sentence)
 
-        log, environment = self._logs / f"{RAY}.log", cluster.environment(devices)
+        log, environment = self._logs / f"{RAY}.log", cluster.environment(devices) | self._offline
         process = SupervisedProcess(RAY, cluster.command(), environment, log, on_exit=ended)
         self._first_ready.watch(RAY, process)
         return self._part(process, needs, RAY_GRACE_S)
@@ -221,13 +222,6 @@ class OwnProcesses:
             self._runtime.restore()
         except OSError as error:
             logger.error("what a process needs to start again cannot be written: %s", error)
-
-
-def ray_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
-    """The GPUs of this machine that Ray may give away: all but those of a trainer that runs outside of Ray."""
-    if config.backend_config.trainer.placement.ranks > 1:
-        return list(devices)
-    return [device for own in inference_devices(config, devices) for device in own]
 
 
 def api_name(slot: int) -> str:

@@ -172,6 +172,18 @@ def check_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
         )
 
 
+def check_shared_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
+    """Raises ConfigError when Ray cannot give each vLLM and each rank of the trainer GPUs of this machine."""
+    inference, placement = config.backend_config.inference, config.backend_config.trainer.placement
+    vllms = inference.num_engines * inference.tensor_parallel_size if config.modes.manages_inference else 0
+    ranks = 0 if placement.policy_num_cpu_ranks is not None else placement.ranks
+    if devices and vllms + ranks > len(devices):
+        raise ConfigError(
+            f"ray_address: on a Ray cluster no GPU is shared: the vLLMs need {vllms} and the trainer needs {ranks}, "
+            f"and this machine has {len(devices)}; leave out ray_address to share GPUs, or use fewer"
+        )
+
+
 def check_inference_port(config: ServerConfig) -> None:
     """Raises ConfigError when a configured port of vLLM is in use."""
     for port in config.backend_config.inference.ports or ():
@@ -241,6 +253,7 @@ def _check_ray(config: ServerConfig, found: Findings) -> Findings:
     assert config.ray is not None
     check_installed()
     if config.ray == "local":
+        check_shared_gpus(config, found.devices)
         return found
     try:
         address = find_address(config.ray)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-SCHEME = "skyrl-store:"
+from skyrl.types.weights import STORE_SCHEME
+
 NOT_STORED, STORE_AWAY = "AdapterNotStored", "AdapterStoreAway"
 """The types of errors in answers. Not stored: the store has no such adapter. Away: the store cannot be read now, or the
 node's disk is full; the load may be tried again."""
@@ -21,14 +22,14 @@ MAX_KEY = 1024
 
 
 def reference_to(key: str) -> str:
-    return f"{SCHEME}{key}"
+    return f"{STORE_SCHEME}{key}"
 
 
 def is_reference(path: str) -> bool:
-    return path.startswith(SCHEME)
+    return path.startswith(STORE_SCHEME)
 
 
 def key_in(reference: str) -> str | None:
     """The store key of a reference; None if it is not one."""
-    key = reference.removeprefix(SCHEME)
+    key = reference.removeprefix(STORE_SCHEME)
     return key if len(key) <= MAX_KEY and _KEY.fullmatch(key) else None

@@ -6,6 +6,7 @@ the store come from the node's own environment, unless the server's options hold
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -42,11 +43,18 @@ class NodeSettings:
                 raise ValueError(f"{name} is not set: adapters cannot be fetched from the checkpoint store")
         return cls(
             store=values[STORE],
-            cache=Path(values.get(CACHE) or Path(tempfile.gettempdir()) / f"skyrl-adapters-{os.getuid()}"),
+            cache=Path(values.get(CACHE) or default_cache(values[STORE])),
             api_key=values[API_KEY],
             store_options=json.loads(values.get(STORE_OPTIONS) or "{}"),
             cache_bytes=int(values.get(CACHE_BYTES) or DEFAULT_CACHE_BYTES),
         )
+
+
+def default_cache(store: str) -> Path:
+    """The node's directory for adapters of this store, if nobody configures one: another store may have other files
+    under the same keys."""
+    name = hashlib.sha256(store.encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"skyrl-adapters-{os.getuid()}-{name}"
 
 
 def node_environment(config: ServerConfig) -> dict[str, str]:

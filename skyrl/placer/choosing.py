@@ -17,10 +17,11 @@ def choose(nodes: Sequence[NodeCapacity], bundle: Bundle, servers_on: Mapping[st
 
 def actor_options(bundle: Bundle) -> dict[str, object]:
     """The bundle as options of an actor."""
-    others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+    others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
     gpus = bundle.get("GPU", 0.0)
     return {
         "num_cpus": bundle.get("CPU", 0.0),
         "num_gpus": int(gpus) if gpus == int(gpus) else gpus,
+        "memory": bundle.get("memory") or None,
         "resources": others,
     }

@@ -46,6 +46,8 @@ class Starts:
         self.servers: Sequence[ServerParts] = ()
         self.hopeless: asyncio.Future[Cause] = asyncio.get_running_loop().create_future()
         self._watched: dict[str, Supervised] = {}
+        self._refused: set[str] = set()
+        """The vLLMs that a node was unable to start."""
         self._starts = FirstStarts()
 
     def watch(self, name: str, process: Supervised) -> None:
@@ -55,6 +57,9 @@ class Starts:
         if any(server.has_answered for server in self.servers) or self.hopeless.done():
             return
         if code == NOT_STARTED and cause is None:
+            self._refused.add(name)
+            if len(self._refused) < len(self.servers):
+                return  # another vLLM may be able to start, on another node
             cause = Cause(self._watched[name].log_tail(1), final=True)
         if self._starts.hopeless(name, cause):
             assert cause is not None

@@ -7,6 +7,7 @@ The only module of the placer that imports Ray. `ray_server` decides what is sta
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from skyrl.placer.ray_server import Host, Lost, RayServer, in_loop
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+
+logger = logging.getLogger(__name__)
 
 MAX_SERVERS = 64
 """The bound of `num_engines`."""
@@ -186,8 +189,9 @@ async def _answer(ref: Any, within_s: float) -> Any:
     except ActorUnavailableError as error:  # the actor may be reachable again
         await asyncio.sleep(min(1.0, within_s))
         raise TimeoutError from error
-    except RayTaskError:  # a defect of the actor's own
-        raise
+    except RayTaskError as error:  # for example, somebody has deleted the actor's directory
+        logger.exception("an actor has failed")
+        raise Lost(_first_sentence(error)) from error
     except RayError as error:
         raise Lost(_first_sentence(error)) from error
 

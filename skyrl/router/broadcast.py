@@ -17,6 +17,7 @@ from skyrl.router.messages import HeaderList
 from skyrl.router.pool import WorkerPool
 from skyrl.router.reply import Reply, error, of_json
 from skyrl.router.worker import Worker, WorkerState
+from skyrl.types.weights import STORE_SCHEME
 from skyrl.web.admin import FORWARDING
 
 ABORT_S = 4.0
@@ -128,10 +129,12 @@ class _Call:
         headers = [(name, value) for name, value in self._headers if name.lower() != b"content-type"]
         try:
             wanted = json.loads(self._body)
+            if wanted["lora_path"].startswith(STORE_SCHEME):  # the worker shows its node's directory instead
+                return True
             models = json.loads((await self._fetch("GET", f"{base}/v1/models", headers, b"", LOOK_S)).body)
             paths = [model["root"] for model in models["data"] if model["id"] == wanted["lora_name"]]
             return paths == [wanted["lora_path"]]
-        except (Unreachable, ValueError, KeyError, TypeError) as unknown:
+        except (Unreachable, ValueError, KeyError, TypeError, AttributeError) as unknown:
             log.warning("%s/v1/models does not show the path of an adapter: %r", base, unknown)
             return False
 

@@ -60,9 +60,9 @@ class Worker:
     disabled: str | None = None
     """Why an operator, or a group that was not formed, has put this worker out of routing; None: it is enabled."""
     is_dead: bool = False
+    """Set by hand: the worker gets no requests, and no requests for all workers either."""
     ended: bool = False
     """Whether it is known that the worker does not run any more."""
-    """Set by hand: the worker gets no requests, and no requests for all workers either."""
     missed: str | None = None
     """What all other workers got while this one was dead. It is out of routing until it has got it too."""
     holds: int = 0

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STORE_SCHEME = "skyrl-store:"
+"""Begins a reference to files in the checkpoint store, in place of a directory. A reference never gets other files."""
+
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:

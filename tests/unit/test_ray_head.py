@@ -18,7 +18,6 @@ from skyrl.cluster.head import HOST, LONGEST_TMPDIR, LocalCluster, wanted_cpus
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.launcher import preflight
-from skyrl.launcher.own_parts import ray_devices
 
 ENGINE = "generator.inference_engine"
 
@@ -60,10 +59,14 @@ def test_a_machine_has_as_many_cpus_as_its_parts_want(tmp_path: Path) -> None:
     assert many[many.index("--num-cpus") + 1] == str(max(65, os.cpu_count() or 1))
 
 
-def test_ray_gives_away_the_gpus_that_the_trainer_does_not_use(tmp_path: Path) -> None:
+def test_a_machine_with_too_few_gpus_for_vllms_and_trainer_is_refused(tmp_path: Path) -> None:
     two = config_of(tmp_path, **{f"{ENGINE}.num_engines": 2})
-    assert ray_devices(two, ["0", "1", "2"]) == ["1", "2"]
-    assert ray_devices(two, []) == []
+    preflight.check_shared_gpus(two, [])
+    preflight.check_shared_gpus(two, ["0", "1", "2"])
+    with pytest.raises(ConfigError, match="the vLLMs need 2 and the trainer needs 1, and this machine has 2"):
+        preflight.check_shared_gpus(two, ["0", "1"])
+    on_cpus = config_of(tmp_path, **{f"{ENGINE}.num_engines": 2, "trainer.placement.policy_num_cpu_ranks": 4})
+    preflight.check_shared_gpus(on_cpus, ["0", "1"])
 
 
 def test_a_killed_leader_takes_its_group_with_it(tmp_path: Path) -> None:

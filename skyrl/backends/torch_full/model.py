@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_lora.device import base_dtype
@@ -52,7 +52,7 @@ class FullModel:
     weights beside it. `base` computes and describes it.
 
     Raises ConfigError: the path has no causal language model, or the model has position embeddings that depend on the
-    batch, or other logits on packed rows than in transformers.
+    batch, buffers that belong to the weights, or other logits on packed rows than in transformers.
     """
 
     def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: bool) -> None:
@@ -67,6 +67,14 @@ class FullModel:
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(f"base_model: {path} lacks weights, such as {missing[0]}")
         check_config(path, model.config)
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if others := sorted(model.state_dict().keys() - parameters):
+            raise ConfigError(
+                f"base_model: {path} has weights that are no parameters, such as {others[0]}: full fine-tuning neither "
+                "trains nor saves them"
+            )
+        # The base model's own file is saved. Saving what transformers makes of it fails for values that it warns of.
+        model.generation_config = GenerationConfig()
         self._model = model.to(device).eval()
         packed = PlainModel(self._model)
         self.base = BaseModel(path, device, packed, model.config)

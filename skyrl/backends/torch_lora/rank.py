@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from skyrl.backends.base import AdamParams, Datum, TrainingPass
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, TrainingPass
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.collectives import (
     Agreed,
@@ -165,7 +165,9 @@ class Rank:
     def export(self, model_id: str, optimizer: bool) -> AdapterBuffers:
         """A copy of the weights; with `optimizer`, of moments and gradient too. May run beside commands of other
         models, on another thread."""
-        adapter = self._adapters[model_id]
+        adapter = self._adapters.get(model_id)
+        if adapter is None:  # deleted since the engine asked: the model's session has ended
+            raise Agreed(InvalidRequest(f"model_id: there is no model {model_id}"))
         with command_on(self._device, waits=False):
             weights = adapter.weights.cpu().numpy()
             if not optimizer:
@@ -211,9 +213,12 @@ class Rank:
         try:
             step = on_all_or_none(lambda: compute_step(adapter, params), self._device)
         except Agreed as agreed:
-            if isinstance(agreed.error, NonFiniteGradient):  # on every rank: the gradient is the same
-                adapter.gradient = None
-            raise
+            own = agreed.error if isinstance(agreed.error, NonFiniteGradient) else None
+            (not_finite,) = failed_anywhere([own is not None])  # another rank may have had no memory to find that out
+            if not not_finite:
+                raise
+            adapter.gradient = None
+            raise Agreed(own) from None
         if step is None:
             return {}
         if not is_same_everywhere(_digest(step.weights)):

@@ -53,8 +53,8 @@ def load_sharded_model(
     that a rank gathers. Each decoder layer is gathered for itself; embeddings, final norm and output layer together,
     so that tied embeddings stay one parameter.
 
-    `agree` is called once, with this rank's failure to load or None. It raises on every rank if a rank failed: the next
-    steps need all ranks.
+    `agree` is called twice, with this rank's failure or None: after loading, and after comparing the logits. It raises
+    on every rank if a rank failed: the next steps need all ranks.
 
     Raises ConfigError as `load_base_model` does, and for a model without safetensors files.
     """
@@ -75,7 +75,11 @@ def load_sharded_model(
     with torch.no_grad():
         expected = packed.stock_logits(base.probe_rows())
     packed.use_packed_attention()
-    base.verify(expected)
+    try:
+        base.verify(expected)
+    except ConfigError as error:
+        failure = error
+    agree(failure)
     reshard(packed)
     if gradient_checkpointing:
         packed.enable_checkpointing()
