@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -67,10 +67,12 @@ class RayPlacement:
         self.servers.append(server)
         return server
 
-    async def target(self, bundle: Bundle) -> str | None:
-        """The node on which one more server should run."""
+    async def target(self, bundle: Bundle, avoided: Collection[str]) -> str | None:
+        """The node on which one more server should run; one of the `avoided` nodes only if no other has room."""
         servers_on = Counter(host.node_id for host in self._hosts if host.node_id is not None)
-        return choose(await asyncio.to_thread(nodes), bundle, servers_on)
+        known = await asyncio.to_thread(nodes)
+        others = [node for node in known if node.id not in avoided]
+        return choose(others, bundle, servers_on) or choose(known, bundle, servers_on)
 
     def note(self, host: RayHost) -> None:
         self._hosts.add(host)
@@ -89,6 +91,10 @@ class _Spots:
         self._placement = placement
         self._program = program
         self._port = port
+        self._avoided: set[str] = set()
+
+    def avoid(self, node_id: str) -> None:
+        self._avoided.add(node_id)
 
     async def reserve(
         self, name: str, bundle: Bundle, on_waiting: Callable[[str], None], is_cancelled: Callable[[], bool]
@@ -100,7 +106,7 @@ class _Spots:
         said = in_loop(asyncio.get_running_loop(), on_waiting)
         host = RayHost(self._placement)
         async with self._placement.choosing:
-            host.node_id = await self._placement.target(bundle)
+            host.node_id = await self._placement.target(bundle, self._avoided)
             if host.node_id is not None:
                 self._placement.note(host)
         try:

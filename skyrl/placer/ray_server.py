@@ -33,6 +33,8 @@ LOST_S = 30.0
 """An actor that has not answered for this long is given up; the cluster may know earlier that its node is dead."""
 START_S = 120.0
 """How long a node may take to start an actor: it imports skyrl, perhaps from a network's file system."""
+REFUSALS = 3
+"""After so many tries on a node that cannot run the server, another node is looked for."""
 TAIL_BYTES = 200 * 1024
 
 
@@ -69,6 +71,10 @@ class Spots(Protocol):
         self, name: str, bundle: Bundle, on_waiting: Callable[[str], None], is_cancelled: Callable[[], bool]
     ) -> Host:
         """A host on a node that has room. Waits as long as that takes. Raises Cancelled, Lost."""
+        ...
+
+    def avoid(self, node_id: str) -> None:
+        """Prefer other nodes from now on."""
         ...
 
 
@@ -157,10 +163,15 @@ class RayServer:
         self._set(url=None, reason=f"waits for its actor ({amounts(self._bundle)})")
         node_id, self.node = await self._answer(self._host.node(START_S), START_S)
         logger.info("%s is placed on node %s (%s)", self.name, self.node, node_id[:8])
+        refusals = 0
         while not self._stopping.is_set():
             started = await self._answer(self._host.start(START_S), START_S)
             if started.url is None:
+                refusals += 1
                 await self._not_started(started)
+                if refusals >= REFUSALS:
+                    self._spots.avoid(node_id)
+                    raise Lost(f"cannot start {started.trouble}")
                 continue
             self._starts += 1
             self._started_at = time.monotonic()

@@ -59,6 +59,17 @@ async def test_an_archive_holds_the_adapter(each_world: World, kind: Kind) -> No
     assert each_world.events()[-2:] == ["checkpoint_downloaded"] * 2
 
 
+async def test_an_adapter_that_travels_to_nodes_has_an_archive(tmp_path: Path) -> None:
+    async with world_in(tmp_path / "state", ray_address="local") as world:
+        trainer = await world.trainer()
+        await trainer.step(1)
+        path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="final"))["path"]
+        answer = await world.ask("GET", f"{rest_path(path)}/archive", Accept="application/json")
+        archive = await world.follow_link(answer.json()["url"])
+        assert archive.status_code == 200
+        assert list(unpacked(archive.content)) == [*sorted(ADAPTER), MANIFEST]
+
+
 async def test_a_link_is_valid_for_one_save_of_one_path_and_expires(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,14 @@ async def test_a_worker_that_may_have_other_weights_under_the_name_does_not_coun
     assert await world("POST", LOAD, ADAPTER) == ALREADY
 
 
+async def test_a_worker_that_fetched_the_adapter_from_the_store_counts_as_loaded(world: World) -> None:
+    """It shows the directory of its node. A reference never gets other files."""
+    world.servers[0].answers |= {LOAD: ALREADY, "/v1/models": models("/tmp/cache/a")}
+    world.servers[1].answers[LOAD] = (503, b"AdapterStoreAway")
+    reference = {"lora_name": "a", "lora_path": "skyrl-store:adapters-m/v000001"}
+    assert await world("POST", LOAD, reference) == (503, b"AdapterStoreAway")
+
+
 async def test_an_adapter_that_all_workers_had_is_answered_as_one_server_would(world: World) -> None:
     for server in world.servers:
         server.answers |= {LOAD: ALREADY, "/v1/models": models("/adapters/a-1"), UNLOAD: (404, b"no such adapter")}

@@ -535,3 +535,11 @@ def test_a_ray_address_that_cannot_be_used_is_refused(given: dict[str, Any], mes
     with pytest.raises(ConfigError) as raised:
         load_config(given)
     assert str(raised.value).startswith(message)
+
+
+def test_adapters_travel_only_to_vllms_of_this_server() -> None:
+    two_ranks = {"backend_config": {"trainer.placement.policy_num_cpu_ranks": 2}}
+    assert load_config(two_ranks).adapters_travel
+    external = load_config({**two_ranks, "external_inference_url": "http://127.0.0.1:1"})
+    assert (external.ray, external.adapters_travel) == ("local", False)
+    assert not load_config({}).adapters_travel

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch_lora_support import assert_same, base_path, make_ranks, ok, rl, saved, sft, spec, train
 
-from skyrl.backends.base import AdamParams, OutOfMemory, PassResult, RankDied
+from skyrl.backends.base import AdamParams, InvalidRequest, OutOfMemory, PassResult, RankDied
 from skyrl.backends.torch_lora import rank as rank_module
 from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.rank import Rank, RankSettings
@@ -166,6 +166,19 @@ def test_memory_that_runs_out_on_one_rank_changes_nothing_on_any(made: list[Shar
     undisturbed = _backend(made)
     undisturbed.optim_step("m", STEP)
     assert_same(saved(backend, "m", tmp_path / "stepped"), saved(undisturbed, "m", tmp_path / "undisturbed"))
+
+
+def test_a_model_that_is_deleted_while_a_save_waits_fails_the_save_alone(
+    made: list[ShardedBackend], tmp_path: Path
+) -> None:
+    backend = _backend(made)
+    known = backend._models["m"]
+    backend.delete_model("m")
+    backend._models["m"] = known  # as the save has seen it
+    with pytest.raises(InvalidRequest, match="there is no model m"):
+        backend.save_adapter("m", tmp_path)
+    del backend._models["m"]
+    backend.create_model("m", SPEC)
 
 
 def test_ranks_that_compute_different_weights_end(made: list[ShardedBackend]) -> None:

@@ -71,6 +71,10 @@ class FakeSpots:
 
     def __init__(self, *hosts: FakeHost) -> None:
         self.hosts = list(hosts)
+        self.avoided: list[str] = []
+
+    def avoid(self, node_id: str) -> None:
+        self.avoided.append(node_id)
 
     async def reserve(
         self, name: str, bundle: object, on_waiting: Callable[[str], None], is_cancelled: Callable[[], bool]
@@ -167,6 +171,16 @@ async def test_a_node_that_cannot_run_the_server_is_told_as_an_end(tmp_path: Pat
         await until(lambda: server.url is not None)
 
 
+async def test_a_server_leaves_a_node_that_cannot_run_it(tmp_path: Path) -> None:
+    unfit, spots = FakeHost(1), FakeSpots(FakeHost(1), FakeHost(2))
+    spots.hosts[0] = unfit
+    unfit.trouble = "on node 10.0.0.1: vLLM is not installed"
+    async with placed(spots, tmp_path / "log") as server:
+        await until(lambda: server.url == "http://10.0.0.2:1")
+        assert spots.avoided == [(await unfit.node(1.0))[0]]
+        assert unfit.calls[-1] == "release"
+
+
 async def test_the_log_of_the_node_is_brought_here(tmp_path: Path) -> None:
     host = FakeHost(1)
     async with placed(FakeSpots(host), tmp_path / "log") as server:
@@ -199,5 +213,7 @@ def test_a_server_goes_where_the_fewest_are_and_never_where_a_part_of_it_does_no
 
 
 def test_a_bundle_as_options_of_an_actor():
-    assert actor_options({"GPU": 2.0, "box": 1.0}) == {"num_cpus": 0.0, "num_gpus": 2, "resources": {"box": 1.0}}
+    options = {"num_cpus": 0.0, "num_gpus": 2, "memory": None, "resources": {"box": 1.0}}
+    assert actor_options({"GPU": 2.0, "box": 1.0}) == options
+    assert actor_options({"memory": 2.0**30}) == options | {"num_gpus": 0, "memory": 2.0**30, "resources": {}}
     assert actor_options({"CPU": 1.0, "GPU": 0.5})["num_gpus"] == 0.5
