@@ -101,13 +101,10 @@ class RankActor:
         if interface is not None:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, interface)
-        if self._cuda:
-            import torch
-
-            if not torch.cuda.is_available():
-                raise RuntimeError("torch finds no CUDA device on this rank's node, which has a GPU for it")
         module, _, class_name = name.partition(":")
         self._rank = getattr(import_module(module), class_name)(*arguments)
+        if self._cuda and self._rank.device_type != "cuda":
+            raise RuntimeError("torch finds no CUDA device on this rank's node, which has a GPU for it")
 
     def answer(self, call: tuple[str, Sequence[Any]]) -> Any:
         return self._rank.answer(*call)

@@ -148,7 +148,7 @@ class OwnProcesses:
             sentence = None if cause is None else Cause(f"Ray cannot start: {cause.sentence}", cause.final)
             self._first_ready.ended(RAY, code, sentence)
 
-        log, environment = self._logs / f"{RAY}.log", cluster.environment(devices) | self._offline
+        log, environment = self._logs / f"{RAY}.log", {**cluster.environment(devices), **self._offline}
         process = SupervisedProcess(RAY, cluster.command(), environment, log, on_exit=ended)
         self._first_ready.watch(RAY, process)
         return self._part(process, needs, RAY_GRACE_S)

@@ -107,6 +107,11 @@ class Rank:
         self._losses = served_losses(settings.stable_reinforce)
         self._adapters: dict[str, Adapter] = {}
 
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`."""
+        return self._device.type
+
     def answer(self, method: str, arguments: Sequence[Any]) -> Any:
         """Call a method; returns its result, or Agreed if it has raised that. For callers in another process."""
         try:
