@@ -12,7 +12,6 @@ import os
 import signal
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import closing
-from typing import Any
 
 from skyrl.cluster.connection import NoCluster, check_reachable, connect
 from skyrl.db.database import Database
@@ -140,7 +139,9 @@ async def run(runtime: Runtime) -> None:
             await asyncio.gather(away, stopping, ended, *measuring, return_exceptions=True)
 
 
-def _vllm_metrics(runtime: Runtime, starts: Starts, published: MetricsDirectory) -> Iterator[Coroutine[Any, Any, None]]:
+def _vllm_metrics(
+    runtime: Runtime, starts: Starts, published: MetricsDirectory
+) -> Iterator[Coroutine[None, None, None]]:
     """Publish the metrics of each vLLM, wherever it runs."""
     for number, parts in enumerate(starts.servers):
 

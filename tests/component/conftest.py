@@ -81,9 +81,9 @@ def serve(tmp_path: Path, database: Database) -> Serve:
     """Starts an API process on the database. A second call after the first has ended is a restart."""
 
     @asynccontextmanager
-    async def start(**options: Any) -> AsyncIterator[Api]:
+    async def start(*, cuda: bool = False, **options: Any) -> AsyncIterator[Api]:
         config = ServerConfig(base_model=BASE, state_dir=tmp_path, database_url=database.url, **options)
-        async with open_services(Runtime(config, tmp_path, None, "key")) as services:
+        async with open_services(Runtime(config, tmp_path, None, "key", cuda=cuda)) as services:
             transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
             headers = {"X-API-Key": "tml-one"}
             async with httpx.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:

@@ -28,7 +28,6 @@ from openai_requests import (
 )
 from sqlalchemy import delete, select
 
-import skyrl.api.server
 from skyrl.api.hooks import BodyMemoryHook
 from skyrl.db import keys
 from skyrl.db import quotas as quota_rows
@@ -196,12 +195,9 @@ async def test_the_memory_for_bodies_is_free_while_requests_run(api: Api, upstre
         await upstream.until(lambda server: server.busy == 2)
 
 
-async def test_prompt_logprobs_that_vllm_computes_wrongly_are_refused(
-    serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(skyrl.api.server, "cuda_devices", lambda: ["0"])
+async def test_prompt_logprobs_that_vllm_computes_wrongly_are_refused(serve: Serve, database: Database) -> None:
     save(database)
-    async with serve() as api:
+    async with serve(cuda=True) as api:
         for scores in ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1}):
             assert refusal(await ask(api, PROMPT | {"model": PATH} | scores)) == (400, "prompt_logprobs", None)
             assert (await ask(api, PROMPT | scores)).status_code == 200

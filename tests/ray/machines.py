@@ -72,7 +72,7 @@ class Machine:
 
 @dataclass
 class Machines:
-    """The cluster. The head has no CPUs, so that nothing is placed there."""
+    """The cluster. The head has no CPUs, so that nothing is placed there but what asks for the resource `trainer`."""
 
     directory: Path
     port: int = field(default_factory=lambda: 20_000 + free_port() % 12_000)
@@ -84,6 +84,7 @@ class Machines:
 
     def start_head(self) -> None:
         options = [f"--port={self.port}", "--head", "--include-dashboard=false", "--no-monitor", "--num-cpus=0"]
+        options.append('--resources={"trainer": 1}')
         self._start("127.0.0.2", [*options, "--disable-usage-stats"])
 
     def add(self, number: int, *, cpus: int = 0, resources: str = "{}") -> Machine:

@@ -49,7 +49,11 @@ def cluster() -> Iterator[Machines]:
 
 @pytest.fixture(scope="module")
 def server(cluster: Machines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    backend = {"generator.inference_engine.num_engines": 2, "generator.inference_engine.resources": RESOURCES}
+    backend = {
+        "generator.inference_engine.num_engines": 2,
+        "generator.inference_engine.resources": RESOURCES,
+        "trainer.placement.policy_resources": {"CPU": 0, "trainer": 1},  # on the head, which lives
+    }
     store = tmp_path_factory.mktemp("store")
     flags = ("--ray-address", cluster.address, "--checkpoint-store", f"file://{store}")
     running = DemoServer(tmp_path_factory.mktemp("placed"), *flags, backend_config=backend)

@@ -41,9 +41,16 @@ class Program:
         return Spec((sys.executable, "-S", "-c", self.code), {"OWN": "given"}, f"http://{host}:{port}")
 
 
-class HostHere(ServerHost):
+class HostAlone(ServerHost):
+    """Ends its process when nobody asks, as an actor does."""
+
     def node(self) -> tuple[str, str]:
         return "id", "127.0.0.1"
+
+
+class HostHere(HostAlone):
+    def _end_if_unasked(self) -> None:
+        """An actor ends its process, which is the tests' here."""
 
 
 @pytest.fixture
@@ -144,9 +151,9 @@ def test_an_actor_that_nobody_asks_ends_with_its_server(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 from skyrl.cluster import hosts
-from test_hosts import SLEEPS, HostHere, Program
+from test_hosts import SLEEPS, HostAlone, Program
 hosts.UNASKED_S = 1.0
-host = HostHere("server", Program(SLEEPS), None)
+host = HostAlone("server", Program(SLEEPS), None)
 host.start()
 print(host._child.pid, flush=True)
 import time; time.sleep(600)
