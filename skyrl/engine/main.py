@@ -238,6 +238,7 @@ async def run(runtime: Runtime) -> None:
         sampler = _colocated_sampler(runtime, database, backend, group, host)
         if sampler is not None:
             opened.push_async_callback(sampler.close)
+        await asyncio.to_thread(database.confirm_claim)  # waits as long as the database is away
         spans = open_spans(config.otlp_endpoint, "engine")
         if spans is not None:
             opened.push_async_callback(asyncio.to_thread, spans.close)

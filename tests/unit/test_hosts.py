@@ -128,7 +128,9 @@ def test_a_stop_ends_all_processes_and_removes_the_directory(make: Callable[...,
     host = make(f"{child}print('up', flush=True); time.sleep(600)")
     host.start()
     looked(host, lambda look: look.log)
-    processes = psutil.Process().children(recursive=True)
+    assert host._child is not None
+    server = psutil.Process(host._child.pid)
+    processes = [server, *server.children(recursive=True)]
     assert len(processes) >= 2
     host.stop(5)
     assert psutil.wait_procs(processes, timeout=WAIT_S)[1] == []
