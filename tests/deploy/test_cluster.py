@@ -102,7 +102,7 @@ def test_the_job_has_time_to_stop_and_no_secrets() -> None:
 
 def test_the_options_of_the_job_are_rays() -> None:
     """Ray's own command line without ray[default] cannot submit, but it knows the options."""
-    ray = pytest.importorskip("ray.dashboard.modules.job.cli")
+    ray = pytest.importorskip("ray.dashboard.modules.job.cli", reason="needs Ray (pip install 'skyrl[ray]')")
     words = job()
     given = {word for word in words[: words.index("--")] if word.startswith("--")}
     assert given <= {
@@ -161,7 +161,7 @@ def test_the_versions_of_ray_agree() -> None:
 
 
 def test_the_options_of_ray_start_exist() -> None:
-    ray = pytest.importorskip("ray.scripts.scripts")
+    ray = pytest.importorskip("ray.scripts.scripts", reason="needs Ray (pip install 'skyrl[ray]')")
     known = {option for parameter in ray.start.params for option in parameter.opts}
     assert {f"--{name}" for group in GROUPS.values() for name in group["rayStartParams"]} <= known
     assert "--address" in {option for parameter in ray.healthcheck.params for option in parameter.opts}
