@@ -89,6 +89,7 @@ def connect(address: str, *, namespace: str, patience_s: float = 0.0) -> None:
 def _connect(address: str, namespace: str) -> None:
     check_reachable(address)
     os.environ.setdefault(GCS_TIMEOUT_VARIABLE, GCS_TIMEOUT_S)
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a thread that is left connects again, or starts Ray
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as of Ray 3; else Ray warns of the change
     import ray
 

@@ -19,7 +19,6 @@ from sqlalchemy import select
 from skyrl.backends.registry import create_backend
 from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
-from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
@@ -50,16 +49,12 @@ from skyrl.types.requests import NewRequest
 from skyrl.types.weights import AdapterVersion, WeightsRef
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import to_json
+from tests.engine_process import claim_for_tests
 
 SERVER = "server"
 """The server name under which the engine's claim is held."""
 WAIT_S = 100.0
 NEVER_S = 1e9
-
-
-def claim_for_tests(database: Database, server: str) -> None:
-    """Take the claim, as a launcher does before it starts an engine, without checking who held the claim before."""
-    assert database.write(lambda c: engine_state.claim(c, server, engine_state.read_claim(c)))
 
 
 class Killed(BaseException):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_harness import SERVER, WAIT_S, Killed, claim_for_tests, until
+from engine_harness import SERVER, WAIT_S, Killed, until
 from sqlalchemy import Connection
 
 from skyrl.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
@@ -27,6 +27,7 @@ from skyrl.engine.signals import EngineSignals
 from skyrl.notify.doorbell import SESSIONS
 from skyrl.storage.registry import open_store
 from skyrl.types.lora import LoraSpec
+from tests.engine_process import claim_for_tests
 
 ALL = 1000
 """A number of turns that is enough for all work."""

@@ -5,71 +5,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from engine_harness import claim_for_tests
 from sqlalchemy.exc import OperationalError
 
-from skyrl.config.loading import load_config
-from skyrl.db.database import Database
-from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
-from skyrl.processes.runtime import RUNTIME_ENV, Runtime
-from skyrl.tiny import model_path
+from skyrl.db.engine_state import claim, read_claim
+from tests.engine_process import EngineProcess
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
 
-SERVER = "first"
-WAIT_S = 300.0
-"""Ends a hanging test. Every test takes at most some seconds of one core."""
 LOADING = "loading the base model"
-
-
-class EngineProcess:
-    """One engine process of the server SERVER, on a database that `owner` has claimed, with its log."""
-
-    def __init__(self, state_dir: Path, url: str, owner: str = SERVER, model: Path | None = None) -> None:
-        config = load_config({"state_dir": state_dir, "base_model": str(model or model_path()), "database_url": url})
-        self.running_file = config.running_file
-        directory = state_dir / "sockets"
-        directory.mkdir(parents=True)
-        runtime = Runtime(config, directory, None, None, SERVER)
-        self._log = state_dir / "engine.log"
-        self.database = Database(url)
-        claim_for_tests(self.database, owner)
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl.engine.main"],
-                env=os.environ | {RUNTIME_ENV: str(runtime.write())},
-                stdout=log,
-                stderr=log,
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def state(self) -> EngineState:
-        return self.database.read(read_state)
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.02)
-
-    def ended(self) -> int:
-        return self.process.wait(WAIT_S)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.database.close()
 
 
 @pytest.fixture
@@ -131,7 +78,7 @@ def test_an_engine_ends_with_the_reason_if_another_server_took_its_claim(engine:
 
 
 def test_an_engine_without_the_claim_ends_before_it_loads_the_model(tmp_path: Path, migrated_url: str) -> None:
-    with closing(EngineProcess(tmp_path / "state", migrated_url, "second")) as engine:
+    with closing(EngineProcess(tmp_path / "state", migrated_url, owner="second")) as engine:
         before = engine.database.read(read_claim), engine.state()
         assert engine.ended() == 1
         assert "server first does not hold the claim" in engine.log
@@ -141,7 +88,7 @@ def test_an_engine_without_the_claim_ends_before_it_loads_the_model(tmp_path: Pa
 def test_an_engine_that_gets_a_signal_before_loading_does_not_load(tmp_path: Path, migrated_url: str) -> None:
     model = tmp_path / "model"
     model.mkdir()  # loading this model fails
-    with closing(EngineProcess(tmp_path / "state", migrated_url, model=model)) as engine:
+    with closing(EngineProcess(tmp_path / "state", migrated_url, base_model=str(model))) as engine:
         with engine.database.writer.begin():  # the engine waits for the write lock to record that it is loading
             engine.until(lambda: engine.running_file.exists() and handles(engine.process.pid, signal.SIGTERM))
             os.utime(engine.running_file, (0, 0))

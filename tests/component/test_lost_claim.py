@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import SERVER, WAIT_S, Harness, Trainer, claim_for_tests, files_in, harness_in, until
+from engine_harness import SERVER, WAIT_S, Harness, Trainer, files_in, harness_in, until
 from sqlalchemy import Table, select, update
 from sqlmodel import SQLModel
 
@@ -28,6 +28,7 @@ from skyrl.engine.state import EngineStatePublisher
 from skyrl.notify.doorbell import SESSIONS, Doorbell
 from skyrl.types.kinds import Kind
 from skyrl.types.weights import AdapterVersion
+from tests.engine_process import claim_for_tests
 from tests.postgres_server import ON_BOTH
 
 LONG_AGO_S = 10 * 86_400.0

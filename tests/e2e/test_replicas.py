@@ -10,7 +10,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -20,16 +20,15 @@ import psutil
 import pytest
 import tinker
 from openai import OpenAI
-from tinker import types
 
 from skyrl.demo.server import DemoServer
 from skyrl.router.admin import ADMIN_METHODS
 
 from .conftest import SLOW_START_S, cross_entropy, find_process, train
+from .load import PROMPT, Load, client_that_outlives, sample, start_load
 
 pytestmark = pytest.mark.vllm
 
-PROMPT = [5, 6, 7, 8]
 SHORT, LONG = 12, 400
 ROUTER = "skyrl.router.of_server"
 CLIENTS = 12
@@ -90,36 +89,15 @@ def replicas(server: DemoServer) -> Iterator[Replicas]:
 
 
 @pytest.fixture(scope="module")
-def samplers(server: DemoServer) -> list[tinker.SamplingClient]:
-    """Their client is not closed: it would wait for the server, which has ended by then."""
-    client = tinker.ServiceClient(base_url=server.url, api_key="tml-replicas")
-    made = [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]
-    return [sampler.result() for sampler in made]
+def samplers(server: DemoServer) -> Iterator[list[tinker.SamplingClient]]:
+    with client_that_outlives(server.url, "tml-replicas") as client:
+        made = [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]
+        yield [sampler.result() for sampler in made]
 
 
-def sample(sampler: tinker.SamplingClient, length: int) -> list[int]:
-    params = types.SamplingParams(max_tokens=length, temperature=0.0, stop=[])
-    return list(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result().sequences[0].tokens)
-
-
-@dataclass
-class Load:
-    """Long samples, which end well whatever happens meanwhile."""
-
-    running: list[Future[list[int]]]
-
-    def assert_well(self) -> None:
-        assert {len(each.result()) for each in self.running} == {LONG}
-        assert len({tuple(each.result()) for each in self.running}) == 1
-
-
-def start_load(pool: ThreadPoolExecutor, samplers: list[tinker.SamplingClient], replicas: Replicas) -> Load:
+def start(pool: ThreadPoolExecutor, samplers: list[tinker.SamplingClient], replicas: Replicas) -> Load:
     """Return when both replicas sample."""
-    running = [pool.submit(sample, sampler, LONG) for sampler in samplers]
-    while not all(worker["in_flight"] for worker in replicas.workers().values()):
-        assert not any(each.done() for each in running), replicas.workers()
-        time.sleep(0.01)
-    return Load(running)
+    return start_load(pool, samplers, lambda: [*replicas.workers().values()], LONG)
 
 
 def test_an_adapter_is_on_both_replicas_after_its_save_and_answers_openai_clients(
@@ -130,7 +108,7 @@ def test_an_adapter_is_on_both_replicas_after_its_save_and_answers_openai_client
         losses = train(trainer, [cross_entropy(PROMPT + list(range(20, 40)))], 4, 2e-2)
         assert losses[-1] < losses[0]
         sampler = trainer.save_weights_and_get_sampling_client().result()
-        tokens = sample(sampler, SHORT)
+        tokens = list(sample(sampler, SHORT))
         body = {"prompt": PROMPT, "max_tokens": SHORT, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
         for url in replicas.urls:
             known = [model["id"] for model in replicas.http.get(f"{url}/v1/models").json()["data"]]
@@ -175,7 +153,7 @@ def test_a_replica_that_stands_still_delays_only_its_own_samples(
     url = replicas.urls[0]
     process = replicas.process(url)
     with ThreadPoolExecutor(CLIENTS) as pool:
-        load = start_load(pool, samplers, replicas)
+        load = start(pool, samplers, replicas)
         process.suspend()
         try:
             until(lambda: replicas.used() == [replicas.urls[1]])
@@ -192,7 +170,7 @@ def test_a_killed_replica_costs_no_sample_and_is_used_again(
 ) -> None:
     url = replicas.urls[0]
     with ThreadPoolExecutor(CLIENTS) as pool:
-        load = start_load(pool, samplers, replicas)
+        load = start(pool, samplers, replicas)
         replicas.process(url).kill()
         load.assert_well()
     until(lambda: len(replicas.used()) == 2)
@@ -211,7 +189,7 @@ def test_a_router_that_is_gone_costs_no_sample(
 ) -> None:
     router = find_process(server, ROUTER)
     with ThreadPoolExecutor(2 * CLIENTS) as pool:
-        load = start_load(pool, samplers, replicas)
+        load = start(pool, samplers, replicas)
         router.send_signal(signal_number)
         later = [pool.submit(sample, sampler, SHORT) for sampler in samplers]
         assert {len(each.result()) for each in later} == {SHORT}

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import httpx
@@ -21,6 +22,7 @@ from tinker import types
 
 from skyrl.demo.server import DemoServer
 from tests.e2e.conftest import SLOW_START_S, ask, cross_entropy, find_process, train, vllm_of
+from tests.e2e.load import client_that_outlives
 
 pytestmark = pytest.mark.vllm
 
@@ -68,19 +70,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 
 
 @pytest.fixture(scope="module")
-def tenants(server: DemoServer) -> list[Tenant]:
-    """Two tenants that have trained different texts. Their clients live until after the server's end."""
+def tenants(server: DemoServer) -> Iterator[list[Tenant]]:
+    """Two tenants that have trained different texts."""
     found = []
-    for name, first in (("tml-one", 20), ("tml-two", 90)):
-        client = tinker.ServiceClient(base_url=server.url, api_key=name)
-        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=first).result()
-        train(trainer, [cross_entropy(PROMPT + list(range(first, first + 20)))], 6, 2e-2)
-        sampler = trainer.save_weights_and_get_sampling_client().result()
-        sample_of_tenant = _sample(sampler, SHORT)
-        assert sample_of_tenant.logprobs is not None
-        found.append(Tenant(sampler, list(sample_of_tenant.tokens), list(sample_of_tenant.logprobs)))
-    assert found[0].logprobs != pytest.approx(found[1].logprobs, abs=0.1)
-    return found
+    with ExitStack() as stack:
+        for name, first in (("tml-one", 20), ("tml-two", 90)):
+            client = stack.enter_context(client_that_outlives(server.url, name))
+            trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=first).result()
+            train(trainer, [cross_entropy(PROMPT + list(range(first, first + 20)))], 6, 2e-2)
+            sampler = trainer.save_weights_and_get_sampling_client().result()
+            sample_of_tenant = _sample(sampler, SHORT)
+            assert sample_of_tenant.logprobs is not None
+            found.append(Tenant(sampler, list(sample_of_tenant.tokens), list(sample_of_tenant.logprobs)))
+        assert found[0].logprobs != pytest.approx(found[1].logprobs, abs=0.1)
+        yield found
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A Ray cluster whose nodes are processes of their own with addresses on loopback: a test can kill one like a machine.
 
-`ray.cluster_utils.Cluster` keeps killed nodes as zombies, which their workers take as alive.
+`ray.cluster_utils.Cluster` keeps killed nodes as zombies, which their workers take as alive. It also writes down its
+address, and a thread that uses Ray after the end of its driver connects to that cluster and keeps a node from leaving.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pathlib import Path
 
 import psutil
 
-from skyrl.cluster.head import HEALTH_CHECKS
+from skyrl.cluster.head import HEALTH_CHECKS, PRIORITY
 from skyrl.inference.placement import free_port
 
 ROOT = Path(__file__).parents[2]
+HEAD = "127.0.0.2"
 STORE_BYTES = 80 * 2**20
 WITHIN_S = 120.0
 TRIES = 3
@@ -77,20 +79,25 @@ class Machines:
     directory: Path
     port: int = field(default_factory=lambda: 20_000 + free_port() % 12_000)
     nodes: dict[str, Machine] = field(default_factory=dict)
+    """All nodes by their addresses, also those that were killed. The head is the first one."""
 
     @property
     def address(self) -> str:
-        return f"127.0.0.2:{self.port}"
+        return f"{HEAD}:{self.port}"
+
+    def workers(self) -> list[Machine]:
+        """The living nodes besides the head."""
+        return [node for node in [*self.nodes.values()][1:] if node.process.poll() is None]
 
     def start_head(self) -> None:
         options = [f"--port={self.port}", "--head", "--include-dashboard=false", "--no-monitor", "--num-cpus=0"]
         options.append('--resources={"trainer": 1}')
-        self._start("127.0.0.2", [*options, "--disable-usage-stats"])
+        self._start(HEAD, [*options, "--disable-usage-stats"])
 
-    def add(self, number: int, *, cpus: int = 0, resources: str = "{}") -> Machine:
-        """Start the node 127.0.0.`number`; returns when it has joined."""
+    def add(self, *, cpus: int = 0, resources: str = "{}") -> Machine:
+        """Start a node with the next address, the first one at 127.0.0.3; returns when it has joined."""
         options = [f"--address={self.address}", f"--num-cpus={cpus}", f"--resources={resources}"]
-        return self._start(f"127.0.0.{number}", options)
+        return self._start(f"127.0.0.{2 + len(self.nodes)}", options)
 
     def _start(self, address: str, options: list[str]) -> Machine:
         """Ray gives up a start after 30 s: on a busy machine it is tried again."""
@@ -106,7 +113,7 @@ class Machines:
 
     def _once(self, address: str, options: list[str]) -> Machine:
         where = [f"--node-ip-address={address}", f"--temp-dir={self.directory}", f"--object-store-memory={STORE_BYTES}"]
-        ports = ["--min-worker-port=0", "--max-worker-port=0"]
+        ports = ["--min-worker-port=0", "--max-worker-port=0", "--include-log-monitor=false"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where, *ports, *options]
         hook = {"RAY_START_HOOK": "skyrl.cluster.head.without_client_server", "RAY_USAGE_STATS_ENABLED": "0"}
         path = {"PYTHONPATH": str(ROOT)}
@@ -114,7 +121,7 @@ class Machines:
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 command,
-                env=os.environ | HEALTH_CHECKS | hook | path,
+                env=os.environ | HEALTH_CHECKS | PRIORITY | hook | path,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,

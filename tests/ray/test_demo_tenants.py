@@ -33,8 +33,8 @@ JUDGED = 10
 
 def test_a_killed_node_costs_the_demos_tenants_no_error(tmp_path: Path) -> None:
     with machines() as cluster:
-        for number in (3, 4, 5):
-            cluster.add(number, cpus=2)
+        for _ in range(3):
+            cluster.add(cpus=2)
         flags = ("--ray-address", cluster.address, "--checkpoint-store", f"file://{tmp_path / 'store'}")
         server = DemoServer(tmp_path / "server", *flags, backend_config=BACKEND_CONFIG | PLACED)
         tenants = [Tenant("A", "count", tmp_path), Tenant("B", "sort", tmp_path)]

@@ -10,45 +10,40 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
 import pytest
 import tinker
-from tinker import types
 
 from skyrl.demo.server import DemoServer
 from tests.e2e.conftest import SLOW_START_S, cross_entropy, find_process, train
+from tests.e2e.load import PROMPT, Load, client_that_outlives, sample, start_load
 
-from .machines import Machine, Machines, machines
+from .conftest import BOX
+from .machines import HEAD, Machine, Machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
-PROMPT = [5, 6, 7, 8]
 SHORT, LONG = 12, 300
-CLIENTS = 8
+WITHIN_S = 300.0
+"""Ends a hanging test."""
+CLIENTS = 12
 RESOURCES = {"CPU": 1, "box": 1}
-NODE = {"cpus": 1, "resources": '{"box": 1}'}
 
 
-def until(condition: Callable[[], object], within_s: float = 120.0) -> None:
-    deadline = time.monotonic() + within_s
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WITHIN_S
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
         time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Machines]:
-    with machines() as running:
-        running.add(3, **NODE)
-        running.add(4, **NODE)
-        yield running
-
-
-@pytest.fixture(scope="module")
-def server(cluster: Machines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+def server(
+    cluster: Machines, two_nodes: list[Machine], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DemoServer]:
     backend = {
         "generator.inference_engine.num_engines": 2,
         "generator.inference_engine.resources": RESOURCES,
@@ -66,15 +61,9 @@ def server(cluster: Machines, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def samplers(server: DemoServer) -> list[tinker.SamplingClient]:
-    """Their client is not closed: it would wait for the server, which has ended by then."""
-    client = tinker.ServiceClient(base_url=server.url, api_key="tml-placed")
-    return [each.result() for each in [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]]
-
-
-def sample(sampler: tinker.SamplingClient, length: int = SHORT) -> tuple[int, ...]:
-    params = types.SamplingParams(max_tokens=length, temperature=0.0, stop=[])
-    return tuple(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result().sequences[0].tokens)
+def samplers(server: DemoServer) -> Iterator[list[tinker.SamplingClient]]:
+    with client_that_outlives(server.url, "tml-placed") as client:
+        yield [each.result() for each in [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]]
 
 
 def workers(server: DemoServer) -> list[dict]:
@@ -94,59 +83,55 @@ def reasons(server: DemoServer) -> str:
     return "; ".join(httpx.get(f"{server.url}/readyz", trust_env=False, timeout=30).json()["reasons"])
 
 
-def start_load(pool: ThreadPoolExecutor, samplers: list[tinker.SamplingClient], server: DemoServer) -> list[Future]:
-    """Long samples; returns when each used vLLM runs some."""
-    running = [pool.submit(sample, sampler, LONG) for sampler in samplers for _ in range(3)]
-    until(lambda: all(worker["in_flight"] for worker in workers(server)))
-    return running
+def start(pool: ThreadPoolExecutor, samplers: list[tinker.SamplingClient], server: DemoServer) -> Load:
+    """Return when both vLLMs sample."""
+    return start_load(pool, samplers, lambda: workers(server), LONG)
 
 
-def assert_well(running: list[Future]) -> None:
-    assert {len(each.result()) for each in running} == {LONG}
-    assert len({each.result() for each in running}) == 1
-
-
-def test_each_vllm_is_on_a_node_of_its_own_and_adapters_reach_both(server: DemoServer, cluster: Machines) -> None:
-    until(lambda: used(server) == {"127.0.0.3", "127.0.0.4"})
-    assert [len(cluster.nodes[address].vllms()) for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4")] == [0, 1, 1]
+def test_each_vllm_is_on_a_node_of_its_own_and_adapters_reach_both(
+    server: DemoServer, cluster: Machines, two_nodes: list[Machine]
+) -> None:
+    until(lambda: used(server) == {node.address for node in two_nodes})
+    assert [len(node.vllms()) for node in (cluster.nodes[HEAD], *two_nodes)] == [0, 1, 1]
     with tinker.ServiceClient(base_url=server.url, api_key="tml-trains") as client:
         trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
         losses = train(trainer, [cross_entropy(PROMPT + list(range(20, 40)))], 3, 2e-2)
         assert losses[-1] < losses[0]
         sampler = trainer.save_weights_and_get_sampling_client().result()
-        assert len({sample(sampler) for _ in range(4)}) == 1
+        assert len({sample(sampler, SHORT) for _ in range(4)}) == 1
     log = (server.state_dir / "logs" / "vllm-1.log").read_text()
     assert "===== vllm-1: start 1 on 127.0.0." in log
     assert "Application startup complete" in log
 
 
 def test_a_killed_node_costs_no_sample_and_the_reason_names_what_is_missing(
-    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+    server: DemoServer, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
 ) -> None:
-    with ThreadPoolExecutor(3 * CLIENTS) as pool:
-        load = start_load(pool, samplers, server)
+    left, killed = two_nodes
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        load = start(pool, samplers, server)
         killed_at = time.monotonic()
-        cluster.nodes["127.0.0.4"].kill()
-        until(lambda: used(server) == {"127.0.0.3"}, 30)
+        killed.kill()
+        until(lambda: used(server) == {left.address})
         print(f"the killed node was out after {time.monotonic() - killed_at:.1f} s")
-        assert_well(load)
-    until(lambda: "waits for" in reasons(server), 60)
+        load.assert_well()
+    until(lambda: "waits for" in reasons(server))
     said = reasons(server)
     assert "sampling: 1 of 2 replicas are in use" in said
     assert "waits for 1 CPU and 1 box: no node has 1 CPU and 1 box: " in said
-    assert "127.0.0.3 has 0 of 1 CPU free and 0 of 1 box free" in said
-    assert "127.0.0.4" not in said.partition("waits for")[2]
+    assert f"{left.address} has 0 of 1 CPU free and 0 of 1 box free" in said
+    assert killed.address not in said.partition("waits for")[2]
 
 
 def test_a_node_that_joins_is_used(
-    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+    server: DemoServer, cluster: Machines, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
 ) -> None:
     joined_at = time.monotonic()
-    cluster.add(5, **NODE)
-    until(lambda: used(server) == {"127.0.0.3", "127.0.0.5"})
+    joined = cluster.add(**BOX)
+    until(lambda: used(server) == {two_nodes[0].address, joined.address})
     print(f"the joined node was in use after {time.monotonic() - joined_at:.1f} s")
     assert reasons(server) == ""
-    assert {len(sample(sampler)) for sampler in samplers} == {SHORT}
+    assert {len(sample(sampler, SHORT)) for sampler in samplers} == {SHORT}
 
 
 def _recovers(
@@ -154,43 +139,43 @@ def _recovers(
 ) -> None:
     """After `kill` during samples, all samples end well, and both nodes are used again."""
     before = used(server)
-    with ThreadPoolExecutor(3 * CLIENTS) as pool:
-        load = start_load(pool, samplers, server)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        load = start(pool, samplers, server)
         killed_at = time.monotonic()
         kill()
-        until(lambda: gone not in used(server), 30)
+        until(lambda: gone not in used(server))
         print(f"{what}: out after {time.monotonic() - killed_at:.1f} s")
-        assert_well(load)
+        load.assert_well()
     until(lambda: used(server) == before)
     print(f"{what}: all in use after {time.monotonic() - killed_at:.1f} s")
 
 
 @pytest.mark.slow
 def test_a_killed_vllm_starts_again_on_its_node(
-    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+    server: DemoServer, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
 ) -> None:
-    node = cluster.nodes["127.0.0.3"]
+    node = two_nodes[0]
     actor = node.actors()[0].pid
-    _recovers(server, samplers, node.vllms()[0].kill, "killed vLLM", "127.0.0.3")
+    _recovers(server, samplers, node.vllms()[0].kill, "killed vLLM", node.address)
     assert node.actors()[0].pid == actor
 
 
 @pytest.mark.slow
 def test_a_killed_actor_is_replaced(
-    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+    server: DemoServer, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
 ) -> None:
-    node = cluster.nodes["127.0.0.3"]
+    node = two_nodes[0]
     vllm = node.vllms()[0]
-    _recovers(server, samplers, node.actors()[0].kill, "killed actor", "127.0.0.3")
+    _recovers(server, samplers, node.actors()[0].kill, "killed actor", node.address)
     assert not vllm.is_running() or vllm.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow
 def test_a_killed_placer_costs_no_sample(
-    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+    server: DemoServer, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
 ) -> None:
     placer = find_process(server, "skyrl.placer.main")
-    _recovers(server, samplers, placer.kill, "killed placer", "127.0.0.3")
+    _recovers(server, samplers, placer.kill, "killed placer", two_nodes[0].address)
     assert find_process(server, "skyrl.placer.main").pid != placer.pid
 
 
@@ -198,35 +183,31 @@ def test_a_killed_placer_costs_no_sample(
 def test_a_node_that_does_not_answer_costs_no_sample(
     server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
 ) -> None:
-    node = cluster.nodes["127.0.0.5"]
+    left, node = cluster.workers()
     vllms = node.vllms()
-    with ThreadPoolExecutor(3 * CLIENTS) as pool:
-        load = start_load(pool, samplers, server)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        load = start(pool, samplers, server)
         frozen_at = time.monotonic()
         frozen = node.freeze()
         try:
-            until(lambda: used(server) == {"127.0.0.3"}, 60)
+            until(lambda: used(server) == {left.address})
             print(f"frozen node: out after {time.monotonic() - frozen_at:.1f} s")
-            assert_well(load)
+            load.assert_well()
             print(f"frozen node: its samples were answered after {time.monotonic() - frozen_at:.1f} s")
         finally:
             for process in frozen:
                 process.resume()
-    _, alive = psutil.wait_procs(vllms, timeout=90)
+    _, alive = psutil.wait_procs(vllms, timeout=WITHIN_S)
     assert alive == [], "the old copy must end when its node is back"
 
 
 def test_a_killed_launcher_leaves_nothing_on_any_node(server: DemoServer, cluster: Machines) -> None:
     own = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-    placed = [process for node in _living(cluster) for process in [*node.actors(), *node.vllms()]]
+    placed = [process for node in cluster.workers() for process in [*node.actors(), *node.vllms()]]
     assert len(placed) >= 2
     psutil.Process(server.pid).send_signal(signal.SIGKILL)
     killed_at = time.monotonic()
-    _, alive = psutil.wait_procs([*own, *placed], timeout=60)
+    _, alive = psutil.wait_procs([*own, *placed], timeout=WITHIN_S)
     print(f"killed launcher: all gone after {time.monotonic() - killed_at:.1f} s")
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-    until(lambda: all(not node.actors() for node in _living(cluster)), 30)
-
-
-def _living(cluster: Machines) -> list[Machine]:
-    return [node for node in cluster.nodes.values() if node.process.poll() is None]
+    until(lambda: all(not node.actors() for node in cluster.workers()))
