@@ -4,66 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from adapter_hosts import UnreachableHost
-from engine_harness import Harness, Trainer, files_in, harness_in, until
-from fake_upstream import LOAD, FakeUpstream, Received, Reply, after, error, fake_upstream, hang_up
-from replicas import GONE, TIMEOUTS, UNLOAD, WELL, group_of, set_replies
+from adapter_world import World, world_in
+from engine_harness import Harness, Trainer, files_in, until
+from fake_upstream import LOAD, Received, Reply, after, error, hang_up
+from replicas import GONE, UNLOAD, WELL, set_replies
 
 from skyrl.db.samplers import find_sampler
 from skyrl.engine import reclaim
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
-from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Addresses, Replica
 from skyrl.types.kinds import Kind
 from skyrl.types.weights import AdapterVersion
-
-
-@dataclass
-class World:
-    harness: Harness
-    upstream: FakeUpstream
-    group: EngineGroup
-    trainer: Trainer
-
-    def version(self) -> int:
-        return self.harness.model_row(self.trainer.model_id).sampler_version
-
-    def asked_for(self, path: str) -> list[str]:
-        return [request.json["lora_name"] for request in self.upstream.requests if request.path == path]
 
 
 async def in_no_checkpoint(_: AdapterVersion) -> None:
     return None
 
 
-@asynccontextmanager
-async def world_in(state_dir: Path, host: AdapterHost | None = None) -> AsyncIterator[World]:
-    """An engine, the group of its one inference server, and one model."""
-    async with fake_upstream() as upstream, harness_in(state_dir) as harness:
-        set_replies(upstream)
-        replica = Replica(
-            "vllm",
-            Addresses.same(upstream.url),
-            "key",
-            host or SharedDirectory(lambda: state_dir, harness.checkpoint_store, in_no_checkpoint),
-            TIMEOUTS,
-        )
-        group, published = group_of(replica)
-        watching = asyncio.create_task(group.run())
-        await until(lambda: published == [upstream.url])
-        await harness.start(group=group)
-        trainer = await Trainer.create(harness)
-        await trainer.step(1)
-        yield World(harness, upstream, group, trainer)
-        await harness.stop()
-        await group.close()
-        await watching
+def shared_directory(harness: Harness) -> AdapterHost:
+    """The server's own directory: the inference server is on the same machine."""
+    return SharedDirectory(lambda: harness.config.state_dir, harness.checkpoint_store, in_no_checkpoint)
+
+
+def version(here: World) -> int:
+    """The newest committed version of the model."""
+    return here.harness.model_row(here.trainer.model_id).sampler_version
 
 
 async def test_vllm_loads_an_adapter_from_complete_files_before_its_save_is_committed(tmp_path: Path) -> None:
@@ -75,48 +43,48 @@ async def test_vllm_loads_an_adapter_from_complete_files_before_its_save_is_comm
         seen.append(set(files_in(request.json["lora_path"])))
         await after(go, WELL)(request, writer)
 
-    async with world_in(tmp_path / "state") as here:
+    async with world_in(tmp_path / "state", shared_directory) as here:
         here.upstream.controls[LOAD] = read_files_and_rows
         save = await here.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
         await until(lambda: bool(seen))
         assert seen == [{"adapter_config.json", "adapter_model.safetensors"}]
-        assert here.version() == 0
+        assert version(here) == 0
         assert here.harness.checkpoint_rows(here.trainer.model_id) == []
         other = await Trainer.create(here.harness)
         await other.step(1)  # other models train while vLLM loads
-        assert here.version() == 0
+        assert version(here) == 0
         go.set()
         await here.trainer.result(save)
-        assert here.version() == 1
+        assert version(here) == 1
         (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
-        assert here.asked_for(LOAD) == [row.weights.name]
+        assert [asked["lora_name"] for asked in here.asked_for(LOAD)] == [row.weights.name]
 
 
 @pytest.mark.parametrize("load", [error(400, "no slot is free"), error(500, "broken"), hang_up])
 async def test_a_save_succeeds_and_logs_a_warning_when_vllm_cannot_load_its_adapter(
     tmp_path: Path, load: Reply, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with world_in(tmp_path / "state") as here:
+    async with world_in(tmp_path / "state", shared_directory) as here:
         here.upstream.controls[LOAD] = load
         await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
         (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
         assert f"adapter {row.weights.name} was saved but not loaded yet" in caplog.text
-        assert here.version() == 1
+        assert version(here) == 1
 
 
 async def test_a_save_succeeds_and_logs_a_warning_when_its_files_cannot_be_brought_to_the_replica(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with world_in(tmp_path / "state", UnreachableHost()) as here:
+    async with world_in(tmp_path / "state", lambda _: UnreachableHost()) as here:
         await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
         (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
         assert f"adapter {row.weights.name} was saved but not loaded yet" in caplog.text
         assert "OSError: no route to 10.0.0.7" in caplog.text
-        assert here.version() == 1
+        assert version(here) == 1
 
 
 async def test_a_server_that_is_not_ready_gets_no_load_call(tmp_path: Path) -> None:
-    async with world_in(tmp_path / "state") as here:
+    async with world_in(tmp_path / "state", shared_directory) as here:
         set_replies(here.upstream, GONE)
         await until(lambda: not here.group.ready)
         await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
@@ -128,7 +96,7 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
 ) -> None:
     """vLLM reads the directory of an evicted adapter again, and dies if the directory is gone."""
     monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # so that no file is too young to be deleted
-    async with world_in(tmp_path / "state") as here:
+    async with world_in(tmp_path / "state", shared_directory) as here:
         saved = await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
         sampler = here.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
         assert sampler is not None
@@ -160,7 +128,7 @@ async def test_a_silent_server_gets_one_unload_call_per_sweep(
     """An unload call may wait a minute for its answer. With hundreds of adapters to unload, the sweep would do nothing
     else."""
     monkeypatch.setattr(reclaim, "GRACE_S", -60.0)
-    async with world_in(tmp_path / "state") as here:
+    async with world_in(tmp_path / "state", shared_directory) as here:
         for number in range(3):
             await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=number)
         here.upstream.controls[UNLOAD] = hang_up

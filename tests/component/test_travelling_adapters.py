@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_world import World, world_in
 from engine_harness import Harness, Killed, Trainer, harness_in, until
-from fake_upstream import LOAD, FakeUpstream, Received, after, fake_upstream, hang_up
-from replicas import TIMEOUTS, UNLOAD, WELL, group_of, servers, set_replies
+from fake_upstream import LOAD, Received, after, hang_up
+from replicas import UNLOAD, WELL, group_of, servers
 
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError
@@ -24,7 +23,6 @@ from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.reclaim import FileSweeper
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
-from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.nodes.references import reference_to
 from skyrl.storage.adapters import ADAPTER_FILES, adapter_key
@@ -33,14 +31,8 @@ from skyrl.types.kinds import Kind
 from skyrl.types.weights import AdapterVersion
 
 
-@dataclass
-class World:
-    """An engine that uses Ray, the group of one replica, and one model."""
-
-    harness: Harness
-    upstream: FakeUpstream
-    group: EngineGroup
-    trainer: Trainer
+class TravellingWorld(World):
+    """With Ray."""
 
     def version(self, number: int) -> AdapterVersion:
         return AdapterVersion.of(self.trainer.model_id, number)
@@ -55,9 +47,6 @@ class World:
     def keys(self) -> set[str]:
         return {found.key for found in self.harness.checkpoint_store.stored()}
 
-    def asked_for(self, path: str) -> list[dict[str, str]]:
-        return [request.json for request in self.upstream.requests if request.path == path]
-
     async def sweeps(self) -> None:
         """As many sweeps as find, unload and delete an adapter."""
         for _ in range(3):
@@ -71,35 +60,20 @@ def stored_adapters(harness: Harness) -> StoredAdapters:
     return StoredAdapters(harness.checkpoint_store, store_key)
 
 
-@asynccontextmanager
-async def world_in(state_dir: Path, **flags: Any) -> AsyncIterator[World]:
-    async with fake_upstream() as upstream, harness_in(state_dir, ray_address="local", **flags) as harness:
-        set_replies(upstream)
-        replica = Replica("vllm", Addresses.same(upstream.url), "key", stored_adapters(harness), TIMEOUTS)
-        group, published = group_of(replica)
-        watching = asyncio.create_task(group.run())
-        await until(lambda: published == [upstream.url])
-        await harness.start(group=group)
-        trainer = await Trainer.create(harness)
-        await trainer.step(1)
-        yield World(harness, upstream, group, trainer)
-        await harness.stop()
-        await group.close()
-        await watching
-
-
 @pytest.fixture(params=["local", "s3"])
 async def world(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[World]:
+) -> AsyncIterator[TravellingWorld]:
     for name in ("GRACE_S", "LISTING_S"):
         monkeypatch.setattr(reclaim, name, -60.0)  # so that no file is too young to be deleted
     flags = request.getfixturevalue("on_s3") if request.param == "s3" else {}
-    async with world_in(tmp_path / "state", **flags) as world:
-        yield world
+    async with world_in(tmp_path / "state", stored_adapters, ray_address="local", **flags) as world:
+        yield TravellingWorld(world.harness, world.upstream, world.group, world.trainer)
 
 
-async def test_an_unnamed_save_is_stored_before_replicas_load_it_and_swept_with_its_session(world: World) -> None:
+async def test_an_unnamed_save_is_stored_before_replicas_load_it_and_swept_with_its_session(
+    world: TravellingWorld,
+) -> None:
     go, seen = asyncio.Event(), list[set[str]]()
 
     async def look(request: Received, writer: asyncio.StreamWriter) -> None:
@@ -128,7 +102,9 @@ async def test_an_unnamed_save_is_stored_before_replicas_load_it_and_swept_with_
     assert world.keys() == set()
 
 
-async def test_a_named_save_is_stored_once_and_outlives_its_checkpoint_while_it_is_sampled_from(world: World) -> None:
+async def test_a_named_save_is_stored_once_and_outlives_its_checkpoint_while_it_is_sampled_from(
+    world: TravellingWorld,
+) -> None:
     await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
     (row,) = world.harness.checkpoint_rows(world.trainer.model_id)
     assert world.keys() == {row.store_key} == {adapter_key(world.version(1))}
@@ -149,7 +125,7 @@ async def test_a_named_save_is_stored_once_and_outlives_its_checkpoint_while_it_
     assert world.keys() == set()
 
 
-async def test_an_expired_checkpoint_takes_no_files_from_a_sampling_session(world: World) -> None:
+async def test_an_expired_checkpoint_takes_no_files_from_a_sampling_session(world: TravellingWorld) -> None:
     saved = await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     table = checkpoints.checkpoints
     await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="other")
@@ -167,7 +143,7 @@ async def test_an_expired_checkpoint_takes_no_files_from_a_sampling_session(worl
     assert world.keys() == {adapter_key(world.version(1))}
 
 
-async def test_a_version_that_a_dead_engine_has_stored_is_never_written_again(world: World) -> None:
+async def test_a_version_that_a_dead_engine_has_stored_is_never_written_again(world: TravellingWorld) -> None:
     """Nodes may have fetched the version, so the name must not get other files."""
     world.harness.kill_before_commit_of(lambda request_id: request_id == save)
     save = ""
@@ -183,7 +159,9 @@ async def test_a_version_that_a_dead_engine_has_stored_is_never_written_again(wo
     assert world.version(1).name in [asked["lora_name"] for asked in world.asked_for(UNLOAD)]
 
 
-async def test_a_save_fails_with_its_store_and_is_not_recorded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_save_fails_with_its_store_and_is_not_recorded(
+    world: TravellingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away(_: str) -> None:
         raise StoreError("no route to 10.0.0.7")
 

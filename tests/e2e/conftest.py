@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,19 @@ import tinker
 from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from skyrl.db.database import Database
 from skyrl.demo.server import DemoServer
 from skyrl.tiny import model_path
 from tests.databases import rows_in, url_of
 from tests.otlp_receiver import Collector, collector
+from tests.postgres_server import PostgresServer
+
+from .mortal_server import SLOW_START_S
 
 ClientFactory = Callable[..., tinker.ServiceClient]
 
 ALIAS = "Qwen/Qwen3.5-4B"
 """A second name of the served model, for clients that know models by their hub names."""
-
-
-SLOW_START_S = 500.0
-"""Seconds until a server must be ready, on a busy machine."""
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +72,15 @@ def connect(server: DemoServer) -> Iterator[ClientFactory]:
     yield make
     for client in clients:
         client.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def database(postgres: PostgresServer) -> Iterator[Database]:
+    """An empty database on PostgreSQL, for several servers."""
+    name = postgres.new_database()
+    with closing(Database(postgres.url(name))) as opened:
+        yield opened
+    postgres.drop_database(name)
 
 
 def cross_entropy(tokens: list[int]) -> types.Datum:

@@ -21,6 +21,8 @@ from skyrl.demo.server import DemoServer
 from tests.databases import rows_in, url_of
 
 WAIT_S = 300.0
+SLOW_START_S = 500.0
+"""Seconds until a server must be ready, on a busy machine."""
 VOCABULARY = 500
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 STEP = {"adam_params": {"learning_rate": 0.01}}
@@ -81,6 +83,22 @@ class MortalServer(DemoServer):
 
     def ask(self, query: str) -> list[tuple[Any, ...]]:
         return rows_in(url_of(self.state_dir), query)
+
+
+@contextmanager
+def running(*servers: MortalServer) -> Iterator[None]:
+    """Inside, all servers are ready. They may share a database, whose tables the first one creates alone."""
+    try:
+        for server in servers:
+            server.start()
+            if server is servers[0]:
+                server.wait_api(SLOW_START_S)
+        for server in servers:
+            server.wait_ready(SLOW_START_S)
+        yield
+    finally:
+        for server in servers:
+            server.stop()
 
 
 class Client:

@@ -14,23 +14,14 @@ import pytest
 
 from skyrl.db.database import Database
 from skyrl.db.engine_state import read_state
-from tests.postgres_server import PostgresServer
 
 from .conftest import SLOW_START_S
-from .mortal_server import STEP, Client, MortalServer, training_pass
+from .mortal_server import STEP, Client, MortalServer, running, training_pass
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 KEY = "a-key-of-the-cluster"
 SAMPLES = 24
-
-
-@pytest.fixture(scope="module")
-def database(postgres: PostgresServer) -> Iterator[Database]:
-    name = postgres.new_database()
-    with closing(Database(postgres.url(name))) as opened:
-        yield opened
-    postgres.drop_database(name)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +32,9 @@ def trainer(database: Database, tmp_path_factory: pytest.TempPathFactory) -> Ite
         f'inference_api_key = "{KEY}"\ninference_host = "127.0.0.2"\nray_address = "local"\n'
     )
     flags = ("--database-url", database.url, "--config", str(directory / "skyrl.toml"))
-    running = MortalServer(directory / "state", *flags, "--checkpoint-store", (directory / "store").as_uri())
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
-        yield running
-    finally:
-        running.stop()
+    server = MortalServer(directory / "state", *flags, "--checkpoint-store", (directory / "store").as_uri())
+    with running(server):
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +50,8 @@ def gateways(
         MortalServer(directory / name, *flags, "--database-url", database.url, "--checkpoint-store", store)
         for name in ("first", "second")
     ]
-    for server in made:
-        server.start()
-    try:
-        for server in made:
-            server.wait_ready(SLOW_START_S)
+    with running(*made):
         yield made
-    finally:
-        for server in made:
-            server.stop()
 
 
 def sampler_of(client: Client, path: str, number: int) -> str:

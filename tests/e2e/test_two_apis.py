@@ -22,7 +22,7 @@ from skyrl.demo.server import ServerFailed
 from tests.postgres_server import PostgresServer
 
 from .conftest import SLOW_START_S
-from .mortal_server import WAIT_S, Client, MortalServer, Upstream, insist
+from .mortal_server import WAIT_S, Client, MortalServer, Upstream, insist, running
 from .test_durability import learn
 
 SAMPLES = 8
@@ -30,16 +30,8 @@ SAMPLES = 8
 
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[Upstream]:
-    with Upstream() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def database(postgres: PostgresServer) -> Iterator[Database]:
-    name = postgres.new_database()
-    with closing(Database(postgres.url(name))) as opened:
-        yield opened
-    postgres.drop_database(name)
+    with Upstream() as upstream:
+        yield upstream
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +43,8 @@ def servers(
         MortalServer(tmp_path_factory.mktemp(name), *gateway, "--database-url", database.url)
         for name in ("first", "second", "third")
     ]
-    made[0].start()
-    made[0].wait_api(SLOW_START_S)  # the first server creates the tables
-    try:
-        for server in made[1:]:
-            server.start()
-        for server in made:
-            server.wait_ready(SLOW_START_S)
+    with running(*made):
         yield made
-    finally:
-        for server in made:
-            server.stop()
 
 
 @pytest.fixture
@@ -216,9 +199,7 @@ def test_one_server_trains_with_two_api_processes_and_a_second_server_may_not_tr
     name = postgres.new_database()
     shared = ("--database-url", postgres.url(name), "--external-inference-url", upstream.url)
     server = MortalServer(tmp_path / "state", "--served-model-name", "tiny", *shared, "--api-processes", "2")
-    server.start()
-    try:
-        server.wait_ready(SLOW_START_S)
+    with running(server):
         with connected_to_each(server) as clients:
             sampler = clients[0].sampler()
             upstream.hold()
@@ -240,6 +221,4 @@ def test_one_server_trains_with_two_api_processes_and_a_second_server_may_not_tr
         with pytest.raises(ServerFailed, match=r"(?s)ended with 2: .*database-url: server .* trains on this database"):
             second.wait_api(SLOW_START_S)
         server.wait_ready(SLOW_START_S)
-    finally:
-        server.stop()
     postgres.drop_database(name)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from .machines import Machine, Machines, machines
+
+BOX: dict[str, Any] = {"cpus": 1, "resources": '{"box": 1}'}
+"""A node for one vLLM or rank of a test that asks for a box."""
 
 
 @pytest.fixture(scope="package")
@@ -22,7 +26,3 @@ def two_nodes(cluster: Machines) -> list[Machine]:
     while len(cluster.workers()) < 2:
         cluster.add(**BOX)
     return cluster.workers()
-
-
-BOX = {"cpus": 1, "resources": '{"box": 1}'}
-"""What `Machines.add` gives a node. Tests ask for a box, so that nothing is placed on the node of another test."""

@@ -1,7 +1,7 @@
-"""Two vLLMs on the nodes of a Ray cluster, through a whole server: the death of a node, of an actor, of the placer and
-of the launcher costs no client a sample, and leaves nothing behind.
+"""Two vLLMs on the nodes of a Ray cluster, through a whole server: one waits until a node joins; the death of a node,
+of an actor, of the placer and of the launcher costs no client a sample, and leaves nothing behind.
 
-The tests share one cluster and one server, and run in the order of this file.
+The tests share one server, and run in the order of this file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,15 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(
-    cluster: Machines, two_nodes: list[Machine], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DemoServer]:
+def node(cluster: Machines) -> Machine:
+    """The only node with a box."""
+    for other in cluster.workers():
+        other.kill()
+    return cluster.add(**BOX)
+
+
+@pytest.fixture(scope="module")
+def server(cluster: Machines, node: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     backend = {
         "generator.inference_engine.num_engines": 2,
         "generator.inference_engine.resources": RESOURCES,
@@ -88,11 +94,28 @@ def start(pool: ThreadPoolExecutor, samplers: list[tinker.SamplingClient], serve
     return start_load(pool, samplers, lambda: workers(server), LONG)
 
 
-def test_each_vllm_is_on_a_node_of_its_own_and_adapters_reach_both(
-    server: DemoServer, cluster: Machines, two_nodes: list[Machine]
+def test_a_vllm_without_room_says_what_is_missing_and_is_placed_when_a_node_joins(
+    server: DemoServer, cluster: Machines, node: Machine
 ) -> None:
-    until(lambda: used(server) == {node.address for node in two_nodes})
-    assert [len(node.vllms()) for node in (cluster.nodes[HEAD], *two_nodes)] == [0, 1, 1]
+    until(lambda: used(server) == {node.address})
+    until(lambda: "waits for" in reasons(server))
+    assert_names_what_is_missing(reasons(server), node)
+    joined_at = time.monotonic()
+    joined = cluster.add(**BOX)
+    until(lambda: used(server) == {node.address, joined.address})
+    print(f"the joined node was in use after {time.monotonic() - joined_at:.1f} s")
+    assert reasons(server) == ""
+    assert [len(each.vllms()) for each in (cluster.nodes[HEAD], node, joined)] == [0, 1, 1]
+
+
+def assert_names_what_is_missing(said: str, full: Machine) -> None:
+    """One of two replicas runs on the node `full`, and there is no other node with a box."""
+    assert "sampling: 1 of 2 replicas are in use" in said
+    assert "waits for 1 CPU and 1 box: no node has 1 CPU and 1 box: " in said
+    assert f"{full.address} has 0 of 1 CPU free and 0 of 1 box free" in said
+
+
+def test_adapters_reach_the_vllms_of_both_nodes(server: DemoServer) -> None:
     with tinker.ServiceClient(base_url=server.url, api_key="tml-trains") as client:
         trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
         losses = train(trainer, [cross_entropy(PROMPT + list(range(20, 40)))], 3, 2e-2)
@@ -102,36 +125,6 @@ def test_each_vllm_is_on_a_node_of_its_own_and_adapters_reach_both(
     log = (server.state_dir / "logs" / "vllm-1.log").read_text()
     assert "===== vllm-1: start 1 on 127.0.0." in log
     assert "Application startup complete" in log
-
-
-def test_a_killed_node_costs_no_sample_and_the_reason_names_what_is_missing(
-    server: DemoServer, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
-) -> None:
-    left, killed = two_nodes
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        load = start(pool, samplers, server)
-        killed_at = time.monotonic()
-        killed.kill()
-        until(lambda: used(server) == {left.address})
-        print(f"the killed node was out after {time.monotonic() - killed_at:.1f} s")
-        load.assert_well()
-    until(lambda: "waits for" in reasons(server))
-    said = reasons(server)
-    assert "sampling: 1 of 2 replicas are in use" in said
-    assert "waits for 1 CPU and 1 box: no node has 1 CPU and 1 box: " in said
-    assert f"{left.address} has 0 of 1 CPU free and 0 of 1 box free" in said
-    assert killed.address not in said.partition("waits for")[2]
-
-
-def test_a_node_that_joins_is_used(
-    server: DemoServer, cluster: Machines, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
-) -> None:
-    joined_at = time.monotonic()
-    joined = cluster.add(**BOX)
-    until(lambda: used(server) == {two_nodes[0].address, joined.address})
-    print(f"the joined node was in use after {time.monotonic() - joined_at:.1f} s")
-    assert reasons(server) == ""
-    assert {len(sample(sampler, SHORT)) for sampler in samplers} == {SHORT}
 
 
 def _recovers(
@@ -152,19 +145,15 @@ def _recovers(
 
 @pytest.mark.slow
 def test_a_killed_vllm_starts_again_on_its_node(
-    server: DemoServer, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
+    server: DemoServer, node: Machine, samplers: list[tinker.SamplingClient]
 ) -> None:
-    node = two_nodes[0]
     actor = node.actors()[0].pid
     _recovers(server, samplers, node.vllms()[0].kill, "killed vLLM", node.address)
     assert node.actors()[0].pid == actor
 
 
 @pytest.mark.slow
-def test_a_killed_actor_is_replaced(
-    server: DemoServer, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
-) -> None:
-    node = two_nodes[0]
+def test_a_killed_actor_is_replaced(server: DemoServer, node: Machine, samplers: list[tinker.SamplingClient]) -> None:
     vllm = node.vllms()[0]
     _recovers(server, samplers, node.actors()[0].kill, "killed actor", node.address)
     assert not vllm.is_running() or vllm.status() == psutil.STATUS_ZOMBIE
@@ -172,10 +161,10 @@ def test_a_killed_actor_is_replaced(
 
 @pytest.mark.slow
 def test_a_killed_placer_costs_no_sample(
-    server: DemoServer, two_nodes: list[Machine], samplers: list[tinker.SamplingClient]
+    server: DemoServer, node: Machine, samplers: list[tinker.SamplingClient]
 ) -> None:
     placer = find_process(server, "skyrl.placer.main")
-    _recovers(server, samplers, placer.kill, "killed placer", two_nodes[0].address)
+    _recovers(server, samplers, placer.kill, "killed placer", node.address)
     assert find_process(server, "skyrl.placer.main").pid != placer.pid
 
 
@@ -183,12 +172,12 @@ def test_a_killed_placer_costs_no_sample(
 def test_a_node_that_does_not_answer_costs_no_sample(
     server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
 ) -> None:
-    left, node = cluster.workers()
-    vllms = node.vllms()
+    left, cut_off = cluster.workers()
+    vllms = cut_off.vllms()
     with ThreadPoolExecutor(CLIENTS) as pool:
         load = start(pool, samplers, server)
         frozen_at = time.monotonic()
-        frozen = node.freeze()
+        frozen = cut_off.freeze()
         try:
             until(lambda: used(server) == {left.address})
             print(f"frozen node: out after {time.monotonic() - frozen_at:.1f} s")
@@ -199,6 +188,25 @@ def test_a_node_that_does_not_answer_costs_no_sample(
                 process.resume()
     _, alive = psutil.wait_procs(vllms, timeout=WITHIN_S)
     assert alive == [], "the old copy must end when its node is back"
+    cut_off.kill()
+    cluster.add(**BOX)
+
+
+def test_a_killed_node_costs_no_sample_and_is_not_waited_for(
+    server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
+) -> None:
+    left, killed = cluster.workers()
+    until(lambda: used(server) == {left.address, killed.address})
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        load = start(pool, samplers, server)
+        killed_at = time.monotonic()
+        killed.kill()
+        until(lambda: used(server) == {left.address})
+        print(f"the killed node was out after {time.monotonic() - killed_at:.1f} s")
+        load.assert_well()
+    until(lambda: "waits for" in reasons(server))
+    assert_names_what_is_missing(reasons(server), left)
+    assert killed.address not in reasons(server).partition("waits for")[2]
 
 
 def test_a_killed_launcher_leaves_nothing_on_any_node(server: DemoServer, cluster: Machines) -> None:
