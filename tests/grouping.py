@@ -1,8 +1,9 @@
 """Groups of tests, and the order in which groups start, when pytest-xdist runs tests in several processes.
 
 A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once.
-Four groups are larger: the tests on the servers of tests/e2e/conftest.py, tests/fuzz/conftest.py and
-tests/plane/conftest.py, and on the cluster of tests/ray/conftest.py.
+Five groups are larger: the tests on the servers of tests/fuzz/conftest.py and tests/plane/conftest.py, those on the
+cluster of tests/ray/conftest.py, and two groups on servers of tests/e2e/conftest.py. One group there would take longer
+than all other tests together take in the other processes.
 
 This module knows only the paths of tests. (pytest-xdist's own groups, `--dist loadgroup`, need marks and write into
 node ids, and pytest 9.2 does not allow that.)
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
 SHARED_SERVER = "tests/e2e"
 """The group of the end-to-end tests that share a server. A new module of the folder belongs to it by default."""
 
+PROGRAMS = "tests/e2e/sdk"
+"""The group of the end-to-end tests of other programs, the released SDKs and the cookbook, on a second server."""
+PROGRAM_FOLDERS = (PROGRAMS, "tests/e2e/cookbook")
+
 OWN_SERVERS = frozenset(
     {
+        "tests/e2e/test_cluster_gateways.py",
         "tests/e2e/test_colocated.py",
         "tests/e2e/test_cpu_cost.py",
         "tests/e2e/test_durability.py",
@@ -43,6 +49,7 @@ RAY = "tests/ray"
 
 ORDER = (
     SHARED_SERVER,
+    PROGRAMS,
     PLANE,
     RAY,
     *sorted(OWN_SERVERS),
@@ -61,6 +68,8 @@ the same time. Groups that are not listed start last."""
 def group_of(nodeid: str) -> str:
     """The group of a test."""
     path = nodeid.partition("::")[0]
+    if path.startswith(tuple(f"{folder}/" for folder in PROGRAM_FOLDERS)):
+        return PROGRAMS
     for folder in (SHARED_SERVER, FUZZ, PLANE, RAY):
         if path.startswith(f"{folder}/") and path not in OWN_SERVERS:
             return folder

@@ -548,6 +548,7 @@ async def test_a_hanging_server_is_lost_and_returns_with_its_adapters(served: Ru
     assert (await sample_of(served, retired)).status_code == 404
 
 
+@pytest.mark.slow
 async def test_a_restarted_server_loads_the_adapters_in_use_before_it_is_ready(
     served: RunningServer, tmp_path: Path
 ) -> None:

@@ -30,14 +30,14 @@ ALIAS = "Qwen/Qwen3.5-4B"
 """A second name of the served model, for clients that know models by their hub names."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def traces() -> Iterator[Collector]:
     """What the server traces: only requests whose callers ask for it."""
     with collector() as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[DemoServer]:
     names = ("--served-model-name", "tiny", "--served-model-name", ALIAS)
     directory = tmp_path_factory.mktemp("server")

@@ -37,6 +37,7 @@ def test_a_killed_engine_loses_no_training_and_no_samples(
     assert before + after == uninterrupted
 
 
+@pytest.mark.slow
 def test_a_killed_engine_of_vllm_loses_no_samples_and_no_openai_request_that_got_nothing_yet(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -324,6 +324,7 @@ def _state(server: DemoServer, path: str) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_a_vllm_that_is_killed_gets_the_weights_before_it_is_used(
     full: DemoServer, client: tinker.ServiceClient, tokens: list[int]
 ) -> None:

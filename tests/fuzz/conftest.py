@@ -25,7 +25,7 @@ class Run(Protocol):
     def __call__(self, prop: Any, examples: int, share: float = 1.0) -> None: ...
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     with Upstream() as upstream:
         server = MortalServer(tmp_path_factory.mktemp("fuzz"), "--external-inference-url", upstream.url)

@@ -16,7 +16,7 @@ from tests.plane.trainer import Reference, save_variant
 from tests.plane.workers import Worker
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlane]:
     running = RunningPlane(tmp_path_factory.mktemp("plane"), "--num-engines", "2", "--middleware", "radix")
     running.start()

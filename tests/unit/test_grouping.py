@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.environments import ROOT
-from tests.grouping import FUZZ, ORDER, OWN_SERVERS, SHARED_SERVER, group_of, start_position
+from tests.grouping import FUZZ, ORDER, OWN_SERVERS, PROGRAMS, SHARED_SERVER, group_of, start_position
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,8 @@ from tests.grouping import FUZZ, ORDER, OWN_SERVERS, SHARED_SERVER, group_of, st
         ("tests/unit/test_bucket.py::test_one[a/b::c]", "tests/unit/test_bucket.py"),
         ("tests/component/test_week.py::test_one", "tests/component/test_week.py"),
         ("tests/e2e/test_of_somebody_new.py::test_one", SHARED_SERVER),
-        ("tests/e2e/sdk/test_matrix.py::test_one", SHARED_SERVER),
+        ("tests/e2e/sdk/test_matrix.py::test_one", PROGRAMS),
+        ("tests/e2e/cookbook/test_download.py::test_one", PROGRAMS),
         ("tests/e2e/test_lifecycle.py::test_one", "tests/e2e/test_lifecycle.py"),
         ("tests/fuzz/test_found.py::test_one", FUZZ),
     ],
@@ -26,6 +27,7 @@ def test_a_module_is_a_group_and_the_tests_of_a_shared_server_are_one(nodeid: st
 def test_slow_groups_start_first_and_unlisted_ones_last() -> None:
     in_order = [
         "tests/e2e/test_new.py",
+        "tests/e2e/sdk/test_new.py",
         "tests/e2e/test_lifecycle.py",
         "tests/faults/test_a.py",
         "tests/unit/test_a.py",

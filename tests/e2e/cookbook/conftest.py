@@ -11,13 +11,13 @@ from tests.environments import ROOT, environment
 from .workspace import KEY, Run, Workspace
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def workspace(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     python = environment(ROOT / "requirements" / "cookbook.txt")
     return Workspace(tmp_path_factory.mktemp("cookbook"), python, server.url)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def rolling(workspace: Workspace) -> Run:
     """Four steps of supervised training with periodic (at 2), rolling (at 1 and 3) and final checkpoints."""
     cadence = ("save_every=2", "rolling_save_every=1", "rolling_ttl_seconds=3600", "max_steps=4")
