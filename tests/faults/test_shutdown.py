@@ -15,8 +15,7 @@ import pytest
 
 from skyrl.demo.server import DemoServer
 from tests.e2e.conftest import SLOW_START_S, find_process
-
-pytestmark = pytest.mark.vllm
+from tests.e2e.mortal_server import MortalServer, Upstream, running
 
 ENDED_S = 300.0
 
@@ -50,6 +49,26 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
+def test_a_killed_launcher_leaves_nothing_but_a_directory_that_the_next_start_removes(
+    temporary: Path, tmp_path: Path
+) -> None:
+    with Upstream() as upstream:
+        server = MortalServer(tmp_path / "state", "--external-inference-url", upstream.url)
+        with running(server):
+            processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+            assert server.engine() in processes
+            left = (tmp_path / "state" / "run").resolve()
+            os.kill(server.pid, signal.SIGKILL)
+            ProcessTree(processes, set()).assert_gone()
+            assert list(temporary.iterdir()) == [left]
+        with running(server):
+            assert not left.exists()
+            assert list(temporary.iterdir()) == [(tmp_path / "state" / "run").resolve()]
+        assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_a_killed_launcher_and_a_server_stopped_with_a_hanging_vllm_leave_nothing(
     temporary: Path, tmp_path: Path
 ) -> None:

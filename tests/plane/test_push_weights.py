@@ -29,7 +29,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "push_weights.py"
 PROMPT = [265, 296, 83, 315]
 
 
-@pytest.mark.parametrize("medium", ["disk", "group"])
+@pytest.mark.parametrize("medium", [pytest.param("disk", marks=pytest.mark.slow), "group"])
 async def test_full_weights_keep_the_promises_of_a_medium(
     plane: RunningPlane,
     workers: list[Worker],
