@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ def test_only_this_server_may_use_its_cluster(tmp_path: Path) -> None:
     assert token.read_text() != first
     assert cluster.client_environment() == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     assert cluster.environment([]).items() >= cluster.client_environment().items()
+    assert cluster.environment([])["RAY_worker_niceness"] == "0", "as much of the cores as without Ray"
     assert cluster.address == f"{HOST}:6543"
     command = " ".join(cluster.command())
     assert f"--node-ip-address {HOST} --port 6543" in command
@@ -78,8 +78,7 @@ def test_a_killed_leader_takes_its_group_with_it(tmp_path: Path) -> None:
     ) as leader:
         assert leader.stdout is not None
         left = psutil.Process(int(leader.stdout.readline()))
-        time.sleep(0.5)  # the watching process opens its descriptor of the leader
-        leader.kill()
+        leader.kill()  # perhaps before the watching process has opened its descriptor of the leader
         assert psutil.wait_procs([left], timeout=60)[1] == []
 
 
