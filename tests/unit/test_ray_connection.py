@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +56,17 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connection, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"Ray is not installed: pip install 'skyrl\[ray\]'"):
         connection.check_installed()
+
+
+def test_a_thread_that_is_left_after_the_end_does_not_connect_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    asked: list[str] = []
+    stub = SimpleNamespace(init=lambda **_: asked.append(os.environ["RAY_ENABLE_AUTO_CONNECT"]))
+    monkeypatch.setitem(sys.modules, "ray", stub)
+    monkeypatch.setattr(connection, "check_installed", lambda: None)
+    monkeypatch.setattr(connection, "check_reachable", lambda _: None)
+    connection.connect("127.0.0.2:1", namespace="tests")
+    assert asked == ["0"], "set before Ray is imported"
 
 
 def test_other_versions_are_named():
