@@ -13,7 +13,7 @@ endif
 # Docker images often set this variable. Then each of the hundred processes that the tests start would compile its modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The number of test processes. With 2, one runs the tests on the shared end-to-end server, the other the rest.
+# The number of test processes; tests/grouping.py spreads the tests over them.
 # WORKERS=0 runs all tests in one process.
 WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
