@@ -84,7 +84,7 @@ class Saves:
             directory = self._write_version(weights)
             sizes = sizes_of(directory)
         else:
-            weights = self._unused_version(model)
+            weights = self._take_version(model)
             key = adapter_key(weights)
             with self._store.writing(key) as directory:
                 self._backend.save_adapter(model.id, directory, dtype=self._config.adapter_dtype)
@@ -100,12 +100,16 @@ class Saves:
             stored = self._name(command, model, request, path, key, weights)
         return BarrierResult(stored.result, _both(count_version, stored.change), weights)
 
-    def _unused_version(self, model: ModelRecord) -> AdapterVersion:
-        """The model's next version. A version that is stored already is left out: an engine died before it recorded the
-        version, which nodes may have fetched, and the same name must not get other files."""
+    def _take_version(self, model: ModelRecord) -> AdapterVersion:
+        """The model's next version, whose number is recorded before its files are written. Its key follows from the
+        number, and an engine that has lost its claim can record nothing: so it never writes to a key of its successor.
+
+        A version that is stored already is left out: it was saved after the backup from which the database was
+        restored. Nodes may have fetched it, and the same name must not get other files."""
         number = model.sampler_version + 1
         while self._is_stored(adapter_key(AdapterVersion.of(model.id, number))):
             number += 1
+        self._database.write(set_model(model.id, sampler_version=number))
         return AdapterVersion.of(model.id, number)
 
     def _is_stored(self, key: str) -> bool:
