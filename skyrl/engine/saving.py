@@ -79,8 +79,7 @@ class Saves:
             self._check_unnamed(model, request)
         key = None
         if not self._config.adapters_travel:
-            number = model.sampler_version + 1
-            weights = FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
+            weights = self._unwritten_version(model)
             directory = self._write_version(weights)
             sizes = sizes_of(directory)
         else:
@@ -99,6 +98,17 @@ class Saves:
         else:
             stored = self._name(command, model, request, path, key, weights)
         return BarrierResult(stored.result, _both(count_version, stored.change), weights)
+
+    def _unwritten_version(self, model: ModelRecord) -> AdapterVersion | FullWeights:
+        """The model's next version. A version of the adapter whose files are there is left out: an engine died before
+        it recorded the version, which vLLM may have loaded, and the same name must not get other files. A version of
+        the full weights is written anew, because the replicas get it anew."""
+        number = model.sampler_version + 1
+        if model.lora.is_full:
+            return FullWeights.of(model.id, number)
+        while adapter_directory(self._config.state_dir, AdapterVersion.of(model.id, number)).exists():
+            number += 1
+        return AdapterVersion.of(model.id, number)
 
     def _take_version(self, model: ModelRecord) -> AdapterVersion:
         """The model's next version, whose number is recorded before its files are written. Its key follows from the
@@ -123,9 +133,9 @@ class Saves:
         """Write the files of a model's next version. Returns their directory."""
         if isinstance(weights, FullWeights):
             directory, dtype = full_directory(self._config.state_dir, weights), None
+            remove(directory)  # left by an engine that died between the rename and the commit
         else:
             directory, dtype = adapter_directory(self._config.state_dir, weights), self._config.adapter_dtype
-        remove(directory)  # left by an engine that died between the rename and the commit
         with atomic_directory(directory) as scratch:
             self._backend.save_adapter(weights.model_id, scratch, dtype=dtype)
         return directory
