@@ -267,7 +267,7 @@ def test_a_base_model_without_all_its_weights_is_refused(tmp_path: Path) -> None
 
 
 def test_a_base_model_with_weights_that_are_no_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = AutoModelForCausalLM.from_pretrained
+    load: Any = AutoModelForCausalLM.from_pretrained
 
     def with_a_buffer(*args: Any, **options: Any) -> Any:
         model, info = load(*args, **options)
