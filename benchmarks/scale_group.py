@@ -46,9 +46,11 @@ class CountedMembers(RouterMembers):
 
     updates = 0
 
-    async def update(self, used: Collection[str], left_out: Collection[str], ended: Collection[str] = ()) -> None:
+    async def update(
+        self, used: Collection[str], left_out: Collection[str], running: Collection[str] | None = None
+    ) -> None:
         self.updates += 1
-        await super().update(used, left_out, ended)
+        await super().update(used, left_out, running)
 
 
 def group(replicas: int, seconds: float) -> dict[str, Any]:

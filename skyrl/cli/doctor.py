@@ -238,8 +238,8 @@ def check_ray(config: ServerConfig) -> Check:
     return Check("Ray", "ok", f"{installed[1]}, a cluster at {address}")
 
 
-def checks(port: int, state_dir: Path | None) -> list[Check]:
-    """All rows, in the order of the report."""
+def checks(port: int | None, state_dir: Path | None, config_file: Path | None = None) -> list[Check]:
+    """All rows, in the order of the report. `port` and `state_dir` come before those of the file."""
     machine: list[Callable[[], Check]] = [
         check_python,
         check_torch,
@@ -252,9 +252,9 @@ def checks(port: int, state_dir: Path | None) -> list[Check]:
     ]
     rows = [check() for check in machine]
     try:
-        config = load_config({"port": port, "state_dir": state_dir})
+        config = load_config({"port": port, "state_dir": state_dir}, config_file)
     except ConfigError as error:
-        return [*rows, Check("configuration", "missing", str(error), "correct the option or SKYRL_* variable it names")]
+        return [*rows, Check("configuration", "missing", str(error), "correct the option, key or variable it names")]
     return [
         *rows,
         check_port(config.host, config.port),
@@ -264,9 +264,9 @@ def checks(port: int, state_dir: Path | None) -> list[Check]:
     ]
 
 
-def report(port: int, state_dir: Path | None) -> int:
-    """Print the table. Returns 0 if a server can start with this port and state directory, else 1."""
-    rows = checks(port, state_dir)
+def report(port: int | None, state_dir: Path | None, config_file: Path | None = None) -> int:
+    """Print the table. Returns 0 if a server can start with this configuration, else 1."""
+    rows = checks(port, state_dir, config_file)
     table = Table("", "", "found", "to fix it", show_edge=False)
     for row in rows:
         table.add_row(row.name, Text(row.status, _COLOURS[row.status]), Text(row.found), Text(row.fix))

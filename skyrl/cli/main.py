@@ -164,13 +164,14 @@ def demo(
 
 @app.command()
 def doctor(
-    port: Annotated[int, typer.Option(help="The port that the server will listen on.")] = 8000,
+    port: Annotated[int | None, typer.Option(help="The port that the server will listen on.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the server will keep its state.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The server's TOML file.")] = None,
 ) -> None:
     """Report what is missing on this machine to run a server, and how to fix it."""
     from skyrl.cli.doctor import report
 
-    raise typer.Exit(report(port, state_dir))
+    raise typer.Exit(report(port, state_dir, config))
 
 
 @app.command()

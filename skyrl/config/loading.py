@@ -16,7 +16,8 @@ from pydantic_settings import SettingsError
 
 from skyrl.config.backend import ConfigError, dotted_keys, unknown_key
 from skyrl.config.environment import refuse_unknown
-from skyrl.config.server import LossesConfig, ServerConfig
+from skyrl.config.keys import LossesConfig
+from skyrl.config.server import ServerConfig
 
 
 def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:

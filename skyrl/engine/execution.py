@@ -152,6 +152,8 @@ class Execution:
                 change = run_steps.end_step(command.model_id, time.perf_counter() - started)
             if ran.weights is not None:
                 self._publisher.publish(ran.weights)
+        except Displaced:  # the engine that holds the claim runs the command
+            raise
         except Exception as error:
             outcome, change = failed(error, command), fails_model(command)
         self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)

@@ -296,7 +296,15 @@ def _group(
     kind = KINDS[VLLM](config, key)
     replicas = [kind.replica(each, host, metrics) for each in runtime.replica_urls]
     proxy_url, members = (url, RouterMembers(url, key)) if config.routed else (None, None)
-    return EngineGroup(replicas, state.publish_url, in_use, proxy_url=proxy_url, members=members, weights=weights)
+    return EngineGroup(
+        replicas,
+        state.publish_url,
+        in_use,
+        proxy_url=proxy_url,
+        members=members,
+        weights=weights,
+        has_all=config.ray is None,
+    )
 
 
 @asynccontextmanager

@@ -64,3 +64,4 @@ class PlacedReplicas:
             if url not in known:
                 logger.info("%s runs on node %s, at %s", server.name, server.node, url)
                 self._group.add(self._replica_at(url))
+        self._group.set_has_all()

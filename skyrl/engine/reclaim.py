@@ -96,7 +96,7 @@ class FileSweeper:
         """Delete adapters GRACE_S after their unloading, stored checkpoints without a row, and half-written files of
         dead processes."""
         due = [adapter for adapter, at in self._deletable_at.items() if at <= time.time()][:MAX_NAMED]
-        if due:  # a repeated save may have written the same version again
+        if due:  # looked up once more: a deletion cannot be undone
             unused = self._database.read(lambda c: self._unused(c, due, saving))
             for adapter in due:
                 if adapter in unused:

@@ -79,12 +79,11 @@ class Saves:
             self._check_unnamed(model, request)
         key = None
         if not self._config.adapters_travel:
-            number = model.sampler_version + 1
-            weights = FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
+            weights = self._unwritten_version(model)
             directory = self._write_version(weights)
             sizes = sizes_of(directory)
         else:
-            weights = self._unused_version(model)
+            weights = self._take_version(model)
             key = adapter_key(weights)
             with self._store.writing(key) as directory:
                 self._backend.save_adapter(model.id, directory, dtype=self._config.adapter_dtype)
@@ -100,12 +99,27 @@ class Saves:
             stored = self._name(command, model, request, path, key, weights)
         return BarrierResult(stored.result, _both(count_version, stored.change), weights)
 
-    def _unused_version(self, model: ModelRecord) -> AdapterVersion:
-        """The model's next version. A version that is stored already is left out: an engine died before it recorded the
-        version, which nodes may have fetched, and the same name must not get other files."""
+    def _unwritten_version(self, model: ModelRecord) -> AdapterVersion | FullWeights:
+        """The model's next version. A version of the adapter whose files are there is left out: an engine died before
+        it recorded the version, which vLLM may have loaded, and the same name must not get other files. A version of
+        the full weights is written anew, because the replicas get it anew."""
+        number = model.sampler_version + 1
+        if model.lora.is_full:
+            return FullWeights.of(model.id, number)
+        while adapter_directory(self._config.state_dir, AdapterVersion.of(model.id, number)).exists():
+            number += 1
+        return AdapterVersion.of(model.id, number)
+
+    def _take_version(self, model: ModelRecord) -> AdapterVersion:
+        """The model's next version, whose number is recorded before its files are written. Its key follows from the
+        number, and an engine that has lost its claim can record nothing: so it never writes to a key of its successor.
+
+        A version that is stored already is left out: it was saved after the backup from which the database was
+        restored. Nodes may have fetched it, and the same name must not get other files."""
         number = model.sampler_version + 1
         while self._is_stored(adapter_key(AdapterVersion.of(model.id, number))):
             number += 1
+        self._database.write(set_model(model.id, sampler_version=number))
         return AdapterVersion.of(model.id, number)
 
     def _is_stored(self, key: str) -> bool:
@@ -119,9 +133,9 @@ class Saves:
         """Write the files of a model's next version. Returns their directory."""
         if isinstance(weights, FullWeights):
             directory, dtype = full_directory(self._config.state_dir, weights), None
+            remove(directory)  # left by an engine that died between the rename and the commit
         else:
             directory, dtype = adapter_directory(self._config.state_dir, weights), self._config.adapter_dtype
-        remove(directory)  # left by an engine that died between the rename and the commit
         with atomic_directory(directory) as scratch:
             self._backend.save_adapter(weights.model_id, scratch, dtype=dtype)
         return directory

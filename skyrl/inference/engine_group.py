@@ -33,6 +33,7 @@ class EngineGroup:
     """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica needs no proxy. `members`
     is told which replicas the proxy may use; None for a proxy that nobody tells. `weights` are the full weights of the
     replicas, if the replicas serve other weights than those that they were started with, and no adapters.
+    `has_all`: no inference server runs that is not among `replicas`. Otherwise call `set_has_all` when that is so.
 
     The URL is published while at least one replica is ready. `failures` failed probes in a row make a replica lost.
     `grace_s` is how long a replica that is slow to load or unload adapters delays a publication or a sweep.
@@ -48,6 +49,7 @@ class EngineGroup:
         proxy_url: str | None = None,
         members: Members | None = None,
         weights: FullWeightsOfReplicas | None = None,
+        has_all: bool = True,
         starting_interval_s: float = 0.1,
         watching_interval_s: float = 1.0,
         failures: int = 3,
@@ -58,8 +60,7 @@ class EngineGroup:
         self._members = members
         self._members_told = members is None
         """Whether the proxy was told at least once which replicas it may use."""
-        self._removed: set[str] = set()
-        """URLs of removed replicas of which the proxy was not told yet."""
+        self._has_all = has_all
         self._weights = weights
         self._publisher = publisher
         self._in_use = in_use
@@ -104,7 +105,6 @@ class EngineGroup:
         if self._proxy_url is None and self._replicas:
             raise ValueError(f"{len(self._replicas) + 1} replicas need a proxy_url in front of them")
         self._replicas[replica.id] = replica
-        self._removed.discard(replica.addresses.data)
         self._watch_in_background(replica)
 
     def drain(self, replica_id: str) -> None:
@@ -118,9 +118,15 @@ class EngineGroup:
         """Forget a replica after its server has ended: an ended server reads no files."""
         self.drain(replica_id)
         replica = self._replicas.pop(replica_id)
-        self._removed.add(replica.addresses.data)
         self._changed.set()
         await replica.close()
+
+    def set_has_all(self) -> None:
+        """Every inference server that runs has been added by now: whatever else the proxy has is a server that has
+        ended, perhaps before this engine started."""
+        if not self._has_all:
+            self._has_all = True
+            self._changed.set()
 
     async def run(self) -> None:
         """Watch every replica until `close` (or cancellation)."""
@@ -355,14 +361,13 @@ class EngineGroup:
         out = (ReplicaState.DRAINING, ReplicaState.LOST)
         fresh = time.monotonic() - 2 * self._watching_interval_s
         used = {replica.addresses.data for replica in self._ready_replicas() if replica.answered_at >= fresh}
-        removed = set(self._removed)
+        running = {replica.addresses.data for replica in self.replicas} if self._has_all else None
         left_out = {replica.addresses.data for replica in self.replicas if replica.state in out}
         try:
-            await self._members.update(used, left_out - used, removed)
+            await self._members.update(used, left_out - used, running)
         except NotTold as error:
             logger.warning("the replicas in use are not told yet: %s", error)
         else:
-            self._removed -= removed
             self._members_told = self._members_told or bool(used)
 
     async def _publish(self, *, always: bool = False) -> None:

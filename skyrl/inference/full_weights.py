@@ -18,6 +18,7 @@ import httpx
 
 from skyrl.inference.replica import NoAnswer, Replica
 from skyrl.inference.vllm_client import VllmError
+from skyrl.types.weights import FIRST_VERSION
 from skyrl.weights.protocol import WeightUpdate, publish
 from skyrl.weights.version_on_disk import VersionOnDisk
 from skyrl.weights.workers import Workers, WorkersFailed
@@ -51,6 +52,8 @@ class FullWeightsOfReplicas:
         self._first = first
         self._workers = {name: Workers([url], key, UPDATE_S) for name, url in sidecars.items()}
         self._wanted: VersionFiles | None = None
+        self._given: set[str] = set()
+        """Ids of the replicas to which this process has given weights."""
         self._publishing = asyncio.Lock()
 
     async def wanted(self) -> VersionFiles:
@@ -69,14 +72,19 @@ class FullWeightsOfReplicas:
 
     async def bring(self, replica: Replica) -> None:
         """Give the replica the wanted version, unless it has it, and continue its generation. The wanted version may
-        change meanwhile. Raises VllmError when the replica refuses, httpx.TransportError when it does not answer."""
+        change meanwhile. A replica that has a version of this name from an earlier engine gets it anew: that engine may
+        have died before it recorded the version, and the save that was then repeated may have written files that
+        differ by rounding. Raises VllmError when the replica refuses, httpx.TransportError when it does not answer."""
         wanted = await self.wanted()
         replica.weights = None
-        await self._asked(replica, self._bring(self._workers[replica.id], wanted), wanted.version)
+        may_have = replica.id in self._given or wanted.version == FIRST_VERSION
+        await self._asked(replica, self._bring(self._workers[replica.id], wanted, may_have), wanted.version)
         replica.weights = wanted.version
+        self._given.add(replica.id)
 
-    async def _bring(self, workers: Workers, wanted: VersionFiles) -> None:
-        if wanted.version in (await workers.versions()).values():
+    async def _bring(self, workers: Workers, wanted: VersionFiles, may_have: bool) -> None:
+        """`may_have`: files of this name never differed from those of the wanted version."""
+        if may_have and wanted.version in (await workers.versions()).values():
             try:
                 # An engine that died in a publication has left it paused
                 await workers.post("/continue_generation")

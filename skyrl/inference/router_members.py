@@ -22,10 +22,13 @@ class NotTold(Exception):
 class Members(Protocol):
     """The membership of replicas behind one URL."""
 
-    async def update(self, used: Collection[str], left_out: Collection[str], ended: Collection[str] = ()) -> None:
-        """Use the replicas at the URLs `used`, and send nothing new to those at `left_out`. The servers at `ended` do
-        not run any more: requests that are still in flight there are broken off. Other replicas keep their places.
-        Raises NotTold; a later call tries again."""
+    async def update(
+        self, used: Collection[str], left_out: Collection[str], running: Collection[str] | None = None
+    ) -> None:
+        """Use the replicas at the URLs `used`, and send nothing new to those at `left_out`. `running` are the URLs of
+        all servers that run, or None while they are not known: a server that is not among them has ended, and the
+        requests that are in flight there are broken off. Other replicas keep their places. Raises NotTold; a later call
+        tries again."""
         ...
 
     async def close(self) -> None: ...
@@ -61,7 +64,9 @@ class RouterMembers:
             trust_env=False,  # no proxy: the router is on loopback
         )
 
-    async def update(self, used: Collection[str], left_out: Collection[str], ended: Collection[str] = ()) -> None:
+    async def update(
+        self, used: Collection[str], left_out: Collection[str], running: Collection[str] | None = None
+    ) -> None:
         """As `Members.update`. Asks the router first, and tells it only what differs: a router that was started again
         may have lost its workers, and a registration that changes nothing would hide probes that have failed."""
         try:
@@ -70,8 +75,8 @@ class RouterMembers:
             for url in used:
                 if state_of.get(url) != USED:
                     self._checked(await self._http.post("/workers", json={"url": url, "revive": "registration"}))
-            for url in ended:
-                if url in state_of:  # also a draining one, which waits for its last requests
+            for url in state_of:  # also a draining one, which waits for its last requests
+                if running is not None and url not in running:
                     params = {"url": url, "ended": "true"}
                     self._checked(await self._http.post("/remove_worker", params=params))
             for url in left_out:

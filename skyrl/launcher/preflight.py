@@ -260,6 +260,7 @@ def _check_ray(config: ServerConfig, found: Findings) -> Findings:
         facts = ask(address)
     except NoCluster as error:
         raise ConfigError(str(error)) from error
-    logger.info("Ray cluster at %s: %d nodes, %g GPUs", address, facts.nodes, facts.gpus)
+    nodes = "1 node" if facts.nodes == 1 else f"{facts.nodes} nodes"
+    logger.info("Ray cluster at %s: %s, %g GPUs", address, nodes, facts.gpus)
     wants_gpus = config.backend_config.inference.tensor_parallel_size > 1
     return replace(found, ray_address=address, cuda=facts.gpus > 0 or wants_gpus)

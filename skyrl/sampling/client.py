@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from skyrl.db.faults import DatabaseError, reason
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.processes.backoff import Backoff
@@ -30,6 +29,7 @@ from skyrl.sampling.exchange import Exchange
 from skyrl.sampling.health import HEALTH_TIMEOUT_S, Health, health_of
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.loaded_weights import LoadedWeights, OtherWeights
+from skyrl.sampling.other_versions import OtherVersions
 from skyrl.sampling.progress import SampleProgress, SampleWait
 from skyrl.sampling.sample_exchange import SampleExchange
 from skyrl.sampling.served_context import ContextNotKnownYet, ServedContext
@@ -39,7 +39,7 @@ from skyrl.sampling.verdict import Verdict, verdict_of
 from skyrl.tracing.current import current_trace
 from skyrl.tracing.spans import OpenSpan
 from skyrl.types.weights import AdapterVersion
-from skyrl.wire.errors import ErrorCategory, FailedRequest
+from skyrl.wire.errors import FailedRequest
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
@@ -100,7 +100,6 @@ class ForwardingClient:
         self._transport = transport
         self._endpoint = endpoint
         self._deadline_s = deadline_s
-        self._loaded = loaded
         self._replicas = replicas
         self._shares_keys = shares_keys or bool(replicas)
         self._headers = {"Content-Type": "application/json"}
@@ -108,6 +107,7 @@ class ForwardingClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.counts: Counter[str] = Counter()
         self._loads = AdapterLoads(transport, host, self._headers, self.counts, metrics)
+        self._versions = OtherVersions(loaded, self.counts)
         self._context = ServedContext(transport, self._headers)
         self._suspects = Suspects()
         self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
@@ -243,7 +243,8 @@ class ForwardingClient:
                 except completion.AbortedAnswer as error:
                     self._count_abort(attempts, error)
                 except OtherWeights as error:
-                    await self._wait_for_weights(attempts, error)
+                    attempts.trouble, waits_for = await self._versions.why_again(attempts.exchange.weights, error)
+                    await self._back_off(attempts, waits_for=waits_for)
             case Verdict.WAIT | Verdict.WAIT_LONGER:
                 self.counts["upstream_busy" if answer.status == 429 else "upstream_away"] += 1
                 busy = "the inference server answers 429, too many requests"
@@ -293,26 +294,6 @@ class ForwardingClient:
             attempts.reloads[server] -= 1  # the server got no request to load
             attempts.trouble = str(error)
             await self._back_off(attempts, waits_for=SampleWait.LOADING)
-
-    async def _wait_for_weights(self, attempts: Attempts[Any], error: OtherWeights) -> None:
-        """The server may have been started again, and gets the current weights soon. Raises FailedRequest if the
-        request's weights are not current any more."""
-        assert self._loaded is not None
-        try:
-            replaced = await self._loaded.replaced(attempts.exchange.weights)
-        except DatabaseError as away:
-            attempts.trouble = f"{error}, and which weights are current is not known: {reason(away)}"
-            await self._back_off(attempts)
-            return
-        if replaced is not None:
-            self.counts["replaced_weights"] += 1
-            raise FailedRequest(replaced, ErrorCategory.USER)
-        if not error.versions:
-            self.counts["malformed"] += 1
-            raise server_failure(str(error))
-        self.counts["other_weights"] += 1
-        attempts.trouble = f"the inference server does not have the current weights yet: {error}"
-        await self._back_off(attempts, waits_for=SampleWait.LOADING)
 
     async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
         """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""

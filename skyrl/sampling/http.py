@@ -18,13 +18,11 @@ from skyrl.sampling.answer_memory import AnswerMemory
 from skyrl.sampling.answer_stream import AnswerStream
 from skyrl.sampling.http_connection import HttpConnection
 from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, NotAccepted
+from skyrl.web.idle_connections import IdleConnections
 
 P = TypeVar("P", bound=asyncio.Protocol)
 
 CONNECT_TIMEOUT_S = 10.0
-MAX_IDLE_S = 4.0
-"""How long an unused connection is kept. uvicorn, the web server of vLLM, closes an unused connection after 5 s; a
-request sent in that moment would be lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +62,8 @@ class HttpTransport:
     Header values are not checked: they come from the configuration, and from ids that the server made."""
 
     def __init__(self, max_connections: int | None = None) -> None:
-        self._idle: dict[Origin, list[HttpConnection]] = {}
+        self._idle: IdleConnections[Origin, HttpConnection] = IdleConnections()
         self._slots = None if max_connections is None else asyncio.Semaphore(max_connections)
-        self._sweeper: asyncio.TimerHandle | None = None
-        self._closed = False
         self._memory = AnswerMemory()
 
     async def post(
@@ -128,12 +124,9 @@ class HttpTransport:
         return origin, head + body
 
     async def _exchange(self, origin: Origin, request: bytes, deadline: float, max_bytes: int) -> Answer:
-        connection = self._take_idle(origin) or await self._open(origin, lambda: HttpConnection(self._memory), deadline)
+        connection = self._idle.take(origin) or await self._open(origin, lambda: HttpConnection(self._memory), deadline)
         answer = await connection.exchange(request, deadline, max_bytes)
-        if connection.reusable and not self._closed:
-            self._keep(origin, connection)
-        else:
-            connection.abort()
+        self._idle.keep(origin, connection)
         return answer
 
     @staticmethod
@@ -149,43 +142,5 @@ class HttpTransport:
             raise NotAccepted(f"{type(error).__name__}: {error}") from error
         return connection
 
-    def _take_idle(self, origin: Origin) -> HttpConnection | None:
-        idle = self._idle.get(origin)
-        too_old = asyncio.get_running_loop().time() - MAX_IDLE_S
-        while idle:
-            connection = idle.pop()
-            if connection.reusable and connection.idle_since > too_old:
-                return connection
-            connection.abort()
-        return None
-
-    def _keep(self, origin: Origin, connection: HttpConnection) -> None:
-        loop = asyncio.get_running_loop()
-        connection.idle_since = loop.time()
-        self._idle.setdefault(origin, []).append(connection)
-        if self._sweeper is None:
-            self._sweeper = loop.call_later(MAX_IDLE_S, self._sweep)
-
-    def _sweep(self) -> None:
-        """Close connections that have been idle for too long. Runs again while any connection is kept."""
-        loop = asyncio.get_running_loop()
-        too_old = loop.time() - MAX_IDLE_S
-        for origin, idle in list(self._idle.items()):
-            kept = [connection for connection in idle if connection.reusable and connection.idle_since > too_old]
-            for connection in set(idle).difference(kept):
-                connection.abort()
-            if kept:
-                self._idle[origin] = kept
-            else:
-                del self._idle[origin]
-        self._sweeper = loop.call_later(MAX_IDLE_S, self._sweep) if self._idle else None
-
     async def close(self) -> None:
-        self._closed = True
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            self._sweeper = None
-        for idle in self._idle.values():
-            for connection in idle:
-                connection.abort()
-        self._idle.clear()
+        self._idle.close()

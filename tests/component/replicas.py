@@ -56,6 +56,7 @@ def group_of(
     in_use: Sequence[AdapterVersion] = (),
     grace_s: float = NEVER_S,
     weights: FullWeightsOfReplicas | None = None,
+    has_all: bool = True,
 ) -> tuple[EngineGroup, list[str | None]]:
     """A group with short intervals, not yet running; and the list of URLs that it publishes."""
     published: list[str | None] = []
@@ -73,6 +74,7 @@ def group_of(
         proxy_url=proxy_url,
         members=members,
         weights=weights,
+        has_all=has_all,
         starting_interval_s=SOON_S,
         watching_interval_s=watching_s,
         grace_s=grace_s,

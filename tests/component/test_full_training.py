@@ -4,6 +4,7 @@ versions go, the base model's weights come back, and a killed engine goes on wit
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from skyrl.engine import reclaim
 from skyrl.engine.publishing import version_files
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
+from skyrl.storage.directories import safe_name
 from skyrl.storage.full_weights import full_directory
 from skyrl.types.kinds import Kind
 from skyrl.types.weights import BaseWeights, FullWeights
@@ -208,6 +210,19 @@ async def test_a_killed_engine_goes_on_with_the_same_bits_and_the_same_version(t
             assert await trainer.state() == before
             await harness.stop()
     assert {name for name in before if name.startswith("optimizer")} == {"optimizer-00001.safetensors"}
+
+
+async def test_the_base_models_weights_come_back_when_the_model_cannot_be_restored(world: World) -> None:
+    trainer = await whole_model(world)
+    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+    snapshots = world.harness.snapshots
+    await world.harness.threads.on_backend(lambda: snapshots.take(trainer.model_id, trainer.seq_id + 1))
+    await world.harness.stop()
+    shutil.rmtree(world.harness.config.snapshots_dir / safe_name(trainer.model_id))
+    assert world.server.version == f"{trainer.model_id}@1"
+    await world.harness.start(group=world.group)
+    assert world.harness.model_row(trainer.model_id).status == "failed"
+    await until(lambda: world.server.version == "default")
 
 
 async def test_a_snapshot_restores_the_same_bits(tmp_path: Path) -> None:

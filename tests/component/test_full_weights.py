@@ -59,11 +59,24 @@ async def test_a_replica_has_the_wanted_version_before_it_is_warmed_up_and_used(
 
 
 async def test_a_replica_that_an_engine_has_left_paused_is_continued_and_not_updated() -> None:
-    async with group_with(1, ONE) as (group, (server,), _):
-        server.version, server.paused = "m@1", True
+    async with group_with(1) as (group, (server,), _):
+        server.paused = True
         async with running(group):
             await until(lambda: all_ready(group))
             assert (server.calls, server.paused) == (["continue"], False)
+
+
+async def test_a_replica_that_has_a_version_from_an_earlier_engine_gets_it_once_more() -> None:
+    """That engine may have died before it recorded the version, and the repeated save may have written other files."""
+    async with group_with(1, ONE) as (group, (server,), _):
+        server.version = "m@1"
+        async with running(group):
+            await until(lambda: all_ready(group))
+            assert server.calls == ["stage m@1", "pause in_place", "apply m@1", "continue"]
+            server.calls.clear()
+            group.replicas[0].set_state(ReplicaState.LOST, "by the test")
+            await until(lambda: all_ready(group))
+            assert server.calls == ["continue"], "this engine knows which files it has given"
 
 
 async def test_a_version_is_read_by_all_replicas_before_one_changes() -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,11 +283,15 @@ async def test_recovery_and_the_state_publisher_write_nothing_after_the_claim_is
     api.close()
 
 
+@pytest.mark.parametrize("ray", [False, True], ids=["checkpoint", "adapter on a Ray cluster"])
 async def test_a_late_save_of_a_displaced_engine_keeps_the_new_servers_files(
-    tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch, ray: bool
 ) -> None:
     """Both servers ran the same command and stored their files in the same checkpoint store."""
     flags = {"database_url": migrated_url, "checkpoint_store": f"file://{tmp_path}/shared"}
+    if ray:
+        flags["ray_address"] = "local"
+    kind = Kind.SAVE_WEIGHTS_FOR_SAMPLER if ray else Kind.SAVE_WEIGHTS
     started, go = threading.Event(), threading.Event()
     async with harness_in(tmp_path / "first", **flags) as first, harness_in(tmp_path / "second", **flags) as second:
         first.engine_database.close()
@@ -299,20 +304,19 @@ async def test_a_late_save_of_a_displaced_engine_keeps_the_new_servers_files(
             return writing(key)
 
         def save_with_a_mark(harness: Harness) -> None:
-            save_state = harness.backend.save_state
+            for method in ("save_state", "save_adapter"):
+                setattr(harness.backend, method, partial(marked, getattr(harness.backend, method)))
 
-            def save(model_id: str, directory: Path) -> None:
-                save_state(model_id, directory)
-                (directory / "late").write_bytes(b"x")
-
-            harness.backend.save_state = save  # type: ignore[method-assign]
+        def marked(save: Callable[..., None], model_id: str, directory: Path, **options: Any) -> None:
+            save(model_id, directory, **options)
+            (directory / "late").write_bytes(b"x")
 
         monkeypatch.setattr(first.checkpoint_store, "writing", begin)
         await first.start(save_with_a_mark)
         claim_for_tests(first.database, "first")
         trainer = await Trainer.create(first)
         await trainer.step(1)
-        request_id = await trainer.send(Kind.SAVE_WEIGHTS, path="name")
+        request_id = await trainer.send(kind, path="name")
         await until(started.is_set)
         await second.start()  # this start takes the claim
         await second.outcome(request_id)
@@ -322,7 +326,22 @@ async def test_a_late_save_of_a_displaced_engine_keeps_the_new_servers_files(
         await wait_until_displaced(first)
         assert second.checkpoint_rows(trainer.model_id) == [row]
         assert second.stored(row) == before != {}
+        assert "late" not in before
         assert len(second.checkpoint_store.stored()) == 2, "the files of the first server have no row, and are swept"
+
+
+async def test_a_save_that_finds_the_claim_lost_is_no_failed_save(
+    tmp_path: Path, migrated_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with harness_in(tmp_path / "state", database_url=migrated_url, ray_address="local") as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+        take_over(harness)
+        request_id = await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="name")
+        await wait_until_displaced(harness)
+        assert harness.checkpoint_store.stored() == []
+        assert [record.getMessage() for record in caplog.records if request_id in record.getMessage()] == []
 
 
 @ON_BOTH

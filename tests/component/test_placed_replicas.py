@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
-from replicas import Server, group_of, running, servers
+from aiohttp import ClientResponse
+from replicas import Server, group_of, replica_at, running, servers
 from test_router_members import KEY, ROUTER, until, used
 
 from skyrl.api.readiness import EngineWatch
@@ -32,25 +34,57 @@ def placed(number: int, server: Server | None, reason: str = "") -> PlacedServer
     return PlacedServer(f"vllm-{number}", "vllm", url, None if server is None else "10.0.0.1", None, reason)
 
 
+@contextmanager
+def rows(tmp_path: Path) -> Iterator[Database]:
+    with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
+        migrate(database)
+        yield database
+
+
+@asynccontextmanager
+async def following_rows(replicas: PlacedReplicas) -> AsyncIterator[None]:
+    task = asyncio.create_task(replicas.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 @asynccontextmanager
 async def following(
     database: Database, router: RunningRouter, behind: list[Server]
 ) -> AsyncIterator[tuple[EngineGroup, PlacedReplicas]]:
-    group, _ = group_of(proxy_url=router.url, members=RouterMembers(router.url, KEY))
+    """What an engine process runs of the replicas."""
+    group, _ = group_of(proxy_url=router.url, members=RouterMembers(router.url, KEY), has_all=False)
     by_url = {server.url: server for server in behind}
     replicas = PlacedReplicas(database, OWNER, group, lambda url: by_url[url].replica())
-    async with running(group):
-        task = asyncio.create_task(replicas.run())
-        try:
-            yield group, replicas
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    async with running(group), following_rows(replicas):
+        yield group, replicas
+
+
+def workers(router: RunningRouter) -> list[dict[str, Any]]:
+    return router.app.status()["workers"]  # type: ignore[return-value]
+
+
+async def hanging_sample(router: RunningRouter, server: Server) -> asyncio.Task[ClientResponse]:
+    """A request through the router that is in flight at a server which answers nothing."""
+    server.hang()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = {"prompt": [1], "model": "a"}
+    asked = asyncio.create_task(router.session.post(f"{router.url}/v1/completions", json=body, headers=headers))
+    await until(lambda: any(worker["in_flight"] for worker in workers(router)))
+    return asked
+
+
+async def assert_broken_off(asked: asyncio.Task[ClientResponse]) -> None:
+    answer = await asyncio.wait_for(asked, 60)
+    assert answer.status == 502
+    assert (await answer.json())["error"]["code"] == "worker_interrupted"
 
 
 async def test_replicas_come_go_and_move_with_the_rows(tmp_path: Path) -> None:
-    with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
-        migrate(database)
+    with rows(tmp_path) as database:
         async with (
             servers(3) as behind,
             running_router(**ROUTER) as router,
@@ -74,8 +108,7 @@ async def test_replicas_come_go_and_move_with_the_rows(tmp_path: Path) -> None:
 
 
 async def test_requests_at_a_server_that_has_ended_are_broken_off_at_once(tmp_path: Path) -> None:
-    with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
-        migrate(database)
+    with rows(tmp_path) as database:
         async with (
             servers(1) as behind,
             running_router(**SLOW) as router,
@@ -84,18 +117,52 @@ async def test_requests_at_a_server_that_has_ended_are_broken_off_at_once(tmp_pa
             database.write(lambda c: write_servers(c, OWNER, [placed(0, behind[0])]))
             replicas.ring()
             await until(lambda: used(router) == {behind[0].url})
-            behind[0].hang()
-            headers = {"Authorization": f"Bearer {KEY}"}
-            body = {"prompt": [1], "model": "a"}
-            asked = asyncio.create_task(router.session.post(f"{router.url}/v1/completions", json=body, headers=headers))
-            await until(lambda: any(worker["in_flight"] for worker in router.app.status()["workers"]))  # type: ignore
+            asked = await hanging_sample(router, behind[0])
             database.write(lambda c: write_servers(c, OWNER, [placed(0, None, "was lost")]))
             replicas.ring()
-            answer = await asyncio.wait_for(asked, 60)
-            assert answer.status == 502
-            assert (await answer.json())["error"]["code"] == "worker_interrupted"
+            await assert_broken_off(asked)
             await until(lambda: router.app.status()["workers"] == [])
             behind[0].restart()
+
+
+async def test_requests_at_a_server_that_ended_while_no_engine_ran_are_broken_off_by_the_next_engine(
+    tmp_path: Path,
+) -> None:
+    with rows(tmp_path) as database:
+        async with servers(2) as behind, running_router(**SLOW) as router:
+            database.write(lambda c: write_servers(c, OWNER, [placed(0, behind[0])]))
+            async with following(database, router, behind):
+                await until(lambda: used(router) == {behind[0].url})
+                asked = await hanging_sample(router, behind[0])
+            database.write(lambda c: write_servers(c, OWNER, [placed(0, behind[1])]))
+            async with following(database, router, behind):
+                await assert_broken_off(asked)
+                await until(lambda: [worker["url"] for worker in workers(router)] == [behind[1].url])
+            behind[0].restart()
+
+
+async def test_no_server_counts_as_ended_before_the_rows_were_read(tmp_path: Path) -> None:
+    class Recorded:
+        def __init__(self) -> None:
+            self.running: list[Collection[str] | None] = []
+
+        async def update(
+            self, used: Collection[str], left_out: Collection[str], running: Collection[str] | None = None
+        ) -> None:
+            self.running.append(running)
+
+        async def close(self) -> None: ...
+
+    members = Recorded()
+    group, _ = group_of(proxy_url="http://router", members=members, has_all=False)
+    with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
+        replicas = PlacedReplicas(database, OWNER, group, replica_at)
+        async with running(group), following_rows(replicas):
+            await until(lambda: len(members.running) > 3)
+            assert members.running == [None] * len(members.running), "the database has no tables yet"
+            migrate(database)
+            replicas.ring()
+            await until(lambda: members.running[-1] == set())
 
 
 async def test_the_api_says_what_each_server_waits_for() -> None:

@@ -144,7 +144,7 @@ async def test_many_replicas_do_not_ask_the_router_more_often_than_one() -> None
     class Counted:
         told = 0
 
-        async def update(self, used: object, left_out: object, ended: object = ()) -> None:
+        async def update(self, used: object, left_out: object, running: object = None) -> None:
             self.told += 1
 
         async def close(self) -> None: ...
@@ -178,7 +178,7 @@ async def test_the_url_is_published_once_the_router_has_a_replica() -> None:
         told = 0
         fails = True
 
-        async def update(self, used: object, left_out: object, ended: object = ()) -> None:
+        async def update(self, used: object, left_out: object, running: object = None) -> None:
             self.told += 1
             if self.fails:
                 raise NotTold("away")

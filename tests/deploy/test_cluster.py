@@ -15,12 +15,13 @@ import yaml
 from skyrl.config.backend import dotted_keys
 from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
+from skyrl.launcher.own_parts import API_GRACE_S, ENGINE_GRACE_S, PLACER_GRACE_S, ROUTER_GRACE_S
 from tests.deploy.conftest import GetStatus
 from tests.deploy.files import DEPLOY, ReadServe, documents, image_environment, of_image
-from tests.deploy.test_compose import STOP_S
 
 CONFIGS = DEPLOY / "configs"
 SIZES = ("laptop", "eight-gpus", "three-nodes")
+STOP_S = API_GRACE_S + ENGINE_GRACE_S + ROUTER_GRACE_S + PLACER_GRACE_S
 KUBERAY = DEPLOY / "kuberay" / "cluster.yaml"
 OBJECTS = {(each["kind"], each["metadata"]["name"]): each for each in documents(KUBERAY)}
 CLUSTER = OBJECTS["RayCluster", "skyrl"]

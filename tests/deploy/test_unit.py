@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl.launcher.own_parts import API_GRACE_S, ENGINE_GRACE_S, PLACER_GRACE_S, RAY_GRACE_S, ROUTER_GRACE_S
 from tests.deploy.files import DEPLOY, ReadServe
-from tests.deploy.test_compose import STOP_S
 
 NEEDS_SYSTEMD = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
 EXPOSURE = 20
@@ -64,7 +64,8 @@ def test_systemd_waits_for_the_server_and_watches_it() -> None:
     assert found["Type"] == ["notify"]
     assert found["TimeoutStartSec"] == ["infinity"]
     assert int(found["WatchdogSec"][0]) > 0
-    assert int(found["TimeoutStopSec"][0]) > STOP_S
+    with_ray = API_GRACE_S + ENGINE_GRACE_S + ROUTER_GRACE_S + PLACER_GRACE_S + RAY_GRACE_S
+    assert int(found["TimeoutStopSec"][0]) > with_ray
     assert (found["KillMode"], found["Restart"], found["RestartPreventExitStatus"]) == (
         ["mixed"],
         ["on-failure"],

@@ -219,3 +219,18 @@ def test_a_bad_configuration_is_a_row_of_the_report(tmp_path: Path, monkeypatch:
     last = doctor.checks(8000, tmp_path)[-1]
     assert (last.name, last.status) == ("configuration", "missing")
     assert last.found.startswith("threads: ")
+
+
+def test_the_report_reads_the_servers_file_and_asks_its_ray_cluster(tmp_path: Path, port: int) -> None:
+    file = tmp_path / "skyrl.toml"
+    file.write_text(
+        f'port = {port}\nstate_dir = "{tmp_path / "state"}"\nray_address = "127.0.0.1:1"\n'
+        f'checkpoint_store = "file://{tmp_path}/store"\n'
+    )
+    rows = {row.name: row for row in doctor.checks(None, None, file)}
+    assert rows["state directory"].found.startswith(str(tmp_path / "state"))
+    assert rows["Ray"].status == "missing"
+    if doctor._installed("ray") is not None:
+        assert rows["Ray"].fix.startswith("ray_address: no Ray cluster answers at 127.0.0.1:1")
+    file.write_text("threads = 0\n")
+    assert "threads" in doctor.checks(None, None, file)[-1].found

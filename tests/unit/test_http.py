@@ -22,6 +22,7 @@ from cryptography.x509.oid import NameOID
 from skyrl.sampling import http
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.transport import Answer, Interrupted, NotAccepted
+from skyrl.web import idle_connections
 
 LONG_S = 20.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nContent-Length: 2\r\n\r\n{}"
@@ -185,7 +186,7 @@ async def test_a_connection_is_not_reused_after_close_or_surplus_bytes(transport
 
 
 async def test_idle_connections_are_closed(transport: HttpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_IDLE_S", 0.05)
+    monkeypatch.setattr(idle_connections, "MAX_IDLE_S", 0.05)
     async with serving(Server(OK)) as server:
         await asyncio.gather(*(post(transport, server) for _ in range(3)))
         async with asyncio.timeout(LONG_S):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from skyrl.config.loading import load_config
+from skyrl.inference.engine_kinds import Vllm
+from skyrl.inference.placement import ServerPlan
+from skyrl.launcher.parts import Parts
+from skyrl.launcher.server_parts import ServerParts
+from skyrl.metrics.restarts import RestartMetrics
 from skyrl.placer.main import Starts
-from skyrl.placer.ray_server import NOT_STARTED
+from skyrl.placer.ray_server import NOT_STARTED, RayServer
+from tests.unit.test_ray_server import FakeHost, FakeSpots
 
 REFUSAL = "on node 10.0.0.1: vLLM is not installed"
 
@@ -45,3 +55,38 @@ async def test_once_a_vllm_has_answered_others_are_tried_for_ever(count: int) ->
     for number in range(count):
         starts.ended(f"vllm-{number}", NOT_STARTED, None)
     assert not starts.hopeless.done()
+
+
+class FakePlacement:
+    """Places a server on one scripted node."""
+
+    def __init__(self, host: FakeHost, log: Path) -> None:
+        self._spots = FakeSpots(host)
+        self._log = log
+
+    async def start(self, plan: ServerPlan, on_exit: Any = None) -> RayServer:
+        return RayServer(plan.name, plan.kind.bundle(cuda=False), self._spots, self._log, on_exit, lambda: None)
+
+
+async def test_a_wrong_option_of_vllm_ends_the_start_with_a_sentence_that_names_it(tmp_path: Path) -> None:
+    host = FakeHost(1)
+    host.code, host.log = 2, b"usage: ...\napi_server.py: error: unrecognized arguments: --bogus-flag\n"
+    options = {"generator.inference_engine.engine_init_kwargs": {"bogus_flag": 1}}
+    kind = Vllm(load_config({"ray_address": "local", "backend_config": options}), "key")
+    starts, parts = Starts(), Parts()
+    server = ServerParts(
+        ServerPlan("vllm-0", kind, cuda=False),
+        kind,
+        FakePlacement(host, tmp_path / "log"),
+        starts,
+        RestartMetrics(CollectorRegistry()),
+        probe_interval_s=1.0,
+    )
+    starts.servers = [server]
+    await parts.add(server.parts(())[0])
+    cause = await asyncio.wait_for(starts.hopeless, 60)
+    await parts.stop()
+    option = "generator.inference_engine.engine_init_kwargs.bogus_flag=1"
+    assert cause.final
+    assert cause.sentence == f"{option}: vLLM refuses it: unrecognized arguments: --bogus-flag"
+    assert host.starts == 1, "it is not tried again"

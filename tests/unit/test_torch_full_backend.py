@@ -266,6 +266,19 @@ def test_a_base_model_without_all_its_weights_is_refused(tmp_path: Path) -> None
         _backend(base=str(tmp_path / "model"))
 
 
+def test_a_base_model_with_weights_that_are_no_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    load: Any = AutoModelForCausalLM.from_pretrained
+
+    def with_a_buffer(*args: Any, **options: Any) -> Any:
+        model, info = load(*args, **options)
+        model.model.norm.register_buffer("running_mean", torch.zeros(4))
+        return model, info
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", with_a_buffer)
+    with pytest.raises(ConfigError, match=r"no parameters, such as model.norm.running_mean: full fine-tuning neither"):
+        _backend()
+
+
 def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path: Path) -> None:
     backend = _trained()
     backend.save_state("m", tmp_path)
