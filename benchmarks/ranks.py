@@ -22,8 +22,9 @@ import numpy as np
 
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.torch_lora.over_ranks import rank_settings
 from skyrl.backends.torch_lora.rank import Rank
-from skyrl.backends.torch_lora.sharded import ShardedBackend, rank_settings
+from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.config.loading import load_config
 from skyrl.tiny import model_path
 from skyrl.types.lora import LoraSpec

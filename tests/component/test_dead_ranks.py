@@ -16,7 +16,8 @@ import pytest
 from engine_harness import Harness, Trainer, harness_in, until
 
 from skyrl.backends.base import RankDied
-from skyrl.backends.torch_lora.sharded import ShardedBackend, rank_settings
+from skyrl.backends.torch_lora.over_ranks import rank_settings
+from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.config.server import ServerConfig
 from tests.local_ranks import LocalRanks
 

@@ -267,10 +267,6 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
             "configuration: trainer.full_finetuning: trainer and vLLM each hold all weights",
         ),
         (
-            {"ray_address": "auto", "backend_config": FULL},
-            "configuration: trainer.full_finetuning: runs on this machine alone",
-        ),
-        (
             {"inference_api_key": "k" * 16, "backend_config": FULL},
             "configuration: trainer.full_finetuning: a gateway that shares this server's vLLMs would not know",
         ),

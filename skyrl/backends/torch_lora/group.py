@@ -28,6 +28,10 @@ class RankGroup(Protocol):
         calls run one after the other."""
         ...
 
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """As `call`, with other arguments for each rank."""
+        ...
+
     def read(self, method: str, *arguments: Any) -> Any:
         """Call a method on rank 0 that changes nothing. It may run beside a `call`."""
         ...
