@@ -69,7 +69,7 @@ class TensorFiles:
         """Write elements of a tensor, from its element `begin` on. `values`: the elements' bytes, contiguous, of any
         dtype. Raises OSError."""
         descriptor, start = self._places[key]
-        rest = memoryview(values.reshape(-1).view(np.uint8))
+        rest = values.reshape(-1).view(np.uint8).data
         offset = start + begin * self._itemsize
         while len(rest):
             written = os.pwrite(descriptor, rest, offset)
@@ -115,7 +115,7 @@ class StoredTensors:
     def read(self, key: str, begin: int, into: npt.NDArray[np.float32]) -> None:
         """Fill a flat array from a tensor's element `begin` on. Raises OSError."""
         descriptor, start = self._places[key]
-        rest = memoryview(into.view(np.uint8))
+        rest = into.view(np.uint8).data
         offset = start + begin * 4
         while len(rest):
             count = os.preadv(descriptor, [rest], offset)
