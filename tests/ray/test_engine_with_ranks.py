@@ -30,9 +30,10 @@ WAIT_S = 150.0
 
 
 class EngineProcess:
-    """An engine with two ranks, without vLLM."""
+    """An engine with two ranks, without vLLM: for adapters, or for full fine-tuning."""
 
-    def __init__(self, state_dir: Path, ray_address: str, url: str) -> None:
+    def __init__(self, state_dir: Path, ray_address: str, url: str, *, full: bool) -> None:
+        trainer = {"placement.policy_num_cpu_ranks": 2, "rank_timeout_s": 60, "full_finetuning": full}
         config = load_config(
             {
                 "state_dir": state_dir,
@@ -40,8 +41,8 @@ class EngineProcess:
                 "database_url": url,
                 "ray_address": ray_address,
                 "checkpoint_store": f"file://{state_dir}/store",
-                "external_inference_url": "http://127.0.0.1:9",
-                "backend_config": {"trainer.placement.policy_num_cpu_ranks": 2, "trainer.rank_timeout_s": 60},
+                "external_inference_url": None if full else "http://127.0.0.1:9",
+                "backend_config": {f"trainer.{key}": value for key, value in trainer.items()},
             }
         )
         (state_dir / "sockets").mkdir(parents=True)
@@ -78,9 +79,11 @@ class EngineProcess:
         self.database.close()
 
 
-@pytest.fixture
-def engine(ray_cluster: LoopbackCluster, tmp_path: Path, migrated_url: str) -> Iterator[EngineProcess]:
-    with closing(EngineProcess(tmp_path / "state", ray_cluster.address, migrated_url)) as engine:
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["adapters", "whole model"])
+def engine(
+    ray_cluster: LoopbackCluster, tmp_path: Path, migrated_url: str, request: pytest.FixtureRequest
+) -> Iterator[EngineProcess]:
+    with closing(EngineProcess(tmp_path / "state", ray_cluster.address, migrated_url, full=request.param)) as engine:
         yield engine
     shutil.rmtree(tmp_path / "state", ignore_errors=True)
 

@@ -280,6 +280,12 @@ def test_a_bad_option_is_refused_in_one_line_that_names_it(flags: dict[str, Any]
     assert "\n" not in str(raised.value)
 
 
+def test_full_finetuning_may_have_several_ranks() -> None:
+    config = load_config({"backend_config": FULL | {"trainer.placement.policy_num_cpu_ranks": 2}})
+    assert config.full_finetuning
+    assert config.ray == "local"
+
+
 def test_a_remote_host_needs_managed_keys_or_allow_remote() -> None:
     assert load_config({"host": "0.0.0.0", "api_keys": "managed"}).host == "0.0.0.0"
     assert load_config({"host": "0.0.0.0", "allow_remote": True}).api_keys == "open"

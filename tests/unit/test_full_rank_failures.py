@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -162,10 +161,9 @@ def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(make: Make, t
     for backend in (rounded, exact):
         backend.create_model("m", WHOLE)
         for _ in range(3):
-            (result,) = ok(backend.run([data]))
+            ok(backend.run([data]))
             backend.optim_step("m", AdamParams(learning_rate=1e-5, eps=1e-3))
-        losses.append(result.metrics["loss:sum"])
-        ok(backend.run([data]))
+        losses.append(ok(backend.run([data]))[0].metrics["loss:sum"])
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02, abs=0.5)
     states = [files_saved(each, "m", tmp_path / str(number)) for number, each in enumerate((rounded, exact))]
@@ -180,4 +178,3 @@ def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(make: Make, t
         elif name.startswith("gradient"):
             assert torch.nn.functional.cosine_similarity(value.flatten(), expected.flatten(), dim=0) > 0.99, name
             assert not torch.equal(value, value.bfloat16().float()), "gradients are summed in float32"
-    assert np.isfinite(losses).all()
