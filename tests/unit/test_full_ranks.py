@@ -106,6 +106,7 @@ def _assert_same(one: Run, other: Run) -> None:
         ("qwen3-tied", 3, {}),
         ("qwen3-tied", 2, {"gradient_checkpointing": True}),
         ("qwen2-window", 3, {}),
+        ("empty-shards", 3, {}),
         ("llama", 2, {}),
     ],
 )

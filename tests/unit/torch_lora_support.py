@@ -52,13 +52,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "head_dim": 12},
 }
+EMPTY_SHARDS: dict[str, Any] = {"model_type": "qwen3", "head_dim": 4, "tie_word_embeddings": True}
+"""The norms of queries and keys have 4 rows: of three ranks the last one has none."""
 _directory = tempfile.TemporaryDirectory(prefix="skyrl-torch-lora-")
 
 
 @functools.cache
 def base_path(architecture: str = "qwen3") -> str:
     """A directory with a random float32 model. Its norm weights and biases are random too."""
-    settings = {**SHAPE, **ARCHITECTURES[architecture]}
+    settings = {**SHAPE, **(EMPTY_SHARDS if architecture == "empty-shards" else ARCHITECTURES[architecture])}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
