@@ -3,13 +3,15 @@
 Usage: python -m benchmarks.full_memory
 
 The model: "quarter" of `benchmarks.models`, 144 million parameters. One device, and 1 to 3 ranks, each in a process of
-its own. "held" is what the weights, moments and the gradient take by their sizes; "anonymous" is how much memory the
-process has in all, besides mapped files, more than before it loaded the model. With ranks both are those of the rank
-with the most. Memory does not depend on the load of the machine.
+its own. "held" is what the weights, moments and the gradient take by their sizes. "process" is the growth of the
+process's memory since before it loaded the model, without mapped files; "trimmed" is the same after the allocator has
+given freed memory back. With ranks all are those of the rank with the most. Memory does not depend on the load of the
+machine.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import re
 from collections.abc import Callable
@@ -33,7 +35,10 @@ from tests.local_ranks import LocalRanks
 RANKS = (1, 2, 3)
 SEQUENCES, TOKENS = 4, 16
 COLUMNS = ("ranks", "", "created", "after a step", "after the next pass")
+FIGURES = ("held", "process", "trimmed")
 Row = tuple[str, ...]
+Figures = tuple[int, int, int]
+"""Bytes, in the order of `FIGURES`."""
 
 
 def anonymous_bytes() -> int:
@@ -43,6 +48,13 @@ def anonymous_bytes() -> int:
     return int(found[1]) * 1024
 
 
+def growth(since: int) -> tuple[int, int]:
+    """How much anonymous memory has grown, before and after freed memory is given back."""
+    untrimmed = anonymous_bytes() - since
+    ctypes.CDLL(None).malloc_trim(0)
+    return untrimmed, anonymous_bytes() - since
+
+
 class MeasuredRank(FullRank):
     """A rank whose process serves no other group."""
 
@@ -50,14 +62,12 @@ class MeasuredRank(FullRank):
         super().__init__(*arguments)
         self._before = anonymous_bytes()
 
-    def measured(self) -> tuple[int, int]:
-        """The bytes that are held, and the growth of anonymous memory."""
+    def measured(self) -> Figures:
         memory = self.memory()
-        held = memory["weights"] + memory["moments"] + memory["gradient"]
-        return held, anonymous_bytes() - self._before
+        return memory["weights"] + memory["moments"] + memory["gradient"], *growth(self._before)
 
 
-def moments_of(backend: Backend, measure: Callable[[], tuple[int, int]]) -> list[tuple[int, int]]:
+def moments_of(backend: Backend, measure: Callable[[], Figures]) -> list[Figures]:
     """Measure a model after its creation, after a step, and after the next pass."""
     text = np.random.default_rng(0).integers(0, backend.limits.vocab_size, (SEQUENCES, TOKENS + 1))
     one_pass = TrainingPass("m", [Datum(row[:-1], {"target_tokens": row[1:]}) for row in text], "cross_entropy")
@@ -71,37 +81,36 @@ def moments_of(backend: Backend, measure: Callable[[], tuple[int, int]]) -> list
     return found
 
 
-def on_one_device(config: ServerConfig) -> list[tuple[int, int]]:
+def on_one_device(config: ServerConfig) -> list[Figures]:
     """In a process of its own."""
     before = anonymous_bytes()
     backend = TorchFullBackend(config)
 
-    def measure() -> tuple[int, int]:
+    def measure() -> Figures:
         parameters = backend._parameters("m")
         buffers = (parameters.exp_avg, parameters.exp_avg_sq, parameters.gradient, *parameters.weights.values())
-        return sum(each.nbytes for each in buffers if each is not None), anonymous_bytes() - before
+        return sum(each.nbytes for each in buffers if each is not None), *growth(before)
 
     return moments_of(backend, measure)
 
 
-def on_ranks(config: ServerConfig, ranks: int) -> list[tuple[int, int]]:
+def on_ranks(config: ServerConfig, ranks: int) -> list[Figures]:
     group = LocalRanks(ranks, rank_settings(config), MeasuredRank)
     backend = ShardedFullBackend(config, group)
 
-    def measure() -> tuple[int, int]:
-        held, anonymous = zip(*group.call("measured"), strict=True)
-        return max(held), max(anonymous)
+    def measure() -> Figures:
+        held, untrimmed, trimmed = (max(of_ranks) for of_ranks in zip(*group.call("measured"), strict=True))
+        return held, untrimmed, trimmed
 
     found = moments_of(backend, measure)
     backend.close()
     return found
 
 
-def rows(name: str, found: list[tuple[int, int]], parameters: int) -> list[Row]:
-    held, anonymous = zip(*found, strict=True)
+def rows(name: str, found: list[Figures], parameters: int) -> list[Row]:
     return [
-        (name, "held", *(f"{each / parameters:.2f}" for each in held)),
-        ("", "anonymous", *(f"{each / parameters:.2f}" for each in anonymous)),
+        (name, figure, *(f"{size / parameters:.2f}" for size in sizes))
+        for figure, sizes in zip(FIGURES, zip(*found, strict=True), strict=True)
     ]
 
 

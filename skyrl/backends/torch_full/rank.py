@@ -76,8 +76,8 @@ class FullRank(RankBase):
         return FullFacts(base.vocab_size, base.max_context, self._device.type, shapes, type(model).__name__)
 
     def create(self, model_id: str) -> None:
-        """Begin with the base model's weights. No other model may exist. Raises Agreed with the error of reading
-        them."""
+        """Begin with the base model's weights. No other model may exist. Raises Agreed with the error of reading them;
+        the rows may then hold anything, and no model has them."""
         on_all_or_none(self._model.read_again, self._device)
         self._trained = model_id, FullParameters(self._rows, self._device)
 
