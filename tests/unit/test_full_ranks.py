@@ -113,7 +113,7 @@ def _assert_same(one: Run, other: Run) -> None:
 def test_ranks_train_as_one_device_does(
     tmp_path: Path, make: Make, architecture: str, ranks: int, options: dict[str, bool]
 ) -> None:
-    """97 rows of embeddings, and 12 of other tensors, are not divisible by the number of ranks."""
+    """The 97 rows of the embeddings are divisible by neither number of ranks."""
     expected = _learn(make(architecture), tmp_path / "one")
     _assert_close(_learn(make(architecture, ranks, **options), tmp_path / "ranks"), expected)
 
