@@ -20,10 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.models import make_quarter
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.torch_lora.over_ranks import rank_settings
 from skyrl.backends.torch_lora.rank import Rank
-from skyrl.backends.torch_lora.sharded import ShardedBackend, rank_settings
+from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.config.loading import load_config
 from skyrl.tiny import model_path
 from skyrl.types.lora import LoraSpec
@@ -37,26 +39,6 @@ COLUMNS = ("model", "ranks", "parameters per rank", "of all", "RSS loaded", "pea
 
 class MeasuredRank(Rank):
     """A rank whose process serves no other group, so that its peak of memory is its own."""
-
-
-def make_quarter(directory: Path) -> str:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=32_768,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=7,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return str(directory)
 
 
 def data(vocabulary: int) -> list[Datum]:

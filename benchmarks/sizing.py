@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from benchmarks import machine
+from benchmarks.models import make_large
 from benchmarks.processes import resident_mb
 from benchmarks.table import number
 from skyrl.processes.supervision import dies_with_parent
@@ -131,8 +132,6 @@ def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
 
 
 def trainer() -> list[Result]:
-    from benchmarks.weights import make_large
-
     rows: list[Result] = []
     with TemporaryDirectory(prefix="skyrl-sizing-") as directory:
         large = Path(directory) / "large"
@@ -153,8 +152,6 @@ def trainer() -> list[Result]:
 
 
 def vllm() -> list[Result]:
-    from benchmarks.weights import make_large
-
     with TemporaryDirectory(prefix="skyrl-sizing-") as directory:
         large = Path(directory) / "large"
         make_large(large)

@@ -25,8 +25,8 @@ from typing import Any
 import aiohttp
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.models import make_large
 from benchmarks.stage import Stage, wait_ready
 from benchmarks.table import Row
 from skyrl.inference.placement import free_port
@@ -57,25 +57,6 @@ class Size:
 
 TINY = Size("tiny", engines=2, streams=4, tokens=200, rounds=20, seconds=6.0)
 LARGE = Size("0.6B", engines=1, streams=1, tokens=100, rounds=3, seconds=20.0)
-
-
-def make_large(directory: Path) -> None:
-    """Random weights of the shape of Qwen3-0.6B, with the tokenizer of the tiny model."""
-    config = Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    for file in model_path().glob("*token*"):
-        shutil.copy(file, directory)
 
 
 @contextmanager

@@ -12,15 +12,18 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from skyrl.backends.base import RankDied
-from skyrl.backends.torch_lora.rank import Rank, RankSettings
+from skyrl.backends.torch_full.rank import FullRank
+from skyrl.backends.torch_lora.rank import Rank
+from skyrl.backends.torch_lora.rank_base import RankBase, RankSettings
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["skyrl.backends.torch_lora.rank"])
+_context.set_forkserver_preload(["skyrl.backends.torch_full.rank"])
 _names = itertools.count()
 
 
@@ -66,10 +69,10 @@ class LocalRanks:
     _idle: list[_Process] = []
     """Processes of closed groups, which the next group uses."""
 
-    def __init__(self, ranks: int, settings: RankSettings, rank_class: type[Rank] = Rank) -> None:
+    def __init__(self, ranks: int, settings: RankSettings, rank_class: type[RankBase] = Rank) -> None:
         """`rank_class`: a class of a test's module, whose processes serve no other group."""
         self.size = ranks
-        self._shared = rank_class is Rank
+        self._shared = rank_class in (Rank, FullRank)
         self._timeout_s = settings.timeout_s
         self._lock = threading.Lock()
         self._died: str | None = None
@@ -87,18 +90,21 @@ class LocalRanks:
         return [process.pid for process in self._processes]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._ask(range(self.size), method, [arguments] * self.size)
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         return self._ask(range(self.size), method, arguments)
 
     def read(self, method: str, *arguments: Any) -> Any:
-        return self._ask(range(1), method, arguments)[0]
+        return self._ask(range(1), method, [arguments])[0]
 
-    def _ask(self, ranks: range, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+    def _ask(self, ranks: range, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         with self._lock:
             if self._died is not None:
                 raise RankDied(self._died)
             with suppress(BrokenPipeError):
                 for rank in ranks:
-                    self._processes[rank].connection.send((method, arguments))
+                    self._processes[rank].connection.send((method, arguments[rank]))
             return self._answers(ranks)
 
     def _answers(self, ranks: range) -> list[Any]:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 
 def _torch(config: ServerConfig, ranks: RankGroup | None) -> Backend:
+    if config.full_finetuning and ranks is not None:
+        from skyrl.backends.torch_full.sharded import ShardedFullBackend
+
+        return ShardedFullBackend(config, ranks)
     if config.full_finetuning:
         from skyrl.backends.torch_full.backend import TorchFullBackend
 

@@ -206,6 +206,14 @@ class RankActors:
             shared = ray.put((method, arguments))
             return self._answers([actor.answer.remote(shared) for actor in self._actors])
 
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call a method on all ranks, on each with its own arguments."""
+        with self._calling:
+            self._check()
+            return self._answers(
+                [actor.answer.remote((method, each)) for actor, each in zip(self._actors, arguments, strict=True)]
+            )
+
     def read(self, method: str, *arguments: Any) -> Any:
         self._check()
         actor = self._actors[0]

@@ -101,10 +101,6 @@ class ServerConfig(ServerKeys):
                 f"{key}: trainer and vLLM each hold all weights, and cannot take turns on one device: leave out "
                 "trainer.placement.colocate_all"
             )
-        if self.ray is not None:
-            raise ValueError(
-                f"{key}: runs on this machine alone, with one rank: leave out ray_address and the number of ranks"
-            )
         if self.inference_api_key is not None:
             raise ValueError(
                 f"{key}: a gateway that shares this server's vLLMs would not know which weights they have: leave out "

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 LOADING = "loading the base model"
+ADAPTER_RANK = "skyrl.backends.torch_lora.rank:Rank"
+FULL_RANK = "skyrl.backends.torch_full.rank:FullRank"
 
 
 def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankActors:
@@ -27,7 +29,7 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
 
     Raises RankDied when a rank does not start.
     """
-    from skyrl.backends.torch_lora.sharded import rank_settings
+    from skyrl.backends.torch_lora.over_ranks import rank_settings
 
     def say(missing: str) -> None:
         text = f"waiting for the trainer's ranks: {missing}" if missing else LOADING
@@ -41,7 +43,7 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
     settings = rank_settings(config)
     return RankActors(
         places,
-        "skyrl.backends.torch_lora.rank:Rank",
+        FULL_RANK if config.full_finetuning else ADAPTER_RANK,
         (settings,),
         timeout_s=settings.timeout_s,
         died=RankDied,

@@ -16,7 +16,10 @@ import pytest
 from engine_harness import Harness, Trainer, harness_in, until
 
 from skyrl.backends.base import RankDied
-from skyrl.backends.torch_lora.sharded import ShardedBackend, rank_settings
+from skyrl.backends.torch_full.rank import FullRank
+from skyrl.backends.torch_full.sharded import ShardedFullBackend
+from skyrl.backends.torch_lora.over_ranks import rank_settings
+from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.config.server import ServerConfig
 from tests.local_ranks import LocalRanks
 
@@ -25,7 +28,12 @@ LONG = (200,) * 30
 SETTINGS = {"trainer.micro_batch_tokens": 256, "trainer.rank_timeout_s": 60}
 
 
-def _two_ranks(config: ServerConfig) -> ShardedBackend:
+FULL = {"trainer.full_finetuning": True}
+
+
+def _two_ranks(config: ServerConfig) -> ShardedBackend | ShardedFullBackend:
+    if config.full_finetuning:
+        return ShardedFullBackend(config, LocalRanks(2, rank_settings(config), FullRank))
     return ShardedBackend(config, LocalRanks(2, rank_settings(config)))
 
 
@@ -40,9 +48,9 @@ def _kill_a_rank(harness: Harness) -> None:
     os.kill(ranks.pids[1], signal.SIGKILL)
 
 
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state", backend_config=SETTINGS) as harness:
+@pytest.fixture(params=[{}, FULL], ids=["adapters", "whole model"])
+async def harness(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
+    async with harness_in(tmp_path / "state", backend_config=SETTINGS | request.param) as harness:
         await _started(harness)
         yield harness
         await harness.stop()
@@ -50,11 +58,14 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 async def _learn(harness: Harness, *, kills: bool) -> list[Any]:
-    """Train two models; with `kills`, a rank dies in the middle of a pass, and another one between two commands.
-    Returns all results, metrics and states."""
-    trainers = [await Trainer.create(harness, seed=seed) for seed in (1, 2)]
+    """Train two adapters or one whole model; with `kills`, a rank dies in the middle of a pass, and another one between
+    two commands. Returns all results, metrics and states."""
+    if harness.config.full_finetuning:
+        trainers = [await Trainer.create(harness, rank=0)]
+    else:
+        trainers = [await Trainer.create(harness, seed=seed) for seed in (1, 2)]
     answers: list[Any] = [await each.step(1) for each in trainers]
-    trainer, other = trainers
+    trainer, other = trainers[0], trainers[-1]
     snapshot = trainer.seq_id + 1
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, snapshot))
     answers.append(await trainer.step(2))
@@ -83,7 +94,8 @@ async def _learn(harness: Harness, *, kills: bool) -> list[Any]:
 
 async def test_ranks_killed_in_a_pass_and_between_commands_change_no_bit(harness: Harness, tmp_path: Path) -> None:
     disturbed = await _learn(harness, kills=True)
-    async with harness_in(tmp_path / "steady", backend_config=SETTINGS) as steady:
+    mode = FULL if harness.config.full_finetuning else {}
+    async with harness_in(tmp_path / "steady", backend_config=SETTINGS | mode) as steady:
         await _started(steady)
         assert await _learn(steady, kills=False) == disturbed
         await steady.stop()

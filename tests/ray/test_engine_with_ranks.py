@@ -15,8 +15,9 @@ from .machines import Machines
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["adapters", "whole model"])
 def test_the_engine_waits_for_its_ranks_and_ends_with_them(
-    cluster: Machines, tmp_path: Path, migrated_url: str
+    cluster: Machines, tmp_path: Path, migrated_url: str, full: bool
 ) -> None:
     placement = {"policy_num_cpu_ranks": 2, "policy_resources": {"CPU": 1, "seat": 1}}
     engine = EngineProcess(
@@ -24,8 +25,12 @@ def test_the_engine_waits_for_its_ranks_and_ends_with_them(
         migrated_url,
         ray_address=cluster.address,
         checkpoint_store=(tmp_path / "store").as_uri(),
-        external_inference_url="http://127.0.0.1:9",
-        backend_config={"trainer.placement": placement, "trainer.rank_timeout_s": 60},
+        external_inference_url=None if full else "http://127.0.0.1:9",
+        backend_config={
+            "trainer.placement": placement,
+            "trainer.rank_timeout_s": 60,
+            "trainer.full_finetuning": full,
+        },
     )
     try:
         engine.until(lambda: engine.state().reason.startswith("waiting for the trainer's ranks: "))

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 from skyrl.backends.base import AdamParams, RankDied
+from skyrl.backends.registry import create_backend
+from skyrl.backends.torch_full.backend import TorchFullBackend
+from skyrl.backends.torch_full.sharded import ShardedFullBackend
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.cluster import connection
@@ -22,7 +25,18 @@ from skyrl.cluster.rank_actors import RankActors, interface_for, rank_places
 from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
 from skyrl.engine.trainer_ranks import start_ranks
-from tests.unit.torch_lora_support import assert_close, assert_same, base_path, ok, saved, sft, spec, train
+from skyrl.types.lora import LoraSpec
+from tests.unit.torch_lora_support import (
+    assert_close,
+    assert_same,
+    base_path,
+    files_saved,
+    ok,
+    saved,
+    sft,
+    spec,
+    train,
+)
 
 from .machines import Machine, Machines
 
@@ -78,6 +92,25 @@ def test_two_ranks_on_two_nodes_train_as_one_device_does_until_one_dies(nodes: l
         assert_same(saved(backend, "other", tmp_path / "other"), state)
         assert_close(state, expected, 1e-5)
         _named_while_no_command_runs(group, backend, signal.SIGKILL)
+
+
+def test_two_ranks_on_two_nodes_fine_tune_a_whole_model(nodes: list[Machine], tmp_path: Path) -> None:
+    """The files come to the engine, and go to the ranks, over Ray."""
+    config = _config(2, rank_timeout_s=60, full_finetuning=True, micro_batch_tokens=48)
+    whole = LoraSpec(0, 32.0, 0)
+    states = []
+    with closing(create_backend("fsdp", config, start_ranks(config, lambda said: None))) as ranks:
+        assert isinstance(ranks, ShardedFullBackend)
+        for number, backend in enumerate((ranks, TorchFullBackend(config))):
+            backend.create_model("m", whole)
+            for step in range(2):
+                ok(backend.run([train("m", sft(step, 30, 9, 4)), train("m", sft(step + 9, 7))]))
+                backend.optim_step("m", STEP)
+            states.append(files_saved(backend, "m", tmp_path / str(number)))
+        assert_close(states[0], states[1], 1e-5)
+        ranks.delete_model("m")
+        ranks.restore_model("m", whole, tmp_path / "1")
+        assert_same(files_saved(ranks, "m", tmp_path / "restored"), states[1])
 
 
 def _pids(group: RankActors) -> list[int]:

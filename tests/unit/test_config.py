@@ -267,10 +267,6 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
             "configuration: trainer.full_finetuning: trainer and vLLM each hold all weights",
         ),
         (
-            {"ray_address": "auto", "backend_config": FULL},
-            "configuration: trainer.full_finetuning: runs on this machine alone",
-        ),
-        (
             {"inference_api_key": "k" * 16, "backend_config": FULL},
             "configuration: trainer.full_finetuning: a gateway that shares this server's vLLMs would not know",
         ),
@@ -282,6 +278,12 @@ def test_a_bad_option_is_refused_in_one_line_that_names_it(flags: dict[str, Any]
         load_config(flags)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
+
+
+def test_full_finetuning_may_have_several_ranks() -> None:
+    config = load_config({"backend_config": FULL | {"trainer.placement.policy_num_cpu_ranks": 2}})
+    assert config.full_finetuning
+    assert config.ray == "local"
 
 
 def test_a_remote_host_needs_managed_keys_or_allow_remote() -> None:

@@ -22,7 +22,8 @@ from torch_lora_support import assert_same, base_path, make_ranks, ok, rl, saved
 from skyrl.backends.base import AdamParams, InvalidRequest, OutOfMemory, PassResult, RankDied
 from skyrl.backends.torch_lora import rank as rank_module
 from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
-from skyrl.backends.torch_lora.rank import Rank, RankSettings
+from skyrl.backends.torch_lora.rank import Rank
+from skyrl.backends.torch_lora.rank_base import RankSettings
 from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.config.server import ConfigError
 from tests.local_ranks import LocalRanks

@@ -19,6 +19,7 @@ from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, 
 from skyrl.backends.registry import create_backend
 from skyrl.backends.torch_full import optimizer, state
 from skyrl.backends.torch_full.backend import TorchFullBackend
+from skyrl.backends.torch_lora import checks
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError
@@ -334,6 +335,15 @@ def test_a_step_without_memory_changes_nothing(tmp_path: Path, monkeypatch: pyte
             backend.optim_step("m", STEP)
     assert_same(_saved(backend, tmp_path / "after"), start)
     assert backend.optim_step("m", STEP)["optimizer_step"] == steps + 1
+
+
+@pytest.mark.parametrize("beta", [0.0, 1 - 2**-53])
+def test_the_largest_parameters_of_a_step_do_not_end_it_in_its_middle(beta: float) -> None:
+    """torch raises for factors that do not fit into float32."""
+    backend = _trained(steps=0)
+    ok(backend.run([train("m", sft(1, 12))]))
+    largest = AdamParams(checks.LARGEST, beta, beta, checks.LARGEST, weight_decay=checks.LARGEST)
+    assert backend.optim_step("m", largest)["learning_rate"] == checks.LARGEST
 
 
 def test_gradient_checkpointing_gives_the_same_bits(tmp_path: Path) -> None:

@@ -232,9 +232,11 @@ def test_a_second_model_with_the_same_id_is_refused(backend: TorchLoraBackend) -
     [
         {"learning_rate": -1.0},
         {"learning_rate": float("nan")},
+        {"learning_rate": 1e38},
         {"beta1": 1.0},
         {"beta2": -0.1},
         {"eps": 0.0},
+        {"eps": 1e38},
         {"weight_decay": float("inf")},
         {"grad_clip_norm": -1.0},
     ],

@@ -14,9 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import Backend, Datum, PassResult, TrainingPass
+from skyrl.backends.torch_full.backend import TorchFullBackend
+from skyrl.backends.torch_full.rank import FullRank
+from skyrl.backends.torch_full.sharded import ShardedFullBackend
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.torch_lora.over_ranks import rank_settings
 from skyrl.backends.torch_lora.rank import Rank
-from skyrl.backends.torch_lora.sharded import ShardedBackend, rank_settings
+from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.config.loading import load_config
 from skyrl.types.lora import LoraSpec
 from tests.local_ranks import LocalRanks
@@ -48,13 +52,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "head_dim": 12},
 }
+EMPTY_SHARDS: dict[str, Any] = {"model_type": "qwen3", "head_dim": 4, "tie_word_embeddings": True}
+"""The norms of queries and keys have 4 rows: of three ranks the last one has none."""
 _directory = tempfile.TemporaryDirectory(prefix="skyrl-torch-lora-")
 
 
 @functools.cache
 def base_path(architecture: str = "qwen3") -> str:
     """A directory with a random float32 model. Its norm weights and biases are random too."""
-    settings = {**SHAPE, **ARCHITECTURES[architecture]}
+    settings = {**SHAPE, **(EMPTY_SHARDS if architecture == "empty-shards" else ARCHITECTURES[architecture])}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -104,6 +110,35 @@ def make_ranks(
     }
     config = load_config({"base_model": path or base_path(architecture), "backend_config": settings})
     return ShardedBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))
+
+
+def make_full(
+    architecture: str = "qwen3", ranks: int | None = None, *, path: str | None = None, **options: Any
+) -> TorchFullBackend | ShardedFullBackend:
+    """A backend for full fine-tuning, on one device or with ranks on this machine. `options`: of the trainer, and
+    the `rank_class`."""
+    rank_class = options.pop("rank_class", FullRank)
+    settings = {"full_finetuning": True, "micro_batch_tokens": 48, "rank_timeout_s": 60.0, **options}
+    trainer = {f"trainer.{key}": value for key, value in settings.items()}
+    config = load_config({"base_model": path or base_path(architecture), "backend_config": trainer})
+    if ranks is None:
+        return TorchFullBackend(config)
+    return ShardedFullBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))
+
+
+def files_saved(backend: Backend, model_id: str, directory: Path) -> dict[str, Tensor]:
+    """Save a whole model's state and return its tensors: weights by their names, and `<part>.<name>`."""
+    directory.mkdir(parents=True)
+    backend.save_state(model_id, directory)
+    return stored_tensors(directory)
+
+
+def stored_tensors(directory: Path) -> dict[str, Tensor]:
+    """Every tensor in the directory's safetensors files."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
 
 
 def spec(rank: int = 8, seed: int = 0, **flags: bool) -> LoraSpec:

@@ -29,11 +29,12 @@ from skyrl.backends.torch_lora import checks
 from skyrl.backends.torch_lora.device import command_on, prepare_device
 from skyrl.backends.torch_lora.losses import served_losses
 from skyrl.backends.torch_lora.passes import RunningPass, slices_of
+from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
 
-class TorchFullBackend:
+class TorchFullBackend(StateSnapshots):
     """Full fine-tuning on one device: float32 on a CPU; on CUDA bfloat16, with float32 weights, gradients and moments.
 
     Slices run one at a time, so on a CPU results are the same to the last bit however passes are grouped.
@@ -65,13 +66,11 @@ class TorchFullBackend:
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
         """Begin with the base model's weights. Raises PlaceTaken while another model is trained, and InvalidRequest:
         the id exists, or `spec` asks for an adapter."""
-        check_spec(spec)
-        if self._trained is not None:
-            if self._trained[0] == model_id:
-                raise InvalidRequest(f"model_id: {model_id} exists already")
-            raise PlaceTaken("lora_config.rank: another model is being trained")
+        check_place(spec, model_id, None if self._trained is None else self._trained[0])
         with command_on(self._device, waits=True):
-            parameters = FullParameters(self._model.read(self._model.base.path), self._device)
+            weights = self._model.read(self._model.base.path)
+            copies = {name: tensor.to(self._device, copy=True) for name, tensor in weights.items()}
+            parameters = FullParameters(copies, self._device)
             self._model.bind(parameters)
         self._trained = model_id, parameters
 
@@ -132,25 +131,9 @@ class TorchFullBackend:
         that of vLLM on such a device. Raises FloatingPointError for weights that no sampler takes."""
         chosen = self._model.dtype if dtype is None else getattr(torch, dtype)
         with command_on(self._device, waits=False):
-            if not state.are_finite(self._parameters(model_id).weights):
-                raise FloatingPointError(
-                    "the model's weights hold NaN or infinity, so nothing can be sampled from them: load a checkpoint "
-                    "from before, and lower the learning rate"
-                )
+            if not state.are_finite(self._parameters(model_id)):
+                raise weights_not_finite()
             state.save_model(self._model, self._parameters(model_id), directory, chosen)
-
-    def save_snapshot(self, model_id: str, directory: Path) -> None:
-        """A snapshot has the same files as a checkpoint: with one device there is nothing to shard."""
-        self.save_state(model_id, directory)
-
-    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
-        """As `Backend.restore_model`. Also raises SafetensorError when files are damaged."""
-        self.create_model(model_id, spec)
-        try:
-            self.load_state(model_id, directory, optimizer=True)
-        except Exception:
-            self.delete_model(model_id)
-            raise
 
     def close(self) -> None:
         self._trained = None
@@ -161,11 +144,23 @@ class TorchFullBackend:
         return self._trained[1]
 
 
-def check_spec(spec: LoraSpec) -> None:
-    """Raise InvalidRequest for an adapter, and for a model of which only a part is to be trained."""
+def check_place(spec: LoraSpec, model_id: str, trained: str | None) -> None:
+    """Raise InvalidRequest for an adapter, for a model of which only a part is to be trained, and for an id that
+    exists; PlaceTaken while another model is `trained`."""
     if not spec.is_full:
         raise InvalidRequest(
             f"lora_config.rank: must be 0, got {spec.rank}: this server trains whole models (trainer.full_finetuning)"
         )
     if not (spec.train_attn and spec.train_mlp and spec.train_unembed):
         raise InvalidRequest("lora_config: with rank 0 train_attn, train_mlp and train_unembed must all be true")
+    if trained == model_id:
+        raise InvalidRequest(f"model_id: {model_id} exists already")
+    if trained is not None:
+        raise PlaceTaken("lora_config.rank: another model is being trained")
+
+
+def weights_not_finite() -> FloatingPointError:
+    return FloatingPointError(
+        "the model's weights hold NaN or infinity, so nothing can be sampled from them: load a checkpoint from before, "
+        "and lower the learning rate"
+    )

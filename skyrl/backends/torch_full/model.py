@@ -6,8 +6,7 @@ Knows transformers. Knows nothing of passes, losses or the optimizer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from skyrl.backends.torch_full.gradients import GradientSink
 from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_lora.device import base_dtype
 from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment
@@ -47,6 +47,16 @@ class PlainModel(PackedModel):
         return _Head(self.model.get_output_embeddings())
 
 
+def check_all_trained(path: str, model: Any) -> None:
+    """Raise ConfigError for a model whose files hold more than its parameters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if others := sorted(model.state_dict().keys() - parameters):
+        raise ConfigError(
+            f"base_model: {path} has weights that are no parameters, such as {others[0]}: full fine-tuning neither "
+            "trains nor saves them"
+        )
+
+
 class FullModel:
     """A causal language model, all of whose parameters are trained: float32 on a CPU; on CUDA bfloat16, with float32
     weights beside it. `base` computes and describes it.
@@ -67,12 +77,7 @@ class FullModel:
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(f"base_model: {path} lacks weights, such as {missing[0]}")
         check_config(path, model.config)
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if others := sorted(model.state_dict().keys() - parameters):
-            raise ConfigError(
-                f"base_model: {path} has weights that are no parameters, such as {others[0]}: full fine-tuning neither "
-                "trains nor saves them"
-            )
+        check_all_trained(path, model)
         # The base model's own file is saved. Saving what transformers makes of it fails for values that it warns of.
         model.generation_config = GenerationConfig()
         self._model = model.to(device).eval()
@@ -84,9 +89,7 @@ class FullModel:
         self.base.verify(expected)
         if gradient_checkpointing:
             packed.enable_checkpointing()
-        self._gradients: Mapping[str, Tensor] = {}
-        for name, parameter in self._model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(self._adding(name))
+        self.gradients = GradientSink(self._model.named_parameters())
 
     def read(self, directory: str | Path) -> dict[str, Tensor]:
         """The weights of a checkpoint of this architecture, by the names of the module's parameters, float32.
@@ -108,36 +111,16 @@ class FullModel:
 
     def bind(self, parameters: FullParameters) -> None:
         """Compute with these weights from now on. In float32 the module shares their memory."""
-        views = parameters.views(parameters.weights)
         for name, parameter in self._model.named_parameters():
             if self.dtype == torch.float32:
-                parameter.data = views[name]
+                parameter.data = parameters.weights[name]
             else:
-                parameter.data.copy_(views[name])
+                parameter.data.copy_(parameters.weights[name])
 
     def weights_changed(self, parameters: FullParameters) -> None:
         """The bound weights have new numbers."""
         if self.dtype != torch.float32:
             self.bind(parameters)
-
-    @contextmanager
-    def gradients_into(self, views: Mapping[str, Tensor]) -> Iterator[None]:
-        """A backward inside adds each parameter's gradient to its float32 view, and keeps no other gradient."""
-        self._gradients = views
-        try:
-            yield
-        finally:
-            self._gradients = {}
-            for parameter in self._model.parameters():
-                parameter.grad = None
-
-    def _adding(self, name: str) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                self._gradients[name].add_(parameter.grad)
-                parameter.grad = None
-
-        return add
 
     def save(self, weights: Mapping[str, Tensor], directory: Path, dtype: torch.dtype, shard_bytes: int) -> None:
         """Write the weights and config.json as from_pretrained of Hugging Face and vLLM read them: rounded to the

@@ -1,5 +1,4 @@
-"""All parameters of the model in training: float32 weights, gradient accumulator and moments, each in one flat buffer
-with named views.
+"""The parameters of the model in training, or one rank's shard of them: float32 weights, gradient and moments.
 
 Knows shapes and storage. Knows nothing of the model's layers, of batches, or of how a step is computed.
 """
@@ -7,7 +6,7 @@ Knows shapes and storage. Knows nothing of the model's layers, of batches, or of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -15,20 +14,25 @@ from torch import Tensor
 
 class FullParameters:
     """The weights of one model, with their gradient, moments and step count. The names are those of the module's
-    parameters; a tied tensor has one name."""
+    parameters; a tied tensor has one name. Gradient and moments are flat float32 buffers, in the weights' order."""
 
     def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
-        """Copies `weights`."""
+        """Keeps the tensors of `weights`, and changes them in place: contiguous, float32, on `device`."""
         self.device = device
+        self.weights = dict(weights)
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        self.weights = self.pack(weights)
+        self.numel = sum(map(math.prod, self.shapes.values()))
         self.gradient: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.step = 0
 
+    def zeros(self) -> Tensor:
+        """A new flat buffer."""
+        return torch.zeros(self.numel, device=self.device)
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named tensors that share memory with `flat`, a buffer as long as `weights`."""
+        """Named tensors that share memory with a flat buffer."""
         views: dict[str, Tensor] = {}
         offset = 0
         for name, shape in self.shapes.items():
@@ -37,15 +41,24 @@ class FullParameters:
             offset += size
         return views
 
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, slice]]:
+        """All weights, in flat parts of at most `size` elements, each with its place in a flat buffer."""
+        offset = 0
+        for tensor in self.weights.values():
+            flat = tensor.view(-1)
+            for start in range(0, len(flat), size):
+                chunk = flat[start : start + size]
+                yield chunk, slice(offset + start, offset + start + len(chunk))
+            offset += len(flat)
+
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A flat float32 buffer on the model's device from named tensors. Raises ValueError unless names and shapes
-        match exactly."""
+        """A flat buffer from named tensors. Raises ValueError unless names and shapes match exactly."""
         if set(tensors) != set(self.shapes):
             raise ValueError(f"tensor names differ from the model's: {sorted(set(tensors) ^ set(self.shapes))[:4]}")
         for name, shape in self.shapes.items():
             if tuple(tensors[name].shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
-        flat = torch.empty(sum(map(math.prod, self.shapes.values())), device=self.device)
+        flat = torch.empty(self.numel, device=self.device)
         for name, view in self.views(flat).items():
             view.copy_(tensors[name])
         return flat
@@ -57,6 +70,7 @@ class FullParameters:
         else:
             self.gradient.add_(gradient)
 
+    @torch.no_grad()
     def load(
         self,
         weights: Mapping[str, Tensor],
@@ -67,6 +81,6 @@ class FullParameters:
     ) -> None:
         """Replace all numbers. The weights (names and shapes checked before) keep their memory, which the module
         shares."""
-        for name, view in self.views(self.weights).items():
-            view.copy_(weights[name])
+        for name, tensor in self.weights.items():
+            tensor.copy_(weights[name])
         self.exp_avg, self.exp_avg_sq, self.gradient, self.step = exp_avg, exp_avg_sq, gradient, step

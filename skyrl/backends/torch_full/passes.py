@@ -9,11 +9,8 @@ import torch
 
 from skyrl.backends.torch_full.model import FullModel
 from skyrl.backends.torch_full.parameters import FullParameters
-from skyrl.backends.torch_lora import packing
 from skyrl.backends.torch_lora.device import failure_of
-from skyrl.backends.torch_lora.logprobs import Targets
-from skyrl.backends.torch_lora.lora import LoraSegment
-from skyrl.backends.torch_lora.passes import Slice, SliceResult, loss_inputs, loss_of, record_or_fail
+from skyrl.backends.torch_lora.passes import MicroBatch, Slice, SliceResult, loss_of, record_or_fail
 
 
 def run_slice(model: FullModel, parameters: FullParameters, piece: Slice, *, backward: bool) -> None:
@@ -35,16 +32,15 @@ def run_slice(model: FullModel, parameters: FullParameters, piece: Slice, *, bac
 def _forward_backward(model: FullModel, parameters: FullParameters, piece: Slice, backward: bool) -> SliceResult:
     """With `backward` the slice's gradient is added to `piece.running.gradient`, tensor by tensor: the gradient of a
     slice never exists as a whole."""
-    device, running = model.base.device, piece.running
+    running = piece.running
     if backward and running.gradient is None:
-        running.gradient = torch.zeros_like(parameters.weights)
-    packed = packing.pack(piece.data, 0, device)
-    targets = Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], device)
-    inputs = loss_inputs(piece, device)
+        running.gradient = parameters.zeros()
+    made = MicroBatch.without_adapters([piece], model.base.device)
+    (inputs,) = made.inputs
     with torch.set_grad_enabled(backward):
-        (logprobs,) = model.base.packed([packed], [targets], [LoraSegment(packed.start, packed.stop, 1.0)])
+        (logprobs,) = model.base.packed(made.packed, made.targets, made.segments)
         value = loss_of(piece, logprobs, inputs)
         if running.gradient is not None:
-            with model.gradients_into(parameters.views(running.gradient)):
+            with model.gradients.into(parameters.views(running.gradient)):
                 value.total.backward()
     return SliceResult(logprobs, inputs, value, None)

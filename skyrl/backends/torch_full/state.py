@@ -7,19 +7,22 @@ Writes only safetensors and JSON, which hold no code. The caller makes the direc
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl.backends.base import InvalidRequest
 from skyrl.backends.torch_full.model import FullModel
 from skyrl.backends.torch_full.optimizer import CHUNK
 from skyrl.backends.torch_full.parameters import FullParameters
+from skyrl.backends.torch_full.tensor_files import Shapes, TensorFiles
 from skyrl.backends.torch_lora.state import OPTIMIZER_PARTS, STATE_JSON
 
 FORMAT = 1
@@ -42,19 +45,24 @@ def save_model(
     model: FullModel, parameters: FullParameters, directory: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write the weights in `dtype`, config.json, and the base model's tokenizer."""
-    model.save(parameters.views(parameters.weights), directory, dtype, shard_bytes)
+    model.save(parameters.weights, directory, dtype, shard_bytes)
+    complete_model(directory, model.base.path, dtype)
+
+
+def complete_model(directory: Path, base: str, dtype: torch.dtype) -> None:
+    """Name the dtype in config.json, and copy the tokenizer of the model `base`."""
     config = directory / "config.json"
     described = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
     config.write_text(json.dumps(described, indent=2) + "\n")
-    source = base_directory(model.base.path)
+    source = base_directory(base)
     for name in TOKENIZER_FILES:
         if (file := source / name).is_file():
             shutil.copyfile(file, directory / name)
 
 
-def are_finite(flat: Tensor) -> bool:
-    """Whether no number is NaN or infinite. Needs the memory of a chunk."""
-    return all(bool(torch.isfinite(chunk).all()) for chunk in flat.split(CHUNK))
+def are_finite(parameters: FullParameters) -> bool:
+    """Whether no weight is NaN or infinite. Needs the memory of a chunk."""
+    return all(bool(torch.isfinite(chunk).all()) for chunk, _ in parameters.chunks(CHUNK))
 
 
 def base_directory(path: str) -> Path:
@@ -72,26 +80,52 @@ def save_state(model: FullModel, parameters: FullParameters, directory: Path, sh
     `<part>.<parameter>`, in files of at most `shard_bytes` or one tensor."""
     save_model(model, parameters, directory, torch.float32, shard_bytes)
     parts = [part for part in OPTIMIZER_PARTS if getattr(parameters, part) is not None]
-    files: list[str] = []
-    for tensors in _shards(parameters, parts, shard_bytes):
-        files.append(f"optimizer-{len(files) + 1:05}.safetensors")
-        save_file(tensors, directory / files[-1])
-    description = {"format": FORMAT, "kind": KIND, "step": parameters.step, "parts": parts, "optimizer_files": files}
+    files = optimizer_files(parameters.shapes, parts, shard_bytes)
+    with TensorFiles(directory, files, torch.float32) as written:
+        for part in parts:
+            for name, view in parameters.views(getattr(parameters, part)).items():
+                written.write(f"{part}.{name}", 0, view.cpu().numpy())
+    describe_state(directory, parameters.step, parts, list(files))
+
+
+def optimizer_files(shapes: Shapes, parts: Sequence[str], shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The files of moments and gradient, with the shapes of their tensors."""
+    files: list[dict[str, tuple[int, ...]]] = []
+    size = shard_bytes
+    for part in parts:
+        for name, shape in shapes.items():
+            nbytes = 4 * math.prod(shape)
+            if size + nbytes > shard_bytes:
+                files.append({})
+                size = 0
+            files[-1][f"{part}.{name}"] = shape
+            size += nbytes
+    return {f"optimizer-{number:05}.safetensors": tensors for number, tensors in enumerate(files, 1)}
+
+
+def describe_state(directory: Path, step: int, parts: Sequence[str], files: Sequence[str]) -> None:
+    description = {"format": FORMAT, "kind": KIND, "step": step, "parts": parts, "optimizer_files": files}
     (directory / STATE_JSON).write_text(json.dumps(description, indent=1) + "\n")
 
 
-def _shards(parameters: FullParameters, parts: list[str], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for part in parts:
-        for name, view in parameters.views(getattr(parameters, part)).items():
-            if shard and size + view.nbytes > shard_bytes:
-                yield shard
-                shard, size = {}, 0
-            shard[f"{part}.{name}"] = view.cpu().contiguous()
-            size += view.nbytes
-    if shard:
-        yield shard
+@dataclass(frozen=True)
+class StateDescription:
+    """What a checkpoint says of itself. `parts`: moments and gradient; `files`: where they are."""
+
+    step: int
+    parts: tuple[str, ...]
+    files: tuple[Path, ...]
+
+
+def read_description(directory: Path) -> StateDescription:
+    """Raises InvalidRequest for the checkpoint of an adapter; OSError or ValueError when it is missing or damaged."""
+    found: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
+    if found.get("kind") != KIND:
+        raise InvalidRequest("path: the checkpoint holds a LoRA adapter, and this model is fine-tuned as a whole")
+    if found["format"] != FORMAT:
+        raise ValueError(f"{directory / STATE_JSON}: format {found['format']}, this version reads {FORMAT}")
+    files = tuple(directory / Path(name).name for name in found["optimizer_files"])
+    return StateDescription(int(found["step"]), tuple(found["parts"]), files)
 
 
 def load_state(model: FullModel, parameters: FullParameters, directory: Path, *, optimizer: bool) -> None:
@@ -101,23 +135,19 @@ def load_state(model: FullModel, parameters: FullParameters, directory: Path, *,
     Raises InvalidRequest for the checkpoint of an adapter; OSError, ValueError or SafetensorError when files are
     missing or damaged. Nothing changes on an error.
     """
-    description: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
-    if description.get("kind") != KIND:
-        raise InvalidRequest("path: the checkpoint holds a LoRA adapter, and this model is fine-tuned as a whole")
-    if description["format"] != FORMAT:
-        raise ValueError(f"{directory / STATE_JSON}: format {description['format']}, this version reads {FORMAT}")
+    description = read_description(directory)
     weights = model.read(directory)
     if {name: tuple(tensor.shape) for name, tensor in weights.items()} != parameters.shapes:
         raise ValueError(f"{directory} holds the weights of another model")
     loaded: dict[str, Tensor] = {}
     if optimizer:
         stored: dict[str, Tensor] = {}
-        for name in description["optimizer_files"]:
-            stored |= load_file(directory / Path(name).name)
-        for part in description["parts"]:
+        for file in description.files:
+            stored |= load_file(file)
+        for part in description.parts:
             named = {name.removeprefix(f"{part}."): one for name, one in stored.items() if name.startswith(f"{part}.")}
             loaded[part] = parameters.pack(named)
-    step = int(description["step"]) if optimizer else 0
+    step = description.step if optimizer else 0
     exp_avg, exp_avg_sq, gradient = (loaded.get(part) for part in OPTIMIZER_PARTS)
     parameters.load(weights, exp_avg, exp_avg_sq, gradient, step)
     model.weights_changed(parameters)

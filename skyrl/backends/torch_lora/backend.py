@@ -27,11 +27,12 @@ from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.optimizer import adamw_step
 from skyrl.backends.torch_lora.packing import cut
 from skyrl.backends.torch_lora.passes import RunningPass, run_micro_batch, slices_of
+from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
 
-class TorchLoraBackend:
+class TorchLoraBackend(StateSnapshots):
     """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on CUDA.
 
     On a CPU each slice of a pass goes through the base model alone. Results and gradients are then the same to the last
@@ -130,19 +131,6 @@ class TorchLoraBackend:
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
         with command_on(self._device, waits=False):
             state.save_adapter(self._adapter(model_id), self._base.path, directory, getattr(torch, dtype or "float32"))
-
-    def save_snapshot(self, model_id: str, directory: Path) -> None:
-        """A snapshot has the same files as a checkpoint: with one device there is nothing to shard."""
-        self.save_state(model_id, directory)
-
-    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
-        """As `Backend.restore_model`. Also raises SafetensorError when files are damaged."""
-        self.create_model(model_id, spec)
-        try:
-            self.load_state(model_id, directory, optimizer=True)
-        except Exception:
-            self.delete_model(model_id)
-            raise
 
     def close(self) -> None:
         self._adapters.clear()

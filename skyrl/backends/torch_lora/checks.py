@@ -143,14 +143,23 @@ def check_spec(spec: LoraSpec, max_rank: int) -> None:
         raise InvalidRequest("lora_config: at least one of train_attn, train_mlp and train_unembed must be true")
 
 
+LARGEST = 1e16
+"""Larger learning rates, decays and eps are refused: the factors of a step would not fit into float32, and torch would
+raise in the middle of a step that works in place."""
+
+
 def check_adam(params: AdamParams) -> None:
     """Raise InvalidRequest for invalid hyper-parameters. eps 0 is invalid: it gives 0 / 0 where a gradient is zero."""
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(params, name) < 1:
             raise InvalidRequest(f"adam_params.{name}: must be in [0, 1), got {getattr(params, name)}")
-    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+    for name in ("learning_rate", "weight_decay"):
         value = getattr(params, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise InvalidRequest(f"adam_params.{name}: must be a finite number of at least 0, got {value}")
-    if not (math.isfinite(params.eps) and params.eps > 0):
-        raise InvalidRequest(f"adam_params.eps: must be a finite number above 0, got {params.eps}")
+        if not 0 <= value <= LARGEST:
+            raise InvalidRequest(f"adam_params.{name}: must be in [0, {LARGEST:g}], got {value}")
+    if not (math.isfinite(params.grad_clip_norm) and params.grad_clip_norm >= 0):
+        raise InvalidRequest(
+            f"adam_params.grad_clip_norm: must be a finite number of at least 0, got {params.grad_clip_norm}"
+        )
+    if not 0 < params.eps <= LARGEST:
+        raise InvalidRequest(f"adam_params.eps: must be above 0 and at most {LARGEST:g}, got {params.eps}")

@@ -5,6 +5,7 @@ Uses torch.distributed's default process group. Knows nothing of adapters or pas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -46,7 +47,7 @@ def on_all_or_none(action: Callable[[], T], device: torch.device) -> T:
     try:
         made.append(action())
     except Exception as error:
-        failure = failure_of(error, device)
+        failure = sendable(failure_of(error, device))
     agree(failure)
     return made[0]
 
@@ -57,6 +58,15 @@ def agree(failure: Exception | None) -> None:
         raise Agreed(failure)
 
 
+def sendable(error: Exception) -> Exception:
+    """The error as one that any process can read: an exception of torch may have no way through pickle."""
+    if type(error).__module__.split(".")[0] in ("builtins", "skyrl"):
+        return error
+    sent = RuntimeError(f"{type(error).__name__}: {error}")
+    sent.__cause__ = error.__cause__
+    return sent
+
+
 def failed_anywhere(failed: Sequence[bool]) -> list[bool]:
     """For each place, whether it is true on any rank."""
     if not failed:
@@ -64,6 +74,13 @@ def failed_anywhere(failed: Sequence[bool]) -> list[bool]:
     flags = torch.tensor(failed, dtype=torch.int32)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [bool(flag) for flag in flags]
+
+
+def total_norm(own: float) -> float:
+    """The norm of a vector of which each rank has a part with the norm `own`; the same bits on all ranks."""
+    norms = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    _all_gather(norms, torch.tensor([own], dtype=torch.float64))
+    return math.sqrt(sum(norm * norm for norm in norms.tolist()))
 
 
 def is_same_everywhere(number: int) -> bool:
@@ -102,6 +119,24 @@ def summed_in_rank_order(partial: Tensor | None, holders: Sequence[int], numel: 
         _all_gather(received, total)
         partial[start:stop] = received[: stop - start]
     return partial
+
+
+class SumInRankOrder:
+    """FSDP2's reduce-scatter: each rank gets the sum of its part, added in the order of the ranks. So the same numbers
+    give the same bits, which an algorithm of gloo does not promise. It takes the memory of its input once more."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        first, *others = received.view(group.size(), -1)
+        output_tensor.copy_(first)
+        for other in others:
+            output_tensor.add_(other)
 
 
 def _all_gather(received: Tensor, sent: Tensor) -> None:

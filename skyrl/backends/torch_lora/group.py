@@ -12,10 +12,11 @@ from skyrl.backends.torch_lora.collectives import Agreed
 
 
 class RankGroup(Protocol):
-    """Ranks that run the same calls in the same order: each a `Rank` in a process of its own.
+    """Ranks that run the same calls in the same order: each a `RankBase` in a process of its own.
 
-    `call` and `read` return what `Rank.answer` has returned. They raise RankDied, naming the rank and its node, when a
-    rank has died, has raised an exception, or has not answered for the group's timeout; from then on always.
+    `call`, `call_each` and `read` return what `RankBase.answer` has returned. They raise RankDied, naming the rank and
+    its node, when a rank has died, has raised an exception, or has not answered for the group's timeout; from then on
+    always.
     """
 
     @property
@@ -26,6 +27,10 @@ class RankGroup(Protocol):
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks, with the same arguments; the answers by rank. Several threads may call: their
         calls run one after the other."""
+        ...
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """As `call`, with other arguments for each rank."""
         ...
 
     def read(self, method: str, *arguments: Any) -> Any:

@@ -125,13 +125,20 @@ class MicroBatch:
     @staticmethod
     def of(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
         """With `backward`, each slice gets its own leaves of its adapter's weights."""
+        made = MicroBatch.without_adapters(batch, device)
+        for index, piece in enumerate(batch):
+            packed, adapter = made.packed[index], piece.running.adapter
+            made.segments[index] = LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward))
+        return made
+
+    @staticmethod
+    def without_adapters(batch: Sequence[Slice], device: torch.device) -> MicroBatch:
         made = MicroBatch()
         for piece in batch:
             packed = packing.pack(piece.data, made.packed[-1].stop if made.packed else 0, device)
             made.packed.append(packed)
             made.targets.append(Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], device))
-            adapter = piece.running.adapter
-            made.segments.append(LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward)))
+            made.segments.append(LoraSegment(packed.start, packed.stop, 1.0))
             made.inputs.append(loss_inputs(piece, device))
         return made
 

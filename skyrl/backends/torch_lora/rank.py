@@ -1,84 +1,44 @@
-"""One rank of the trainer: its shard of the base model, whole copies of all adapters, and its share of each pass.
+"""One rank of the trainer for adapters: its shard of the base model, whole copies of all adapters, and its share of
+each pass.
 
-All ranks get the same calls in the same order. Adapters are the same bits on every rank: each makes the same optimizer
-step on the same summed gradient. Knows nothing of how calls reach it, of files of adapters, or of requests.
+Adapters are the same bits on every rank: each makes the same optimizer step on the same summed gradient. Knows nothing
+of how calls reach it, of files of adapters, or of requests.
 """
 
 from __future__ import annotations
 
-import math
-import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.device_mesh import init_device_mesh
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, TrainingPass
+from skyrl.backends.base import AdamParams, InvalidRequest, TrainingPass
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.collectives import (
     Agreed,
-    agree,
     failed_anywhere,
     is_same_everywhere,
     on_all_or_none,
     summed_in_rank_order,
 )
-from skyrl.backends.torch_lora.device import command_on, failure_of, prepare_device
-from skyrl.backends.torch_lora.logprobs import Targets
-from skyrl.backends.torch_lora.lora import LoraSegment, trained_targets
-from skyrl.backends.torch_lora.losses import served_losses
-from skyrl.backends.torch_lora.metrics import Tally
+from skyrl.backends.torch_lora.device import command_on
+from skyrl.backends.torch_lora.lora import trained_targets
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, compute_step, take_step
-from skyrl.backends.torch_lora.packing import pack
-from skyrl.backends.torch_lora.passes import (
-    MicroBatch,
-    RunningPass,
-    Slice,
-    by_datum,
-    loss_of,
-    slice_gradients,
-)
-from skyrl.backends.torch_lora.plan import Piece, Plan
-from skyrl.backends.torch_lora.sharding import load_sharded_model, reshard
+from skyrl.backends.torch_lora.passes import MicroBatch, RunningPass, Slice, slice_gradients
+from skyrl.backends.torch_lora.plan import Plan
+from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
+from skyrl.backends.torch_lora.sharding import FROZEN, reshard
 from skyrl.types.lora import LoraSpec
 
 
 @dataclass(frozen=True)
-class RankSettings:
-    """What a rank is told at its start. `timeout_s`: a rank that waits this long for another rank fails."""
+class AdapterFacts(BaseFacts):
+    """`targets`: the layers that adapters can train."""
 
-    base_model: str
-    threads: int
-    gradient_checkpointing: bool
-    stable_reinforce: Literal["refuse", "cispo"]
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class BaseFacts:
-    """What the engine needs to know of the base model."""
-
-    vocab_size: int
-    max_context: int
     targets: tuple[Target, ...]
-    device: str
-
-
-@dataclass(frozen=True)
-class PieceResult:
-    """What a rank computed for one piece: logprobs of its sequences, and sums of its losses. Or `error`: it failed."""
-
-    logprobs: list[npt.NDArray[np.float32]]
-    tally: Tally
-    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -92,61 +52,17 @@ class AdapterBuffers:
     step: int
 
 
-class Rank:
-    """One rank. Its methods must be called on all ranks of the group at the same time, except `export` and `memory`.
-
-    A method raises Agreed if the command has failed on all ranks in the same way. After any other exception the ranks
-    do not agree any more, and the whole group must be started again.
-    """
+class Rank(RankBase):
+    """One rank that trains adapters. `export` may be called on one rank alone."""
 
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
-        self._rank = rank
-        self._ranks = ranks
-        self._settings = settings
-        self._device = prepare_device(settings.threads)
-        self._losses = served_losses(settings.stable_reinforce)
+        super().__init__(rank, ranks, settings)
         self._adapters: dict[str, Adapter] = {}
 
-    @property
-    def device_type(self) -> str:
-        """`cpu` or `cuda`."""
-        return self._device.type
-
-    def answer(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Call a method; returns its result, or Agreed if it has raised that. For callers in another process."""
-        try:
-            return getattr(self, method)(*arguments)
-        except Agreed as agreed:
-            return agreed
-
-    def join(self, host: str, port: int, name: str) -> None:
-        """Meet the other ranks at rank 0's address, under a name that no other group has.
-
-        Raises an error of torch.distributed if they do not come within the timeout."""
-        timeout = timedelta(seconds=self._settings.timeout_s)
-        store = TCPStore(host, port, self._ranks, is_master=self._rank == 0, timeout=timeout)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
-            store=PrefixStore(name, store),
-            rank=self._rank,
-            world_size=self._ranks,
-            timeout=timeout,
-        )
-
-    def load(self) -> BaseFacts:
+    def load(self) -> AdapterFacts:
         """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
-        mesh = init_device_mesh(self._device.type, (self._ranks,))
-        model = load_sharded_model(
-            self._settings.base_model,
-            self._device,
-            mesh,
-            gradient_checkpointing=self._settings.gradient_checkpointing,
-            agree=agree,
-        )
-        self._model, self._base = model, model.base
-        base = model.base
-        targets = tuple(base.targets)
-        return BaseFacts(base.vocab_size, base.max_context, targets, self._device.type)
+        base = self._load_model(FROZEN).base
+        return AdapterFacts(base.vocab_size, base.max_context, self._device.type, tuple(base.targets))
 
     def create(self, model_id: str, spec: LoraSpec) -> None:
         """Add an adapter, with initial weights drawn from its seed. Raises Agreed with OutOfMemory."""
@@ -233,25 +149,9 @@ class Rank:
             )
         return take_step(adapter, step)
 
-    def memory(self) -> dict[str, int]:
-        """`parameters` of the base model on this rank, of `all_parameters`. In bytes: this process's peak of resident
-        memory, and the device's peak if it has memory of its own."""
-        found = {
-            "parameters": self._model.numel,
-            "all_parameters": self._model.total,
-            "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
-        if self._device.type == "cuda":
-            found["peak_device"] = torch.cuda.max_memory_allocated(self._device)
-        return found
-
     def leave(self) -> None:
-        """Forget everything, and leave the group."""
         self._adapters.clear()
-        if hasattr(self, "_base"):
-            del self._base, self._model
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        super().leave()
 
     def _copied(self, part: npt.NDArray[np.float32] | None) -> Tensor | None:
         if part is None:
@@ -260,61 +160,30 @@ class Rank:
         copy.numpy()[:] = part  # torch.from_numpy warns of arrays that are read-only, as those from Ray are
         return copy.to(self._device)
 
-    def _slice(self, running: RunningPass, piece: Piece) -> Slice:
-        data = [running.training_pass.data[index] for index in piece.data]
-        return Slice(running, data, piece.tokens, last=False)
-
     def _micro_batch(self, pieces: Sequence[Slice], *, backward: bool) -> list[PieceResult]:
         """Run pieces together; an empty list runs one token of weight 0.
 
         The ranks gather each layer together in forward, and again in backward. So a backward goes down to the
-        embeddings on every rank, whatever its pieces train, and a loss that raises an exception or is not finite ends
-        no rank's backward.
+        embeddings on every rank, whatever its pieces train.
         """
-        made = MicroBatch.of(pieces, self._device, backward=backward) if pieces else _one_token(self._device)
+        made = MicroBatch.of(pieces, self._device, backward=backward) if pieces else one_token(self._device)
         packed = self._base.packed
-        errors: list[Exception | None] = []
-        tallies: list[Tally] = []
-        totals: list[Tensor] = []
         with torch.set_grad_enabled(backward), packed.active.use(made.segments):
             with packed.embeddings_in_graph() as embeddings:
                 logprobs = packed(made.packed, made.targets, made.segments)
-            for piece, of_piece, inputs in zip(pieces, logprobs, made.inputs, strict=bool(pieces)):
-                tallies.append(Tally())
-                try:
-                    value = loss_of(piece, of_piece, inputs)
-                    tallies[-1].add(value, piece.tokens, inputs.tensors.get("advantages"))
-                    totals.append(value.total)
-                    errors.append(None if math.isfinite(tallies[-1].loss) else FloatingPointError("loss"))
-                except Exception as error:
-                    totals.append(of_piece.sum() * 0)
-                    errors.append(_sendable(failure_of(error, self._device)))
+            scored = [self._scored(*each) for each in zip(pieces, logprobs, made.inputs, strict=bool(pieces))]
             if backward:
-                totals = totals or [logprobs[0].sum() * 0]
+                totals = [each.total for each in scored] or [logprobs[0].sum() * 0]
                 gradients = slice_gradients(totals, made.segments, embeddings)
                 for piece, gradient in zip(pieces, gradients, strict=True):
                     total = piece.running.gradient
                     piece.running.gradient = gradient if total is None else total.add_(gradient)
         reshard(packed)
         return [
-            PieceResult(by_datum(of_piece, piece.data) if error is None else [], tally, error)
-            for piece, of_piece, tally, error in zip(pieces, logprobs, tallies, errors, strict=bool(pieces))
+            each.result(of_piece, piece) for each, of_piece, piece in zip(scored, logprobs, pieces, strict=bool(pieces))
         ]
-
-
-def _one_token(device: torch.device) -> MicroBatch:
-    """A micro-batch for a rank that has nothing to do while others have."""
-    token = np.zeros(1, np.int64)
-    packed = pack([Datum(token, {})], 0, device)
-    return MicroBatch([packed], [Targets.of([token], device)], [LoraSegment(0, 1, 1.0)], [])
 
 
 def _digest(weights: Tensor) -> int:
     """The sum of the weights' bits as integers, modulo 2^62."""
     return int(weights.view(torch.int32).sum(dtype=torch.int64)) % 2**62
-
-
-def _sendable(error: Exception) -> Exception:
-    """The error as one that any process can read: an exception of torch may have no way through pickle."""
-    known = type(error).__module__ in ("builtins", "skyrl.backends.base")
-    return error if known else RuntimeError(f"{type(error).__name__}: {error}")

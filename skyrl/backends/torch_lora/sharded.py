@@ -1,4 +1,4 @@
-"""The backend whose base model is spread over ranks: checks commands, plans passes, and keeps files of adapters.
+"""The backend for adapters whose base model is spread over ranks: plans passes, and keeps files of adapters.
 
 Lives in the engine's process, without a model. Knows nothing of how calls reach the ranks.
 """
@@ -6,50 +6,30 @@ Lives in the engine's process, without a model. Knows nothing of how calls reach
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.backends.base import (
-    AdamParams,
-    AdapterDtype,
-    InvalidRequest,
-    ModelLimits,
-    PassResult,
-    TrainingPass,
-)
+from skyrl.backends.base import AdapterDtype, InvalidRequest, PassResult, TrainingPass
 from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.group import RankGroup, results_of
 from skyrl.backends.torch_lora.lora import trained_targets
-from skyrl.backends.torch_lora.losses import Loss, served_losses
-from skyrl.backends.torch_lora.metrics import Tally
-from skyrl.backends.torch_lora.passes import not_finite, result_of
-from skyrl.backends.torch_lora.plan import Plan, make_plan
-from skyrl.backends.torch_lora.rank import AdapterBuffers, BaseFacts, PieceResult, RankSettings
+from skyrl.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
+from skyrl.backends.torch_lora.plan import make_plan
+from skyrl.backends.torch_lora.rank import AdapterBuffers, AdapterFacts
+from skyrl.backends.torch_lora.rank_base import PieceResult
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
 _CPU = torch.device("cpu")
 
 
-def rank_settings(config: ServerConfig) -> RankSettings:
-    trainer = config.backend_config.trainer
-    return RankSettings(
-        config.base_model_path,
-        config.threads,
-        trainer.gradient_checkpointing,
-        config.losses.stable_reinforce,
-        trainer.rank_timeout_s,
-    )
-
-
-class ShardedBackend:
+class ShardedBackend(BackendOverRanks):
     """LoRA training on several ranks. Each rank holds a part of the base model and runs a part of every pass.
 
     On CPUs a pass is cut and divided by itself alone, each piece goes through the model alone, and sums over ranks have
@@ -62,32 +42,14 @@ class ShardedBackend:
     """
 
     def __init__(self, config: ServerConfig, group: RankGroup) -> None:
-        """Loads the base model on all ranks of `group`, which `close` ends.
-
-        Raises ConfigError when the base model cannot be trained, and RankDied.
-        """
-        self._group = group
-        self._path = config.base_model_path
-        self._budget = config.backend_config.trainer.micro_batch_tokens
+        """As `BackendOverRanks`."""
+        super().__init__(config, group)
+        facts: AdapterFacts = self._facts
+        self._targets = facts.targets
         self._max_rank = config.backend_config.lora.max_lora_rank
-        self._losses = served_losses(config.losses.stable_reinforce)
-        try:
-            facts: list[BaseFacts] = results_of(group.call("load"))
-        except BaseException:
-            group.close()
-            raise
-        self._on_cpu = all(each.device == "cpu" for each in facts)
         merge = config.backend_config.trainer.merge_passes
         self._merge = not self._on_cpu if merge is None else merge
-        self._targets = facts[0].targets
-        max_model_len = config.backend_config.inference.max_model_len
-        max_context = facts[0].max_context
-        self._limits = ModelLimits(facts[0].vocab_size, min(max_context, max_model_len or max_context))
         self._models: dict[str, tuple[LoraSpec, tuple[Target, ...]]] = {}
-
-    @property
-    def limits(self) -> ModelLimits:
-        return self._limits
 
     @property
     def merges_passes(self) -> bool:
@@ -109,30 +71,6 @@ class ShardedBackend:
         if self._models.pop(model_id, None) is not None:
             self._call("delete", model_id)
 
-    def check(self, training_pass: TrainingPass) -> None:
-        self._known(training_pass.model_id)
-        checks.check_pass(training_pass, self._limits, self._losses)
-
-    def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
-        """One outcome per pass, in order; gradients are added in the order of `passes`.
-
-        A pass that `check` refuses, or with a loss that is not finite, fails with InvalidRequest. Memory that runs out
-        in the base model leaves the ranks apart: RankDied.
-        """
-        outcomes: dict[int, PassResult | Exception] = {}
-        checked: list[tuple[int, TrainingPass]] = []
-        for index, training_pass in enumerate(passes):
-            try:
-                self.check(training_pass)
-            except InvalidRequest as error:
-                outcomes[index] = error
-            else:
-                checked.append((index, training_pass))
-        if checked:
-            for (index, _), outcome in zip(checked, self._run([each for _, each in checked]), strict=True):
-                outcomes[index] = outcome
-        return [outcomes[index] for index in range(len(passes))]
-
     def _run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         numbered = list(enumerate(passes))
         forwards, backwards = (
@@ -146,22 +84,9 @@ class ShardedBackend:
         )
         results: list[dict[int, list[PieceResult]]] = self._call("run", passes, forwards, backwards)
         return [
-            _outcome(each, self._losses[each.loss_fn], number, backwards if each.backward else forwards, results)
+            outcome_of(each, self._losses[each.loss_fn], number, backwards if each.backward else forwards, results)
             for number, each in numbered
         ]
-
-    def check_step(self, params: AdamParams) -> None:
-        checks.check_adam(params)
-
-    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """See `adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out of range."""
-        self.check_step(params)
-        self._known(model_id)
-        return self._call("optim_step", model_id, params)[0]
-
-    def clear_gradient(self, model_id: str) -> None:
-        self._known(model_id)
-        self._call("clear_gradient", model_id)
 
     def save_state(self, model_id: str, directory: Path) -> None:
         state.save_state(self._copy(model_id, optimizer=True), self._path, directory)
@@ -178,25 +103,12 @@ class ShardedBackend:
         adapter = self._copy(model_id, optimizer=False)
         state.save_adapter(adapter, self._path, directory, getattr(torch, dtype or "float32"))
 
-    def save_snapshot(self, model_id: str, directory: Path) -> None:
-        """A snapshot has the same files as a checkpoint: every rank has whole adapters, so one rank sends all."""
-        self.save_state(model_id, directory)
-
-    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
-        """As `Backend.restore_model`. Also raises SafetensorError when files are damaged."""
-        self.create_model(model_id, spec)
-        try:
-            self.load_state(model_id, directory, optimizer=True)
-        except Exception:
-            self.delete_model(model_id)
-            raise
-
     def close(self) -> None:
         self._models.clear()
-        self._group.close()
+        super().close()
 
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return results_of(self._group.call(method, *arguments))
+    def _require(self, model_id: str) -> None:
+        self._known(model_id)
 
     def _known(self, model_id: str) -> tuple[LoraSpec, tuple[Target, ...]]:
         if model_id not in self._models:
@@ -223,25 +135,3 @@ def _tensor(array: npt.NDArray[np.float32]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         return torch.from_numpy(array)
-
-
-def _outcome(
-    training_pass: TrainingPass,
-    loss: Loss,
-    number: int,
-    plan: Plan,
-    results: Sequence[Mapping[int, Sequence[PieceResult]]],
-) -> PassResult | Exception:
-    """A pass's outcome from the pieces that the ranks ran, added rank by rank in the order of the plan."""
-    of_rank = [iter(each.get(number, ())) for each in results]
-    tally = Tally()
-    logprobs: dict[int, npt.NDArray[np.float32]] = {}
-    for rank, piece in plan.pieces_of(number):
-        result = next(of_rank[rank])
-        tally.add_all(result.tally)
-        if isinstance(result.error, FloatingPointError):
-            return not_finite(training_pass, tally.loss)
-        if result.error is not None:
-            return result.error
-        logprobs |= zip(piece.data, result.logprobs, strict=True)
-    return result_of(loss, [logprobs[index] for index in range(len(training_pass.data))], tally)

@@ -17,32 +17,57 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
+from skyrl.backends.torch_lora.collectives import SumInRankOrder
 from skyrl.backends.torch_lora.device import base_dtype
 from skyrl.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config, wrap
 from skyrl.backends.torch_lora.packed_model import PackedModel
+from skyrl.backends.torch_lora.shards import rows_of
 from skyrl.config.server import ConfigError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@dataclass
+@dataclass(frozen=True)
+class ModelForm:
+    """`wrap` makes the packed model of a path and transformers' model; it may raise ConfigError. `trained`: the
+    parameters are float32 and require gradients; the model computes in the device's dtype, and gathers in it."""
+
+    wrap: Callable[[str, Any], PackedModel]
+    trained: bool
+
+
+FROZEN = ModelForm(wrap, trained=False)
+"""A base model for adapters."""
+
+
+@dataclass(frozen=True)
 class ShardedModel:
-    """A base model of which this rank holds `numel` of all ranks' `total` parameters."""
+    """A model of which this rank holds `numel` of all ranks' `total` parameters."""
 
     base: BaseModel
+    mesh: DeviceMesh
     numel: int
     total: int
+
+    def read_again(self) -> None:
+        """Give this rank's rows the numbers of the base model's files again.
+
+        Raises ConfigError, or one of LOADING_ERRORS; the rows may then hold anything."""
+        path = self.base.path
+        rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
+        _fill_parameters(path, self.base.packed, _files(path), rank, ranks)
 
 
 def load_sharded_model(
     path: str,
     device: torch.device,
     mesh: DeviceMesh,
+    form: ModelForm = FROZEN,
     *,
     gradient_checkpointing: bool,
     agree: Callable[[Exception | None], None],
@@ -61,7 +86,7 @@ def load_sharded_model(
     failure: Exception | None = None
     base: BaseModel | None = None
     try:
-        base = _load(path, device, mesh)
+        base = _load(path, device, mesh, form)
     except ConfigError as error:
         failure = error
     except LOADING_ERRORS as error:
@@ -84,8 +109,8 @@ def load_sharded_model(
     if gradient_checkpointing:
         packed.enable_checkpointing()
     parameters = list(packed.parameters())
-    local = sum(_local(parameter).numel() for parameter in parameters)
-    return ShardedModel(base, local, sum(parameter.numel() for parameter in parameters))
+    local = sum(local_of(parameter).numel() for parameter in parameters)
+    return ShardedModel(base, mesh, local, sum(parameter.numel() for parameter in parameters))
 
 
 def reshard(packed: PackedModel) -> None:
@@ -94,23 +119,39 @@ def reshard(packed: PackedModel) -> None:
     packed.reshard()  # pyright: ignore[reportCallIssue]  # fully_shard has made the module an FSDPModule
 
 
-def _load(path: str, device: torch.device, mesh: DeviceMesh) -> BaseModel:
+def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) -> BaseModel:
     config = AutoConfig.from_pretrained(path)
     check_config(path, config)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"base_model: {path} is quantized; several ranks need float32, float16 or bfloat16 weights")
     files = _files(path)
+    computed = base_dtype(device)
+    held = torch.float32 if form.trained else computed
+    policy = MixedPrecisionPolicy(None if held == computed else computed, reduce_dtype=torch.float32)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=base_dtype(device), attn_implementation="sdpa")
-    model.eval().requires_grad_(False)
-    packed = wrap(path, model)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=held, attn_implementation="sdpa")
+    model.eval().requires_grad_(form.trained)
+    packed = form.wrap(path, model)
     for layer in packed.decoder_layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(packed, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(packed, mesh=mesh, mp_policy=policy)
+    if form.trained:
+        _sum_gradients(packed, device)
     packed.to_empty(device=device)
     _fill_buffers(path, model)
     _fill_parameters(path, packed, files, mesh.get_local_rank(), mesh.size())
     return BaseModel(path, device, packed, config)
+
+
+def _sum_gradients(packed: PackedModel, device: torch.device) -> None:
+    """Gradients of the ranks are sums, where FSDP2 makes means. On CPUs they are added in the order of the ranks."""
+    for module in packed.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # else the factor needs NCCL
+            if device.type == "cpu":
+                reduce_scatter: Any = SumInRankOrder()  # the type that FSDP2 names is private
+                module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def _files(path: str) -> list[Path]:
@@ -168,7 +209,7 @@ def _fill_parameters(path: str, packed: PackedModel, files: Sequence[Path], rank
         filled: set[int] = set()
         missing: dict[int, str] = {}
         for name, tensor in _stored_tensors(packed):
-            local = _local(tensor)
+            local = local_of(tensor)
             if name not in stored:
                 missing.setdefault(id(tensor), name)
                 continue
@@ -199,18 +240,18 @@ def _stored_tensors(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rows(stored: Any, path: str, name: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-    """This rank's rows of a stored tensor: FSDP2 gives each rank ceil(rows / ranks) rows, the last ones fewer."""
+    """This rank's rows of a stored tensor."""
     shape = list(stored.get_shape())
     if shape != list(tensor.shape):
         raise ConfigError(f"base_model: {path} holds {name} with shape {shape}, its config says {list(tensor.shape)}")
     if not isinstance(tensor, DTensor):
         return stored[:]
-    share = -(-shape[0] // ranks)
-    first, end = min(rank * share, shape[0]), min((rank + 1) * share, shape[0])
-    if first == end:
+    rows = rows_of(shape[0], rank, ranks)
+    if not rows:
         return torch.empty(0, *shape[1:])
-    return stored[first:end]
+    return stored[rows.start : rows.stop]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor that is divided; else the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,124 @@
+"""Safetensors files that are written and read in pieces, so that no tensor must be in memory as a whole.
+
+Knows the format: a length, a JSON header, and the tensors' bytes. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_ALIGNMENT = 8
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class TensorFiles:
+    """Writes safetensors files with tensors of one dtype, in pieces of any order. Close it after the last piece."""
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Mapping[str, Shapes],
+        dtype: torch.dtype,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """`files`: the shapes of each file's tensors. Makes the files with their headers. Raises OSError."""
+        self._itemsize = dtype.itemsize
+        self._places: dict[str, tuple[int, int]] = {}
+        """By tensor: the descriptor of its file, and where it begins in the file."""
+        self._opened = ExitStack()
+        for name, shapes in files.items():
+            offset = 0
+            header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+            for key, shape in sorted(shapes.items()):
+                end = offset + math.prod(shape) * self._itemsize
+                header[key] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
+                offset = end
+            encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            encoded += b" " * (-len(encoded) % _ALIGNMENT)
+            file = self._opened.enter_context((directory / name).open("wb"))
+            file.write(struct.pack("<Q", len(encoded)) + encoded)
+            file.flush()
+            start = file.tell()
+            os.truncate(file.fileno(), start + offset)
+            for key in shapes:
+                self._places[key] = file.fileno(), start + header[key]["data_offsets"][0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def write(self, key: str, begin: int, values: npt.NDArray[Any]) -> None:
+        """Write elements of a tensor, from its element `begin` on. `values`: the elements' bytes, contiguous, of any
+        dtype. Raises OSError."""
+        descriptor, start = self._places[key]
+        rest = values.reshape(-1).view(np.uint8).data
+        offset = start + begin * self._itemsize
+        while len(rest):
+            written = os.pwrite(descriptor, rest, offset)
+            rest, offset = rest[written:], offset + written
+
+
+class StoredTensors:
+    """Reads float32 tensors of safetensors files in pieces. Close it after the last piece."""
+
+    def __init__(self, files: Iterable[Path], expected: Shapes) -> None:
+        """Raises ValueError unless the files have exactly the `expected` tensors, and OSError or SafetensorError when
+        files are missing or damaged."""
+        self._places: dict[str, tuple[int, int]] = {}
+        found: dict[str, tuple[int, ...]] = {}
+        self._opened = ExitStack()
+        try:
+            for path in files:
+                with safe_open(path, framework="np"):  # checks the header, and the length of the file
+                    pass
+                file = self._opened.enter_context(path.open("rb"))
+                (length,) = struct.unpack("<Q", file.read(8))
+                header: dict[str, Any] = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                for key, entry in header.items():
+                    if entry["dtype"] != "F32":
+                        raise ValueError(f"{path}: {key} is stored as {entry['dtype']}, not as F32")
+                    self._places[key] = file.fileno(), 8 + length + entry["data_offsets"][0]
+                    found[key] = tuple(entry["shape"])
+            if different := sorted(key for key in found.keys() | expected if found.get(key) != expected.get(key)):
+                raise ValueError(f"the files do not hold the tensors of this model: {', '.join(different[:4])}")
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def read(self, key: str, begin: int, into: npt.NDArray[np.float32]) -> None:
+        """Fill a flat array from a tensor's element `begin` on. Raises OSError."""
+        descriptor, start = self._places[key]
+        rest = into.view(np.uint8).data
+        offset = start + begin * 4
+        while len(rest):
+            count = os.preadv(descriptor, [rest], offset)
+            if not count:
+                raise OSError(f"the file with {key} has become shorter")
+            rest, offset = rest[count:], offset + count
