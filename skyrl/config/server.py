@@ -313,10 +313,8 @@ class ServerConfig(BaseSettings):
                 f"{key}: trainer and vLLM each hold all weights, and cannot take turns on one device: leave out "
                 "trainer.placement.colocate_all"
             )
-        if self.ray is not None:
-            raise ValueError(
-                f"{key}: runs on this machine alone, with one rank: leave out ray_address and the number of ranks"
-            )
+        if self.backend_config.trainer.placement.ranks > 1:
+            raise ValueError(f"{key}: trains on one rank: leave out the number of ranks")
         if self.inference_api_key is not None:
             raise ValueError(
                 f"{key}: a gateway that shares this server's vLLMs would not know which weights they have: leave out "
@@ -326,9 +324,9 @@ class ServerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _nodes_share_a_store(self) -> ServerConfig:
-        if self.adapters_travel and self.ray != "local" and self.checkpoint_store is None:
+        if self.weights_travel and self.ray != "local" and self.checkpoint_store is None:
             raise ValueError(
-                f"checkpoint_store: adapters travel by it to the nodes of the Ray cluster ({self.ray}), and the "
+                f"checkpoint_store: weights travel by it to the nodes of the Ray cluster ({self.ray}), and the "
                 "default is on this machine's disk: give s3://bucket/prefix, gs://..., az://..., or file:///directory "
                 "that every node sees under the same path"
             )
@@ -371,8 +369,8 @@ class ServerConfig(BaseSettings):
         return "local" if placement.ranks > 1 else None
 
     @property
-    def adapters_travel(self) -> bool:
-        """Whether adapters to sample from go to the nodes of this server's vLLMs by the checkpoint store."""
+    def weights_travel(self) -> bool:
+        """Whether weights to sample from go to the nodes of this server's vLLMs by the checkpoint store."""
         return self.ray is not None and self.modes.manages_inference
 
     @property

@@ -2,7 +2,7 @@
 
 Named saves go to the checkpoint store. Weights to sample from are also written to the state directory, from which vLLM
 loads them; unnamed ones are stored only there. Weights are an adapter, or those of the whole model. With Ray, vLLM may
-run on another node: then adapters to sample from go to the checkpoint store alone, named or not, under keys that follow
+run on another node: then weights to sample from go to the checkpoint store alone, named or not, under keys that follow
 from their versions. Knows which rows a save writes. Deletes no checkpoint: the sweeper deletes files that no row refers
 to.
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from skyrl.backends.base import Backend
+from skyrl.backends.base import AdapterDtype, Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints, full_weights, usage
 from skyrl.db.checkpoints import Checkpoint
@@ -27,7 +27,7 @@ from skyrl.engine.save_limits import SaveLimits
 from skyrl.storage.adapters import adapter_directory, adapter_key
 from skyrl.storage.base import CheckpointStore, NotStored
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
-from skyrl.storage.full_weights import full_directory
+from skyrl.storage.full_weights import full_directory, full_key
 from skyrl.types.command import Command
 from skyrl.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.wire.decoding import decode_json
@@ -78,16 +78,15 @@ class Saves:
         else:
             self._check_unnamed(model, request)
         key = None
-        if not self._config.adapters_travel:
-            number = model.sampler_version + 1
-            weights = FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
+        if not self._config.weights_travel:
+            weights = _version_of(model, model.sampler_version + 1)
             directory = self._write_version(weights)
             sizes = sizes_of(directory)
         else:
             weights = self._unused_version(model)
-            key = adapter_key(weights)
+            key = _key_of(weights)
             with self._store.writing(key) as directory:
-                self._backend.save_adapter(model.id, directory, dtype=self._config.adapter_dtype)
+                self._backend.save_adapter(model.id, directory, dtype=self._dtype_of(weights))
                 sizes = sizes_of(directory)
         count_version = _counted(model, weights)
         if path is None:
@@ -100,13 +99,13 @@ class Saves:
             stored = self._name(command, model, request, path, key, weights)
         return BarrierResult(stored.result, _both(count_version, stored.change), weights)
 
-    def _unused_version(self, model: ModelRecord) -> AdapterVersion:
+    def _unused_version(self, model: ModelRecord) -> AdapterVersion | FullWeights:
         """The model's next version. A version that is stored already is left out: an engine died before it recorded the
-        version, which nodes may have fetched, and the same name must not get other files."""
+        version, or vLLM has refused it. Nodes may have fetched it, and the same name must not get other files."""
         number = model.sampler_version + 1
-        while self._is_stored(adapter_key(AdapterVersion.of(model.id, number))):
+        while self._is_stored(_key_of(_version_of(model, number))):
             number += 1
-        return AdapterVersion.of(model.id, number)
+        return _version_of(model, number)
 
     def _is_stored(self, key: str) -> bool:
         try:
@@ -118,13 +117,17 @@ class Saves:
     def _write_version(self, weights: AdapterVersion | FullWeights) -> Path:
         """Write the files of a model's next version. Returns their directory."""
         if isinstance(weights, FullWeights):
-            directory, dtype = full_directory(self._config.state_dir, weights), None
+            directory = full_directory(self._config.state_dir, weights)
         else:
-            directory, dtype = adapter_directory(self._config.state_dir, weights), self._config.adapter_dtype
+            directory = adapter_directory(self._config.state_dir, weights)
         remove(directory)  # left by an engine that died between the rename and the commit
         with atomic_directory(directory) as scratch:
-            self._backend.save_adapter(weights.model_id, scratch, dtype=dtype)
+            self._backend.save_adapter(weights.model_id, scratch, dtype=self._dtype_of(weights))
         return directory
+
+    def _dtype_of(self, weights: AdapterVersion | FullWeights) -> AdapterDtype | None:
+        """None: the backend takes what vLLM computes in."""
+        return None if isinstance(weights, FullWeights) else self._config.adapter_dtype
 
     def _open_session(
         self,
@@ -229,6 +232,14 @@ class Saves:
         self._limits.check_disk()
         self._limits.check_stored(model.tenant)
         self._limits.check_sampling_sessions(model.tenant)
+
+
+def _version_of(model: ModelRecord, number: int) -> AdapterVersion | FullWeights:
+    return FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
+
+
+def _key_of(weights: AdapterVersion | FullWeights) -> str:
+    return full_key(weights) if isinstance(weights, FullWeights) else adapter_key(weights)
 
 
 def _new_key(command: Command, path: TinkerPath) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, hang_up, reply
 from replicas import WELL
@@ -12,7 +11,7 @@ from replicas import WELL
 from skyrl.inference.full_weights import VersionFiles
 from skyrl.vllm_plugin.incarnation import HEADER
 
-ONE, TWO, BASE = (VersionFiles(name, Path(f"/files/{name}")) for name in ("m@1", "m@2", "default"))
+ONE, TWO, BASE = (VersionFiles(name, f"/files/{name}") for name in ("m@1", "m@2", "default"))
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
 
 

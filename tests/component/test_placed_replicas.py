@@ -38,7 +38,7 @@ async def following(
 ) -> AsyncIterator[tuple[EngineGroup, PlacedReplicas]]:
     group, _ = group_of(proxy_url=router.url, members=RouterMembers(router.url, KEY))
     by_url = {server.url: server for server in behind}
-    replicas = PlacedReplicas(database, OWNER, group, lambda url: by_url[url].replica())
+    replicas = PlacedReplicas(database, OWNER, group, lambda at: by_url[at.data].replica(sidecar=at.sidecar))
     async with running(group):
         task = asyncio.create_task(replicas.run())
         try:

@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 STORE_BYTES = 80 * 2**20
 WITHIN_S = 120.0
 TRIES = 3
+SIDECAR = "skyrl.nodes.sidecar"
+"""The module of a placed vLLM's sidecar."""
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Machine:
     address: str
     process: subprocess.Popen[bytes]
     log: Path
+    cache: Path
+    """Where the node keeps weights, apart from other nodes."""
 
     def raylet(self) -> psutil.Process:
         for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -47,6 +51,12 @@ class Machine:
         return [each for each in self.raylet().children() if each.name().startswith("ray::ServerHost")]
 
     def vllms(self) -> list[psutil.Process]:
+        return [child for child in self._children() if SIDECAR not in child.cmdline()]
+
+    def sidecars(self) -> list[psutil.Process]:
+        return [child for child in self._children() if SIDECAR in child.cmdline()]
+
+    def _children(self) -> list[psutil.Process]:
         return [child for actor in self.actors() for child in actor.children()]
 
     def ranks(self) -> list[psutil.Process]:
@@ -109,18 +119,19 @@ class Machines:
         ports = ["--min-worker-port=0", "--max-worker-port=0"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where, *ports, *options]
         hook = {"RAY_START_HOOK": "skyrl.cluster.head.without_client_server", "RAY_USAGE_STATS_ENABLED": "0"}
-        path = {"PYTHONPATH": str(ROOT)}
+        cache = self.directory / f"cache-{address}"
+        own = {"PYTHONPATH": str(ROOT), "SKYRL_NODE_CACHE": str(cache)}
         log = self.directory / f"{address}.log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 command,
-                env=os.environ | HEALTH_CHECKS | hook | path,
+                env=os.environ | HEALTH_CHECKS | hook | own,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
                 start_new_session=True,
             )
-        return Machine(address, process, log)
+        return Machine(address, process, log, cache)
 
 
 @contextmanager
