@@ -88,7 +88,7 @@ def around(sidecar: App, placed: PlacedSidecar, values: Mapping[str, str]) -> Ap
 
 def main() -> None:
     placed = PlacedSidecar.from_environment(os.environ)
-    set_up_process(placed.log_level, placed.log_format, f"sidecar-{placed.number}")
+    set_up_process(placed.log_level, placed.log_format, "sidecar")
     settings = SidecarSettings(
         vllm_url=placed.vllm_url,
         vllm_api_key=os.environ[API_KEY],

@@ -32,6 +32,8 @@ class Server:
     """Reading takes until this is set."""
     calls: list[str] = field(default_factory=list)
     warmed_with: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    """Where the versions were that it was asked to read, in order."""
 
     def __post_init__(self) -> None:
         for path in ("/health", "/is_sleeping", COMPLETIONS, "/model_info", UPDATE, PAUSE, CONTINUE):
@@ -64,6 +66,7 @@ class Server:
         assert request.json["flush_cache"] is False
         if request.json.get("stage_only"):
             self.calls.append(f"stage {version}")
+            self.paths.append(directory)
             if self.waits is not None:
                 await self.waits.wait()
             if self.refuses and self.refuses in directory:
