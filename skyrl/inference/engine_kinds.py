@@ -133,7 +133,7 @@ class Vllm:
             log_level=self.config.log_level,
             log_format=self.config.log_format,
         )
-        return replace(spec, sidecar=sidecar_spec(placed, fetches | placed.environment(self.key, self.key, None)))
+        return replace(spec, sidecar=sidecar_spec(placed, fetches | placed.environment(self.key, self.key, self.key)))
 
     def _cache(self) -> Path:
         """Where the vLLMs of this node keep weights: as the node's operator says, or else in a directory that outlives

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.placer.main import Starts
+from skyrl.placer.life import Starts
 from skyrl.placer.ray_server import NOT_STARTED
 
 REFUSAL = "on node 10.0.0.1: vLLM is not installed"
