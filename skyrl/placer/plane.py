@@ -2,7 +2,8 @@
 plane's router of them.
 
 A vLLM that starts after the weights were changed has its first weights, wherever it starts: its sidecar is told so, and
-answers no client until an update. The file UPDATED in the plane's directory remembers it for the next placer.
+answers no client until an update. Two files in the plane's directory are for the next placer, if this one is killed:
+UPDATED remembers that the weights were changed, REGISTERED which sidecars the router was told of.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import secrets
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -36,8 +38,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 """How often a sidecar is asked whether it was updated, and the router whether it has the sidecar."""
 TIMEOUT_S = 5.0
-UPDATED = "updated"
-"""A file in the plane's directory, there once the weights were changed."""
+UPDATED, REGISTERED = "updated", "registered.json"
 
 
 class Workers:
@@ -46,8 +47,21 @@ class Workers:
     def __init__(self, router_url: str, key: str | None, directory: Path) -> None:
         self._router = router_url
         self._updated = directory / UPDATED
+        self._file = directory / REGISTERED
+        self._registered: set[str] = set()
+        self._left = set(json.loads(self._file.read_text())) if self._file.exists() else set[str]()
+        """What a placer that was killed has registered: it has ended with that placer."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False)
+
+    async def remove_left(self) -> None:
+        """Remove the sidecars of a placer that was killed. Returns when the router has done it."""
+        while gone := self._left - self._registered:
+            for url in gone:
+                if await self._remove(url):
+                    self._left.discard(url)
+            self._note(self._registered)
+            await asyncio.sleep(POLL_S)
 
     async def serve(self, server: RayServer, url: str) -> None:
         """Have the router use the sidecar of the server at `url`, until cancelled; then the router breaks off what is
@@ -60,7 +74,8 @@ class Workers:
                 is_old = await self._look(sidecar, is_old=is_old)
                 await asyncio.sleep(POLL_S)
         finally:
-            await self._remove(sidecar)
+            if await self._remove(sidecar):
+                self._note(self._registered - {sidecar})
 
     async def _begin(self, server: RayServer, sidecar: str) -> bool:
         """Return when vLLM has started, and its sidecar knows whether its weights are too old: whether they are."""
@@ -83,6 +98,7 @@ class Workers:
                 await self._http.post(f"{sidecar}{PATH}")
             listed = await self._http.get(f"{self._router}/workers")
             if listed.is_success and sidecar not in [worker["url"] for worker in listed.json()["workers"]]:
+                self._note(self._registered | {sidecar})
                 await self._http.post(f"{self._router}/workers", json={"url": sidecar, "starting": True})
         except (httpx.TransportError, ValueError) as error:
             logger.debug("%s or the router does not answer: %s", sidecar, error)
@@ -97,11 +113,18 @@ class Workers:
                 pass  # it is starting
             await asyncio.sleep(POLL_S)
 
-    async def _remove(self, sidecar: str) -> None:
+    async def _remove(self, sidecar: str) -> bool:
+        """Whether the router was told."""
         try:
-            await self._http.post(f"{self._router}/remove_worker", params={"url": sidecar, "ended": "true"})
-        except httpx.TransportError as error:  # its own probes find out
-            logger.warning("the router was not told that %s has ended: %s", sidecar, error)
+            params = {"url": sidecar, "ended": "true"}
+            return (await self._http.post(f"{self._router}/remove_worker", params=params)).is_success
+        except httpx.TransportError as error:  # its own probes find out, and when all stops it is gone already
+            logger.info("the router was not told that %s has ended: %s", sidecar, error)
+            return False
+
+    def _note(self, registered: set[str]) -> None:
+        self._registered = registered
+        _write(self._file, sorted(registered | self._left))
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -110,12 +133,16 @@ class Workers:
 def write_placed(file: Path, servers: Sequence[RayServer]) -> None:
     """Tell the launcher where each server runs, or why it does not."""
     placed = {server.name: server.reason or f"runs on node {server.node}" for server in servers}
+    _write(file, placed)
+
+
+def _write(file: Path, value: Any) -> None:
     scratch = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
     try:
-        scratch.write_text(json.dumps(placed))
+        scratch.write_text(json.dumps(value))
         scratch.replace(file)
     except OSError as error:
-        logger.warning("the launcher was not told where the vLLMs run: %s", error)
+        logger.warning("%s cannot be written: %s", file, error)
 
 
 async def run(runtime: Runtime) -> None:
@@ -133,7 +160,7 @@ async def run(runtime: Runtime) -> None:
         async with publishing(metrics.registry, "placer", runtime.metrics_directory):
             starts.servers = server_parts(runtime, kind, placement, starts, metrics)
             serving = [partial(_serve, workers, parts) for parts in starts.servers]
-            hopeless = await run_servers(runtime.ray_address, starts, (metrics.lag.run, *serving))
+            hopeless = await run_servers(runtime.ray_address, starts, (metrics.lag.run, workers.remove_left, *serving))
     finally:
         await workers.close()
     if hopeless is not None:

@@ -57,6 +57,8 @@ class Updates:
         """Holds generation while the weights are in trouble."""
         self.weights_away = False
         """The memory of the weights is given away: nothing may read or write them."""
+        self._is_outdated = False
+        """Somebody has said that others have newer weights."""
         self._updated_start: str | None = None
         """The start of vLLM that got this sidecar's last update."""
 
@@ -80,6 +82,7 @@ class Updates:
         update. Does nothing after an update. Raises SidecarError."""
         async with self.locked():
             if not self.was_updated:
+                self._is_outdated = True
                 await self._take_over(FIRST_WEIGHTS)
 
     async def run(self) -> None:
@@ -88,7 +91,9 @@ class Updates:
             try:
                 async with self.locked():
                     ranks = await self._weights.call("state")
-                    await self._take_over(next((rank["broken"] for rank in ranks if rank.get("broken")), None))
+                    broken = next((rank["broken"] for rank in ranks if rank.get("broken")), None)
+                    old = FIRST_WEIGHTS if self._is_outdated and not self.was_updated else None
+                    await self._take_over(broken or old)
                 return
             except NotOffered:
                 return  # then nobody can change them
