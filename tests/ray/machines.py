@@ -51,13 +51,18 @@ class Machine:
         return [each for each in self.raylet().children() if each.name().startswith("ray::ServerHost")]
 
     def vllms(self) -> list[psutil.Process]:
-        return [child for child in self._children() if SIDECAR not in child.cmdline()]
+        return [child for child, command in self._children() if SIDECAR not in command]
 
     def sidecars(self) -> list[psutil.Process]:
-        return [child for child in self._children() if SIDECAR in child.cmdline()]
+        return [child for child, command in self._children() if SIDECAR in command]
 
-    def _children(self) -> list[psutil.Process]:
-        return [child for actor in self.actors() for child in actor.children()]
+    def _children(self) -> list[tuple[psutil.Process, list[str]]]:
+        """The living children of all actors, with their commands."""
+        found = []
+        for child in [child for actor in self.actors() for child in actor.children()]:
+            with suppress(psutil.NoSuchProcess):  # it has just ended; a zombie, too
+                found.append((child, child.cmdline()))
+        return found
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the trainer's ranks."""

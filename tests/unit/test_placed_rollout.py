@@ -23,8 +23,10 @@ from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets them: they are gone after the test, too."""
     for name in (ROUTER_KEY_VARIABLE, ADMIN_KEY_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
