@@ -234,7 +234,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
 def _adapters(base: Base, store: CheckpointStore, checkpoints: Checkpoints) -> AdapterHost:
     config, watch = base.runtime.config, base.watch
     stored = StoredAdapters(store, checkpoints.store_key_of)
-    if config.adapters_travel:
+    if config.weights_travel:
         return stored
     shared = SharedDirectory(partial(watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
     if not config.modes.shares_inference:

@@ -12,7 +12,7 @@ from skyrl.cli import router_options as option
 from skyrl.cli.many_values import ManyValues
 from skyrl.cli.router import parse_object
 from skyrl.processes.log_format import LogFormat
-from skyrl.web.admin import ADMIN_KEY_VARIABLE
+from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 ENGINE_OPTIONS = "generator.inference_engine.engine_init_kwargs"
 
@@ -43,6 +43,10 @@ def rollout(
         bool,
         typer.Option(help="A trainer can replace all weights. Without it, large models on CPUs are twice as fast."),
     ] = True,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Run the vLLMs and sidecars on a Ray cluster: local, auto or HOST:PORT. Default: here."),
+    ] = None,
     policy: option.Policy = None,
     middleware: option.Middleware = None,
     middleware_options: option.MiddlewareOptions = None,
@@ -61,6 +65,7 @@ def rollout(
     log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Start vLLMs, a sidecar each, and a router in front of them, for RL frameworks."""
+    from skyrl.config.keys import ray_cluster
     from skyrl.config.loading import load_config
     from skyrl.config.server import ConfigError
     from skyrl.launcher.parts import ServerEnded
@@ -68,6 +73,13 @@ def rollout(
     from skyrl.processes.startup import StartupError
     from skyrl.rollout.plane import PlaneOptions, run_plane
 
+    if ray_address is not None:
+        if not num_engines:
+            raise typer.BadParameter("there are no engines to place", param_hint="--ray-address")
+        try:
+            ray_cluster(ray_address)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--ray-address") from error
     if not num_engines and not engine_url:
         raise typer.BadParameter("0 engines need at least one --engine-url", param_hint="--num-engines")
     from_options: dict[str, Any] = {
@@ -100,10 +112,10 @@ def rollout(
         arguments += [text for path in middleware or () for text in ("--middleware", path)]
         arguments += [text for name in config.served_names for text in ("--base-model-name", name)]
         if api_key is not None:
-            os.environ[option.API_KEY_VARIABLE] = api_key  # not on the command line, which every user may read
+            os.environ[ROUTER_KEY_VARIABLE] = api_key  # not on the command line, which every user may read
         if admin_api_key is not None:
             os.environ[ADMIN_KEY_VARIABLE] = admin_api_key
-        run_plane(PlaneOptions(config, host, port, num_engines, tuple(arguments), tuple(engine_url or ())))
+        run_plane(PlaneOptions(config, host, port, num_engines, tuple(arguments), tuple(engine_url or ()), ray_address))
     except ServerEnded as error:
         typer.echo(f"skyrl rollout: {error}", err=True)
         raise typer.Exit(1) from error

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from skyrl.web.admin import ADMIN_KEY_VARIABLE
+from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 POLICY_HELP = "least_in_flight, round_robin, consistent_hashing or adapter_affinity."
 
@@ -69,12 +69,11 @@ HangS = Annotated[
     typer.Option(min=1, help="Seconds of failed probes after which a worker's requests are broken off. Default: 60."),
 ]
 
-API_KEY_VARIABLE = "SKYRL_ROUTER_API_KEY"
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        envvar=API_KEY_VARIABLE,
-        help=f"Key that every request must carry as Bearer; better set {API_KEY_VARIABLE}.",
+        envvar=ROUTER_KEY_VARIABLE,
+        help=f"Key that every request must carry as Bearer; better set {ROUTER_KEY_VARIABLE}.",
     ),
 ]
 

@@ -1,6 +1,8 @@
-"""A Ray actor that runs one inference server on its node: starts it, tells how it does, and ends it.
+"""A Ray actor that runs one inference server on its node, and the sidecar of each start of it: starts them, tells how
+the server does, and ends them.
 
-The actor decides nothing: the placer starts a server again, or elsewhere. The kernel ends the server when the actor
+A sidecar that ends is started again; with the server it is ended. Its log lines are among the server's. The actor
+decides nothing: the placer starts a server again, or elsewhere. The kernel ends the server when the actor
 ends. The actor ends by itself when nobody has asked it for UNASKED_S: a node that was cut off from the cluster must not
 run a server for ever that another node has replaced.
 """
@@ -35,6 +37,8 @@ DIRECTORY_PREFIX = "skyrl-host-"
 LEFT_S = 60.0
 """A directory without a lock is somebody's left-over only when it is older: its maker may be about to lock it."""
 REAPED_S = 2.0
+SIDECAR_AGAIN_S = 2.0
+"""How often a sidecar is started that ends."""
 
 
 class Command(Protocol):
@@ -49,6 +53,11 @@ class Command(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def sidecar(self) -> Command | None:
+        """What runs beside it."""
+        ...
+
 
 class Program(Protocol):
     """What the actor runs: makes the command for its node. Must be possible to pickle."""
@@ -57,16 +66,18 @@ class Program(Protocol):
         """Raises ConfigError when this node cannot run it."""
         ...
 
-    def command(self, host: str, port: int, directory: Path) -> Command: ...
+    def command(self, host: str, port: int, sidecar_port: int, directory: Path) -> Command: ...
 
 
 @dataclass(frozen=True)
 class Started:
-    """The answer to `start`. `trouble` says why this node cannot run the server; then there is no `url`."""
+    """The answer to `start`. `trouble` says why this node cannot run the server; then there is no `url`. Only a server
+    with a sidecar has a `sidecar_url`."""
 
     url: str | None
     incarnation: str
     trouble: str = ""
+    sidecar_url: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +99,13 @@ class ServerHost:
         self._program = program
         self._fixed_port = port
         self._port: int | None = port
+        self._sidecar_port: int | None = None
         self._starts = 0
         self._child: subprocess.Popen[bytes] | None = None
+        self._sidecar_command: Command | None = None
+        self._sidecar: subprocess.Popen[bytes] | None = None
+        self._sidecar_due = 0.0
+        """When a sidecar that has ended may be started again."""
         self._directory, self._lock = _private_directory()
         self._log = self._directory / f"{name}.log"
         self._log.touch(0o600)
@@ -111,28 +127,57 @@ class ServerHost:
         _, host = self.node()
         try:
             self._program.check()
-            command = self._program.command(host, self._free_port(host), self._directory)
+            self._port = self._free_port(host, self._port, self._fixed_port)
+            self._sidecar_port = self._free_port(host, self._sidecar_port, None, taken=self._port)
+            command = self._program.command(host, self._port, self._sidecar_port, self._directory)
+            self._child = self._run(command)
         except (ConfigError, OSError) as error:
             return Started(None, "", f"on node {host}: {error}")
+        self._sidecar_command = command.sidecar
+        self._see_to_sidecar()
+        sidecar_url = None if command.sidecar is None else command.sidecar.url
+        incarnation = f"{host}, start {self._starts}, process {self._child.pid}"
+        return Started(command.url, incarnation, sidecar_url=sidecar_url)
+
+    def _run(self, command: Command) -> subprocess.Popen[bytes]:
+        """Raises OSError."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        with self._log.open("ab", buffering=0) as log:
+            return subprocess.Popen(
+                dies_with_parent(command.argv),
+                env=env | dict(command.env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _see_to_sidecar(self) -> None:
+        """Start the sidecar if it does not run. It takes a second to start, so not more often."""
+        if self._sidecar_command is None or (self._sidecar is not None and self._sidecar.poll() is None):
+            return
+        if time.monotonic() < self._sidecar_due:
+            return
+        self._sidecar_due = time.monotonic() + SIDECAR_AGAIN_S
         try:
-            with self._log.open("ab", buffering=0) as log:
-                self._child = subprocess.Popen(
-                    dies_with_parent(command.argv),
-                    env=env | dict(command.env),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
+            self._sidecar = self._run(self._sidecar_command)
         except OSError as error:
-            return Started(None, "", f"on node {host}: {error}")
-        return Started(command.url, f"{host}, start {self._starts}, process {self._child.pid}")
+            with self._log.open("a") as log:
+                log.write(f"the sidecar cannot be started: {error}\n")
+
+    def _end_sidecar(self) -> None:
+        sidecar, self._sidecar, self._sidecar_command = self._sidecar, None, None
+        if sidecar is not None:
+            _kill_group(sidecar.pid)
+            sidecar.wait()
+            _wait_for_group(sidecar.pid)
 
     def look(self, offset: int) -> Look:
         """How the server does. After its end, the rest of its log comes before its exit code."""
         self._asked_at = time.monotonic()
         code = self._reaped()
+        if code is None:
+            self._see_to_sidecar()
         with self._log.open("rb") as log:
             log.seek(offset)
             text = log.read(LOG_BYTES)
@@ -165,6 +210,7 @@ class ServerHost:
             _kill_group(self._child.pid)
             self._child.wait()
             _wait_for_group(self._child.pid)
+        self._end_sidecar()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _reaped(self) -> int | None:
@@ -173,29 +219,31 @@ class ServerHost:
             return None
         _kill_group(self._child.pid)
         _wait_for_group(self._child.pid)
+        self._end_sidecar()
         return code
 
-    def _free_port(self, host: str) -> int:
-        """The port of the start before if it is free, else another one. Raises OSError if the configured one is not."""
-        if self._port is not None:
+    def _free_port(self, host: str, before: int | None, fixed: int | None, taken: int | None = None) -> int:
+        """The port of the start before if it is free, else another one than `taken`. Raises OSError if the `fixed` one
+        is not free."""
+        if before not in (None, taken):
             try:
-                return _bound(host, self._port)
+                return _bound(host, before)
             except OSError:
-                if self._fixed_port is not None:
+                if fixed is not None:
                     raise
         for number in range(PORTS):
-            try:
-                self._port = _bound(host, FIRST_PORT + (os.getpid() * 7 + number) % PORTS)
-            except OSError:
-                continue
-            return self._port
+            port = FIRST_PORT + (os.getpid() * 7 + number) % PORTS
+            if port != taken:
+                with suppress(OSError):
+                    return _bound(host, port)
         raise OSError("no port is free")
 
     def _end_if_unasked(self) -> None:
         while time.monotonic() - self._asked_at < UNASKED_S:
             time.sleep(1.0)
-        if self._child is not None:
-            _kill_group(self._child.pid)
+        for process in (self._child, self._sidecar):
+            if process is not None:
+                _kill_group(process.pid)
         os._exit(1)
 
 

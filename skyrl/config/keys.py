@@ -35,6 +35,21 @@ class LossesConfig(Strict):
     stable_reinforce: Literal["refuse", "cispo"] = "refuse"
 
 
+def ray_cluster(address: str) -> str:
+    """`auto`, `local` or HOST:PORT, as it is. Raises ValueError for anything else."""
+    if address in ("auto", "local"):
+        return address
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"{address!r} is the address of a Ray client server; give HOST:PORT of the cluster's head (by default "
+            "port 6379), and start this server on a node of the cluster"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= LAST_PORT:
+        raise ValueError(f"{address!r} is not auto, local or HOST:PORT")
+    return address
+
+
 class ServerKeys(BaseSettings):
     """All keys of `skyrl serve`, each checked for itself. Times are in seconds, sizes in bytes."""
 
@@ -178,17 +193,7 @@ class ServerKeys(BaseSettings):
     @field_validator("ray_address")
     @classmethod
     def _known_cluster(cls, value: str | None) -> str | None:
-        if value is None or value in ("auto", "local"):
-            return value
-        if value.startswith("ray://"):
-            raise ValueError(
-                f"{value!r} is the address of a Ray client server; give HOST:PORT of the cluster's head (by default "
-                "port 6379), and start this server on a node of the cluster"
-            )
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) <= LAST_PORT:
-            raise ValueError(f"{value!r} is not auto, local or HOST:PORT")
-        return value
+        return None if value is None else ray_cluster(value)
 
     @field_validator("database_url")
     @classmethod
@@ -255,8 +260,8 @@ class ServerKeys(BaseSettings):
         return "local" if placement.ranks > 1 else None
 
     @property
-    def adapters_travel(self) -> bool:
-        """Whether adapters to sample from go to the nodes of this server's vLLMs by the checkpoint store."""
+    def weights_travel(self) -> bool:
+        """Whether weights to sample from go to the nodes of this server's vLLMs by the checkpoint store."""
         return self.ray is not None and self.modes.manages_inference
 
     @property

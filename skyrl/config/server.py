@@ -110,9 +110,9 @@ class ServerConfig(ServerKeys):
 
     @model_validator(mode="after")
     def _nodes_share_a_store(self) -> ServerConfig:
-        if self.adapters_travel and self.ray != "local" and self.checkpoint_store is None:
+        if self.weights_travel and self.ray != "local" and self.checkpoint_store is None:
             raise ValueError(
-                f"checkpoint_store: adapters travel by it to the nodes of the Ray cluster ({self.ray}), and the "
+                f"checkpoint_store: weights travel by it to the nodes of the Ray cluster ({self.ray}), and the "
                 "default is on this machine's disk: give s3://bucket/prefix, gs://..., az://..., or file:///directory "
                 "that every node sees under the same path"
             )

@@ -24,13 +24,17 @@ class WeightsReplaced(NotFound):
     """The weights of a sampling session are not loaded any more."""
 
 
+def in_training(connection: Connection) -> FullWeights | None:
+    """The newest version of the model that lives; of number 0 if it has none yet. None if no such model lives."""
+    query = select(models.c.id, models.c.sampler_version).where(models.c.status.in_(LIVING), models.c.lora_rank == 0)
+    row = connection.execute(query).first()
+    return None if row is None else FullWeights.of(row.id, row.sampler_version)
+
+
 def current(connection: Connection) -> BaseWeights | FullWeights:
     """The weights that the inference servers have, or get as soon as they can."""
-    query = select(models.c.id, models.c.sampler_version).where(
-        models.c.status.in_(LIVING), models.c.lora_rank == 0, models.c.sampler_version > 0
-    )
-    row = connection.execute(query).first()
-    return BaseWeights() if row is None else FullWeights.of(row.id, row.sampler_version)
+    newest = in_training(connection)
+    return BaseWeights() if newest is None or newest.number == 0 else newest
 
 
 def replaced_sentence(weights: WeightsRef, now: BaseWeights | FullWeights) -> str:

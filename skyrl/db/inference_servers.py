@@ -18,7 +18,8 @@ servers = InferenceServerRow.__table__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class PlacedServer:
-    """One inference server. `url` is None while it does not run; then `reason` says why, after the server's name."""
+    """One inference server. `url` is None while it does not run; then `reason` says why, after the server's name.
+    `sidecar_url` is that of the sidecar beside it, if it has one."""
 
     name: str
     kind: str
@@ -26,6 +27,7 @@ class PlacedServer:
     node: str | None = None
     incarnation: str | None = None
     reason: str = ""
+    sidecar_url: str | None = None
 
     @property
     def sentence(self) -> str:
@@ -40,7 +42,8 @@ class PlacedServer:
 
 def read_servers(connection: Connection, owner: str) -> list[PlacedServer]:
     """The servers of `owner`, in the order of their names."""
-    columns = (servers.c.name, servers.c.kind, servers.c.url, servers.c.node, servers.c.incarnation, servers.c.reason)
+    names = ("name", "kind", "url", "node", "incarnation", "reason", "sidecar_url")
+    columns = [servers.c[name] for name in names]
     rows = connection.execute(select(*columns).where(servers.c.owner == owner))
     return sorted((PlacedServer(*row) for row in rows), key=lambda server: (len(server.name), server.name))
 
@@ -57,6 +60,7 @@ def write_servers(connection: Connection, owner: str, placed: Sequence[PlacedSer
             "node": server.node,
             "incarnation": server.incarnation,
             "reason": server.reason,
+            "sidecar_url": server.sidecar_url,
             "updated_at": time.time(),
         }
         connection.execute(insert(servers), values)

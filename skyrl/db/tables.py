@@ -220,7 +220,7 @@ class EngineStateRow(SQLModel, table=True):
 class InferenceServerRow(SQLModel, table=True):
     """An inference server that the server `owner` has placed, or wants to place, on a Ray cluster. `url` is None while
     it does not run; then `reason` says why. `node` is the address of the machine, `incarnation` the name of the start
-    that runs. See `skyrl.db.inference_servers`."""
+    that runs, `sidecar_url` that of the sidecar beside it, if there is one. See `skyrl.db.inference_servers`."""
 
     __tablename__ = "inference_servers"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (PrimaryKeyConstraint("owner", "name"),)
@@ -232,6 +232,7 @@ class InferenceServerRow(SQLModel, table=True):
     incarnation: str | None = None
     reason: str = Field(default="", sa_column=Column(Text, nullable=False))
     updated_at: float
+    sidecar_url: str | None = None
 
 
 class ApiProcessRow(SQLModel, table=True):

@@ -1,4 +1,4 @@
-"""Adopting adapters at the engine's start: publish where their files are, store those that lie on this disk alone if
+"""Adopting weights at the engine's start: publish where their files are, store those that lie on this disk alone if
 nodes fetch them from the checkpoint store, and complete rows of earlier skyrl versions.
 
 A migration cannot complete these rows, because that needs the files: a key in the checkpoint store, a size, or files in
@@ -11,12 +11,14 @@ import logging
 from pathlib import Path
 
 from skyrl.config.server import ServerConfig
-from skyrl.db import adapter_versions, early_rows
+from skyrl.db import adapter_versions, early_rows, full_weights
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_state_dir
 from skyrl.storage.adapters import adapter_directory, adapter_key
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
-from skyrl.storage.directories import atomic_directory, link_files, sizes_of
+from skyrl.storage.directories import atomic_directory, fetch, link_files, sizes_of
+from skyrl.storage.full_weights import full_directory, full_key
+from skyrl.types.weights import FullWeights
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +26,38 @@ logger = logging.getLogger(__name__)
 def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
     """Complete the rows of adapters. Failures are logged, and the next start tries again. Raises only the errors of the
     database."""
-    travels = config.adapters_travel
+    travels = config.weights_travel
     database.write(lambda c: publish_state_dir(c, None if travels else str(config.state_dir)))
     _link_into_place(config.state_dir, database)
     _store_sampler_weights(config.state_dir, database, store)
     _record_sizes(config.state_dir, database)
     if travels:
         _store_unnamed(config, database, store)
+
+
+def adopt_full_weights(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
+    """Bring the current version of the full weights to where vLLM looks for it: into the checkpoint store, or, after a
+    time with Ray, onto this disk. A failure is logged. Raises only the errors of the database."""
+    weights = database.read(full_weights.current)
+    if not isinstance(weights, FullWeights):
+        return
+    directory, key = full_directory(config.state_dir, weights), full_key(weights)
+    try:
+        if config.weights_travel and directory.is_dir():
+            _store_once(store, key, directory)
+        elif not config.weights_travel and not directory.is_dir():
+            fetch(store, key, directory)
+    except (OSError, StoreError):
+        logger.exception("the weights %s could not be brought to where vLLM looks for them", weights.version)
+
+
+def _store_once(store: CheckpointStore, key: str, directory: Path) -> None:
+    """Store the files of a directory unless the key is stored. Raises OSError and StoreError."""
+    try:
+        store.files(key)
+    except NotStored:
+        with store.writing(key) as scratch:
+            link_files(directory, scratch)
 
 
 def _link_into_place(state_dir: Path, database: Database) -> None:
@@ -82,12 +109,6 @@ def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointSt
         if not directory.is_dir():
             continue
         try:
-            store.files(adapter_key(adapter))
-        except NotStored:
-            try:
-                with store.writing(adapter_key(adapter)) as scratch:
-                    link_files(directory, scratch)
-            except (OSError, StoreError):
-                logger.exception("adapter %s could not be put into the checkpoint store", adapter.name)
-        except StoreError as error:
-            logger.error("adapter %s could not be put into the checkpoint store: %s", adapter.name, error)
+            _store_once(store, adapter_key(adapter), directory)
+        except (OSError, StoreError):
+            logger.exception("adapter %s could not be put into the checkpoint store", adapter.name)

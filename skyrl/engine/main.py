@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 
 from skyrl.backends.base import Backend, ModelLimits
 from skyrl.backends.registry import create_backend
@@ -28,7 +29,7 @@ from skyrl.db.faults import DatabaseError, outage
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.db.periodic import Rounds, repeat
 from skyrl.db.retrying_database import RetryingDatabase
-from skyrl.engine.adoption import adopt_adapters
+from skyrl.engine.adoption import adopt_adapters, adopt_full_weights
 from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.measuring import measuring
@@ -43,6 +44,7 @@ from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAda
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
+from skyrl.inference.replica import Addresses
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import context_length
 from skyrl.metrics.adapters import AdapterMetrics
@@ -215,6 +217,8 @@ async def run(runtime: Runtime) -> None:
         died_at = (await unfenced.read_async(read_state)).heartbeat_at  # 0 unless an engine has died
         await asyncio.to_thread(state.training, ready=False, reason=LOADING)
         await asyncio.to_thread(adopt_adapters, config, database, store)  # before a vLLM may ask for adapters
+        if config.full_finetuning:
+            await asyncio.to_thread(adopt_full_weights, config, database, store)
         await opened.enter_async_context(measuring(runtime, unfenced, metrics))
         bell = _Bell()
         opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, bell.ring))).start()
@@ -228,7 +232,7 @@ async def run(runtime: Runtime) -> None:
             return
         shutdown.loading = True
         ranks, ranks_watch = None, None
-        if runtime.ray_address is not None:
+        if runtime.ray_address is not None and not config.full_finetuning:
             publish = partial(state.training, ready=False)
             ranks = await asyncio.to_thread(start_ranks, config, lambda why: publish(reason=why))
             ranks_watch = asyncio.create_task(watch_ranks(ranks))
@@ -268,7 +272,7 @@ def _adapter_host(config: ServerConfig, database: Database, store: CheckpointSto
     async def store_key(adapter: AdapterVersion) -> str | None:
         return await database.read_async(lambda c: store_key_of(c, adapter))
 
-    if config.adapters_travel:
+    if config.weights_travel:
         return StoredAdapters(store, store_key)
     return SharedDirectory(lambda: config.state_dir, store, store_key)
 
@@ -291,10 +295,12 @@ def _group(
 
     weights = None
     if config.full_finetuning:
-        sidecars = dict(zip(runtime.replica_urls, runtime.sidecar_urls, strict=True))
-        weights = FullWeightsOfReplicas(current_weights, sidecars, key)
+        weights = FullWeightsOfReplicas(current_weights, key)
     kind = KINDS[VLLM](config, key)
-    replicas = [kind.replica(each, host, metrics) for each in runtime.replica_urls]
+    addresses = [
+        Addresses.same(url, sidecar) for url, sidecar in zip_longest(runtime.replica_urls, runtime.sidecar_urls)
+    ]
+    replicas = [kind.replica(each, host, metrics) for each in addresses]
     proxy_url, members = (url, RouterMembers(url, key)) if config.routed else (None, None)
     return EngineGroup(
         replicas,
@@ -325,7 +331,7 @@ async def _inference(
     following = None
     if runtime.config.ray is not None:
         kind = KINDS[VLLM](runtime.config, runtime.inference_api_key or "")
-        placed = PlacedReplicas(database, runtime.server_id, group, lambda url: kind.replica(url, host, metrics))
+        placed = PlacedReplicas(database, runtime.server_id, group, lambda at: kind.replica(at, host, metrics))
         bell.on_servers = placed.ring
         following = asyncio.create_task(placed.run())
     try:

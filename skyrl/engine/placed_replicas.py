@@ -1,7 +1,7 @@
 """Keeps the engine's group of replicas equal to the vLLMs that the placer has started on the Ray cluster.
 
-A vLLM that comes up elsewhere has another URL: the replica of the old URL is removed, and a new one added. Does not
-know which replicas are ready: `EngineGroup` finds that out.
+A vLLM that comes up elsewhere has another URL, or its sidecar has: the old replica is removed, and a new one added.
+Does not know which replicas are ready: `EngineGroup` finds that out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from skyrl.db.database import Database
 from skyrl.db.inference_servers import read_servers
 from skyrl.db.periodic import Rounds
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Replica
+from skyrl.inference.replica import Addresses, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,10 @@ POLL_S = 2.0
 
 
 class PlacedReplicas:
-    """`replica_at` makes the replica of a URL."""
+    """`replica_at` makes the replica at these addresses; its id is its URL."""
 
     def __init__(
-        self, database: Database, owner: str, group: EngineGroup, replica_at: Callable[[str], Replica]
+        self, database: Database, owner: str, group: EngineGroup, replica_at: Callable[[Addresses], Replica]
     ) -> None:
         self._database = database
         self._owner = owner
@@ -56,12 +56,13 @@ class PlacedReplicas:
         placed = await self._database.read_async(lambda c: read_servers(c, self._owner))
         urls = {server.url: server for server in placed if server.url is not None}
         for replica in self._group.replicas:
-            if replica.id not in urls:
+            server = urls.get(replica.id)
+            if server is None or server.sidecar_url != replica.addresses.sidecar:
                 logger.info("vLLM at %s is gone", replica.id)
                 await self._group.remove(replica.id)
         known = {replica.id for replica in self._group.replicas}
         for url, server in urls.items():
             if url not in known:
                 logger.info("%s runs on node %s, at %s", server.name, server.node, url)
-                self._group.add(self._replica_at(url))
+                self._group.add(self._replica_at(Addresses.same(url, server.sidecar_url)))
         self._group.set_has_all()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 
 import httpx
 
@@ -20,7 +19,9 @@ from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import VersionFiles
 from skyrl.inference.vllm_client import VllmError
-from skyrl.storage.full_weights import full_directory
+from skyrl.nodes.base_model import base_directory
+from skyrl.nodes.references import BASE_MODEL, reference_to
+from skyrl.storage.full_weights import full_directory, full_key
 from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, served_version
 from skyrl.weights.adapters import AdapterFiles
 from skyrl.weights.protocol import publish
@@ -91,20 +92,13 @@ class WeightPublisher:
 
 
 def version_files(config: ServerConfig, weights: BaseWeights | FullWeights) -> VersionFiles:
-    """The files of a version, on this machine."""
+    """The files of a version: directories of this machine, or what nodes find by themselves."""
+    return VersionFiles(served_version(weights), _location(config, weights))
+
+
+def _location(config: ServerConfig, weights: BaseWeights | FullWeights) -> str:
     if isinstance(weights, FullWeights):
-        return VersionFiles(served_version(weights), full_directory(config.state_dir, weights))
-    return VersionFiles(served_version(weights), _base_directory(config.base_model_path))
-
-
-def _base_directory(path: str) -> Path:
-    """The directory of the base model's files. vLLM has brought a model of the hub into the hub's cache."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except LocalEntryNotFoundError:  # nobody has asked for the base model's weights yet but a server that has them
-        return Path(path)
+        if config.weights_travel:
+            return reference_to(full_key(weights))
+        return str(full_directory(config.state_dir, weights))
+    return BASE_MODEL if config.weights_travel else str(base_directory(config.base_model_path))

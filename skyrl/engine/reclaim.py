@@ -4,6 +4,9 @@ An adapter's files are deleted last. First the row of an adapter that nobody has
 that API processes refuse new samples from the adapter. Then the adapter is unloaded from all inference servers. Its
 directory stays for GRACE_S more: vLLM may read an evicted adapter again for a running request, and dies if the
 directory is gone. Adapters in the checkpoint store go the same way, by the keys that follow from their versions.
+
+Full weights are read once and then not needed. A version goes when a newer one of its model is committed, or its model
+has ended. Versions that were stored and never committed stay as long: their numbers must not be used again.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from skyrl.db.models import closed_among
 from skyrl.storage.adapters import adapter_at, adapter_directory, adapter_in, adapter_key
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
-from skyrl.storage.full_weights import full_weights_in
-from skyrl.types.weights import AdapterVersion, WeightsRef
+from skyrl.storage.full_weights import full_at, full_key, full_weights_in
+from skyrl.types.weights import AdapterVersion, FullWeights, WeightsRef
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,10 @@ class FileSweeper:
         self._stored: dict[AdapterVersion, float] = {}
         """The adapters that the last listing found in the checkpoint store under keys of their own, with the time when
         each was stored."""
+        self._versions: set[FullWeights] = set()
+        """Versions of the full weights that are, or may be, in the checkpoint store under keys of their own."""
+        self._newest: FullWeights | None = None
+        """The newest version at the last sweep."""
         self._expired: set[str] = set()
         """The checkpoint store's keys of expired checkpoints."""
         self._started_at = time.time()
@@ -105,10 +112,11 @@ class FileSweeper:
         self._sweep_full_weights(saving)
         self._delete_leftovers()
         self._sweep_store(saving)
+        self._sweep_stored_versions()
 
     def _sweep_full_weights(self, saving: Collection[str]) -> None:
-        """Delete versions of the full weights that are not current: nobody can sample from them. Checkpoints have files
-        of their own."""
+        """Delete versions of the full weights on this disk that are not current: nobody can sample from them.
+        Checkpoints have files of their own."""
         found = [path for model in _directories(self._config.full_weights_dir) for path in _directories(model)]
         old = [path for path in found if not is_scratch(path) and _changed_at(path) < time.time() - GRACE_S]
         if not old:
@@ -118,6 +126,26 @@ class FileSweeper:
         for path in old:
             if path.parent.name not in kept and (version := full_weights_in(path)) is not None and version != now:
                 self._remove(path)
+
+    def _sweep_stored_versions(self) -> None:
+        """Delete versions of the full weights in the checkpoint store that were replaced, or whose model has ended,
+        unless a checkpoint holds them."""
+        newest = self._database.read(full_weights.in_training)
+        if newest is not None and self._config.weights_travel:
+            last = self._newest if self._newest and self._newest.model_id == newest.model_id else newest
+            committed = range(max(1, last.number), newest.number + 1)
+            self._versions.update(FullWeights.of(newest.model_id, number) for number in committed)
+        self._newest = newest
+        ended = {v for v in self._versions if newest is None or v.model_id != newest.model_id}
+        over = ended | {v for v in self._versions - ended if newest is not None and v.number < newest.number}
+        if not over:
+            return
+        self._database.write(_replace_full_weights)
+        kept = self._database.read(store_keys)
+        for version in sorted(over, key=str):
+            if full_key(version) not in kept:
+                self._delete_stored(full_key(version))
+        self._versions -= over
 
     def _delete_adapter(self, adapter: AdapterVersion) -> None:
         directory = adapter_directory(self._config.state_dir, adapter)
@@ -138,11 +166,15 @@ class FileSweeper:
             listed = {found.key: found.stored_at for found in self._store.stored()}
             adapters = {key: adapter for key in listed if (adapter := adapter_at(key)) is not None}
             self._stored = {adapter: listed[key] for key, adapter in adapters.items()}
+            versions = {key: version for key in listed if (version := full_at(key)) is not None}
+            self._versions.update(versions.values())
             old = {key for key, stored_at in listed.items() if stored_at < now - grace_s}
-            unused |= self._without_row(old - adapters.keys(), saving)
+            unused |= self._without_row(old - adapters.keys() - versions.keys(), saving)
             self._listing_due = now + (LISTING_S if self._remote else 0.0)
         for key in sorted(unused):
-            if adapter_at(key) is None:  # an adapter may be sampled from without its checkpoint
+            if (version := full_at(key)) is not None:
+                self._versions.add(version)
+            elif adapter_at(key) is None:  # an adapter may be sampled from without its checkpoint
                 self._delete_stored(key)
 
     def _delete_stored(self, key: str) -> None:

@@ -2,7 +2,7 @@
 
 Named saves go to the checkpoint store. Weights to sample from are also written to the state directory, from which vLLM
 loads them; unnamed ones are stored only there. Weights are an adapter, or those of the whole model. With Ray, vLLM may
-run on another node: then adapters to sample from go to the checkpoint store alone, named or not, under keys that follow
+run on another node: then weights to sample from go to the checkpoint store alone, named or not, under keys that follow
 from their versions. Knows which rows a save writes. Deletes no checkpoint: the sweeper deletes files that no row refers
 to.
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from skyrl.backends.base import Backend
+from skyrl.backends.base import AdapterDtype, Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints, full_weights, usage
 from skyrl.db.checkpoints import Checkpoint
@@ -27,7 +27,7 @@ from skyrl.engine.save_limits import SaveLimits
 from skyrl.storage.adapters import adapter_directory, adapter_key
 from skyrl.storage.base import CheckpointStore, NotStored
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
-from skyrl.storage.full_weights import full_directory
+from skyrl.storage.full_weights import full_directory, full_key
 from skyrl.types.command import Command
 from skyrl.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.wire.decoding import decode_json
@@ -78,16 +78,17 @@ class Saves:
         else:
             self._check_unnamed(model, request)
         key = None
-        if not self._config.adapters_travel:
+        if not self._config.weights_travel:
             weights = self._unwritten_version(model)
             directory = self._write_version(weights)
             sizes = sizes_of(directory)
         else:
             weights = self._take_version(model)
-            key = adapter_key(weights)
+            key = _key_of(weights)
             with self._store.writing(key) as directory:
-                self._backend.save_adapter(model.id, directory, dtype=self._config.adapter_dtype)
+                self._backend.save_adapter(model.id, directory, dtype=self._dtype_of(weights))
                 sizes = sizes_of(directory)
+                self._database.confirm_claim()
         count_version = _counted(model, weights)
         if path is None:
             return self._open_session(model, request, weights, sum(sizes.values()), count_version)
@@ -103,24 +104,26 @@ class Saves:
         """The model's next version. A version of the adapter whose files are there is left out: an engine died before
         it recorded the version, which vLLM may have loaded, and the same name must not get other files. A version of
         the full weights is written anew, because the replicas get it anew."""
-        number = model.sampler_version + 1
-        if model.lora.is_full:
-            return FullWeights.of(model.id, number)
-        while adapter_directory(self._config.state_dir, AdapterVersion.of(model.id, number)).exists():
-            number += 1
-        return AdapterVersion.of(model.id, number)
+        version = _version_of(model, model.sampler_version + 1)
+        while isinstance(version, AdapterVersion) and adapter_directory(self._config.state_dir, version).exists():
+            version = _version_of(model, version.number + 1)
+        return version
 
-    def _take_version(self, model: ModelRecord) -> AdapterVersion:
-        """The model's next version, whose number is recorded before its files are written. Its key follows from the
-        number, and an engine that has lost its claim can record nothing: so it never writes to a key of its successor.
+    def _take_version(self, model: ModelRecord) -> AdapterVersion | FullWeights:
+        """The model's next version. A version that is stored already is left out: an engine died before it recorded
+        the version, vLLM has refused it, or it was saved after the backup from which the database was restored. Nodes
+        may have fetched it, and the same name must not get other files.
 
-        A version that is stored already is left out: it was saved after the backup from which the database was
-        restored. Nodes may have fetched it, and the same name must not get other files."""
+        The number of an adapter's version is recorded before its files are written. Its key follows from the number,
+        and an engine that has lost its claim can record nothing: so it never writes to a key of its successor. The
+        recorded number of the full weights says what the replicas have, so it must wait for its files."""
         number = model.sampler_version + 1
-        while self._is_stored(adapter_key(AdapterVersion.of(model.id, number))):
+        while self._is_stored(_key_of(_version_of(model, number))):
             number += 1
-        self._database.write(set_model(model.id, sampler_version=number))
-        return AdapterVersion.of(model.id, number)
+        weights = _version_of(model, number)
+        if isinstance(weights, AdapterVersion):
+            self._database.write(set_model(model.id, sampler_version=number))
+        return weights
 
     def _is_stored(self, key: str) -> bool:
         try:
@@ -132,13 +135,17 @@ class Saves:
     def _write_version(self, weights: AdapterVersion | FullWeights) -> Path:
         """Write the files of a model's next version. Returns their directory."""
         if isinstance(weights, FullWeights):
-            directory, dtype = full_directory(self._config.state_dir, weights), None
+            directory = full_directory(self._config.state_dir, weights)
             remove(directory)  # left by an engine that died between the rename and the commit
         else:
-            directory, dtype = adapter_directory(self._config.state_dir, weights), self._config.adapter_dtype
+            directory = adapter_directory(self._config.state_dir, weights)
         with atomic_directory(directory) as scratch:
-            self._backend.save_adapter(weights.model_id, scratch, dtype=dtype)
+            self._backend.save_adapter(weights.model_id, scratch, dtype=self._dtype_of(weights))
         return directory
+
+    def _dtype_of(self, weights: AdapterVersion | FullWeights) -> AdapterDtype | None:
+        """None: the backend takes what vLLM computes in."""
+        return None if isinstance(weights, FullWeights) else self._config.adapter_dtype
 
     def _open_session(
         self,
@@ -243,6 +250,14 @@ class Saves:
         self._limits.check_disk()
         self._limits.check_stored(model.tenant)
         self._limits.check_sampling_sessions(model.tenant)
+
+
+def _version_of(model: ModelRecord, number: int) -> AdapterVersion | FullWeights:
+    return FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
+
+
+def _key_of(weights: AdapterVersion | FullWeights) -> str:
+    return full_key(weights) if isinstance(weights, FullWeights) else adapter_key(weights)
 
 
 def _new_key(command: Command, path: TinkerPath) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from skyrl.inference.vllm_client import Probe
 from skyrl.inference.vllm_command import LOGGING_CONFIG, options_named, vllm_spec
 from skyrl.inference.vllm_version import check_vllm, is_tested
 from skyrl.metrics.adapters import AdapterMetrics
-from skyrl.nodes.settings import CACHE, default_cache
+from skyrl.nodes.settings import CACHE, default_cache, node_environment
+from skyrl.nodes.sidecar import PlacedSidecar
 from skyrl.processes.log_format import vllm_logging
 from skyrl.processes.startup import Cause, cause_of_vllm
 from skyrl.storage.registry import store_url
@@ -61,7 +63,7 @@ class EngineKind(Protocol):
         """Why a server has ended with `code`; `tail` is the end of its log. None if that is unknown."""
         ...
 
-    def replica(self, url: str, host: AdapterHost, metrics: AdapterMetrics) -> Replica:
+    def replica(self, addresses: Addresses, host: AdapterHost, metrics: AdapterMetrics) -> Replica:
         """A server as the engine group uses it: warms it up, loads adapters, and tells the router of it."""
         ...
 
@@ -110,14 +112,31 @@ class Vllm:
             log_name=f"{name}.log",
             logging_config=None if spot.directory is None else spot.directory / f"{name}-logging.json",
         )
-        if self.config.ray is not None:
-            spec = replace(spec, env={CACHE: str(self._adapter_cache()), **spec.env})
+        if self.config.weights_travel:
+            spec = self._on_node(spec, name, spot.sidecar_port)
         if (file := spec.env.get(LOGGING_CONFIG)) is not None:
             Path(file).write_text(json.dumps(vllm_logging(name)))
         return spec
 
-    def _adapter_cache(self) -> Path:
-        """Where the vLLMs of this node keep adapters: as the node's operator says, or else in a directory that outlives
+    def _on_node(self, spec: ServerSpec, name: str, sidecar_port: int | None) -> ServerSpec:
+        """The server with what fetches weights from the checkpoint store: vLLM itself, or its sidecar."""
+        fetches = {**node_environment(self.config), CACHE: str(self._cache())}
+        if not self.config.full_finetuning:
+            return replace(spec, env={**fetches, **spec.env})
+        assert sidecar_port is not None
+        placed = PlacedSidecar(
+            vllm_url=spec.url,
+            host=spec.host,
+            port=sidecar_port,
+            number=int(name.rpartition("-")[2]),
+            base_model=self.config.base_model_path,
+            log_level=self.config.log_level,
+            log_format=self.config.log_format,
+        )
+        return replace(spec, sidecar=sidecar_spec(placed, fetches | placed.environment(self.key, self.key, self.key)))
+
+    def _cache(self) -> Path:
+        """Where the vLLMs of this node keep weights: as the node's operator says, or else in a directory that outlives
         a start of vLLM, whose own temporary directory does not."""
         if configured := os.environ.get(CACHE):
             return Path(configured)
@@ -133,8 +152,14 @@ class Vllm:
         prefix = f"{option}: vLLM refuses it" if option else "vLLM cannot start"
         return Cause(f"{prefix}: {cause.sentence}", cause.final)
 
-    def replica(self, url: str, host: AdapterHost, metrics: AdapterMetrics) -> Replica:
-        return Replica(url, Addresses.same(url), self.key, host, metrics=metrics)
+    def replica(self, addresses: Addresses, host: AdapterHost, metrics: AdapterMetrics) -> Replica:
+        return Replica(addresses.data, addresses, self.key, host, metrics=metrics)
+
+
+def sidecar_spec(placed: PlacedSidecar, env: Mapping[str, str]) -> ServerSpec:
+    """The sidecar as a command. `env` has its settings."""
+    argv = (sys.executable, "-m", "skyrl.nodes.sidecar")
+    return ServerSpec(argv, env, placed.host, placed.port, f"sidecar-{placed.number}.log")
 
 
 KINDS: Mapping[str, Callable[[ServerConfig, str], EngineKind]] = {VLLM: Vllm}

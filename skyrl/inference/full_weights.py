@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,26 +30,26 @@ UPDATE_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class VersionFiles:
-    """A version of the full weights. `version` is the replicas' name for it, and `directory` holds its files."""
+    """A version of the full weights. `version` is the replicas' name for it. `location` is the directory of its files
+    on the replicas' machine, or a reference by which the replicas' nodes find them."""
 
     version: str
-    directory: Path
+    location: str
 
 
 class NotPublished(Exception):
     """No replica can take the version, and at least one has said why. The replicas have the weights from before."""
 
 
-Update = WeightUpdate[str, Path]
+Update = WeightUpdate[str, str]
 
 
 class FullWeightsOfReplicas:
-    """`first` gives the version to begin with. `sidecars` are the URLs of the replicas' sidecars, by the replicas' ids.
-    `key` is the sidecars' admin key."""
+    """`first` gives the version to begin with. `key` is the admin key of the replicas' sidecars."""
 
-    def __init__(self, first: Callable[[], Awaitable[VersionFiles]], sidecars: Mapping[str, str], key: str) -> None:
+    def __init__(self, first: Callable[[], Awaitable[VersionFiles]], key: str) -> None:
         self._first = first
-        self._workers = {name: Workers([url], key, UPDATE_S) for name, url in sidecars.items()}
+        self._key = key
         self._wanted: VersionFiles | None = None
         self._given: set[str] = set()
         """Ids of the replicas to which this process has given weights."""
@@ -78,7 +77,7 @@ class FullWeightsOfReplicas:
         wanted = await self.wanted()
         replica.weights = None
         may_have = replica.id in self._given or wanted.version == FIRST_VERSION
-        await self._asked(replica, self._bring(self._workers[replica.id], wanted, may_have), wanted.version)
+        await self._asked(replica, self._bring(self._workers(replica), wanted, may_have), wanted.version)
         replica.weights = wanted.version
         self._given.add(replica.id)
 
@@ -94,7 +93,7 @@ class FullWeightsOfReplicas:
                 logger.warning("the weights are loaded anew: %s", error)
             else:
                 return
-        await publish(VersionOnDisk(workers), wanted.version, [wanted.directory])
+        await publish(VersionOnDisk(workers), wanted.version, [wanted.location])
 
     async def publish(
         self,
@@ -128,13 +127,17 @@ class FullWeightsOfReplicas:
                 lose(replica, f"an update of the weights failed: {error}")
             logger.info("weights %s are on %d of %d replicas", wanted.version, len(staged) - len(failed), len(replicas))
 
+    def _workers(self, replica: Replica) -> Workers:
+        assert replica.addresses.sidecar is not None
+        return Workers([replica.addresses.sidecar], self._key, UPDATE_S)
+
     def _update_of(self, replica: Replica) -> Update:
-        return WeightUpdate(VersionOnDisk(self._workers[replica.id]))
+        return WeightUpdate(VersionOnDisk(self._workers(replica)))
 
     async def _stage(self, replica: Replica, update: Update, wanted: VersionFiles) -> None:
         async def stage() -> None:
             await update.begin(wanted.version)
-            await update.send(wanted.directory)
+            await update.send(wanted.location)
 
         await self._asked(replica, stage(), wanted.version)
 

@@ -25,13 +25,15 @@ OnExit = Callable[[int], None]
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """A server as a command. `env` is added to the environment; `log_name` is a bare file name."""
+    """A server as a command. `env` is added to the environment; `log_name` is a bare file name. `sidecar` is a process
+    that runs beside it on another machine; on this one the launcher starts sidecars."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     host: str
     port: int
     log_name: str
+    sidecar: ServerSpec | None = None
 
     @property
     def url(self) -> str:
@@ -41,12 +43,14 @@ class ServerSpec:
 @dataclass(frozen=True)
 class Spot:
     """Where one start of a server runs: it listens at `host`, an address of its machine, and at `port`. `directory` is
-    for its sockets and temporary files. `cuda`: it may use GPUs."""
+    for its sockets and temporary files. `cuda`: it may use GPUs. `sidecar_port` is for a sidecar at the same address,
+    if the server's kind has one; None: the caller starts none."""
 
     host: str
     port: int
     directory: Path | None
     cuda: bool
+    sidecar_port: int | None = None
 
 
 class Kind(Protocol):

@@ -42,15 +42,17 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Base URLs of a replica without a trailing slash. `data` takes `/v1/completions`, `admin` everything else."""
+    """Base URLs of a replica without a trailing slash. `data` takes `/v1/completions`, `sidecar` new weights if the
+    replica has a sidecar, and `admin` everything else."""
 
     data: str
     admin: str
+    sidecar: str | None = None
 
     @classmethod
-    def same(cls, url: str) -> Addresses:
-        """The addresses of a server that has one URL for both."""
-        return cls(url, url)
+    def same(cls, url: str, sidecar: str | None = None) -> Addresses:
+        """The addresses of a server that has one URL for data and admin."""
+        return cls(url, url, sidecar)
 
 
 @dataclass(frozen=True, slots=True)

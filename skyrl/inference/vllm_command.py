@@ -21,7 +21,6 @@ from typing import Any
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.placement import ServerSpec
 from skyrl.nodes.middleware import StoredAdapterLoads
-from skyrl.nodes.settings import node_environment
 from skyrl.tracing.spans import traces_url
 from skyrl.vllm_plugin.incarnation import IncarnationHeader
 from skyrl.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
@@ -124,8 +123,6 @@ def vllm_spec(
         if cuda:  # keep compiled code for the next start: torch's default is in TMPDIR
             cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
             env["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)
-    if config.ray is not None:
-        env |= node_environment(config)
     if not tested:
         del env["VLLM_SERVER_DEV_MODE"]
     if config.otlp_endpoint is not None:
@@ -154,8 +151,9 @@ def vllm_spec(
 
 def _middleware(config: ServerConfig) -> tuple[str, ...]:
     """The first middleware names each start of vLLM for the engine. The second one fetches adapters from the checkpoint
-    store, where vLLM may run on another node. An operator's own middleware comes after them."""
-    return (_INCARNATION,) if config.ray is None else (_INCARNATION, _STORED_ADAPTERS)
+    store, where vLLM may run on another node and has adapters. An operator's own middleware comes after them."""
+    fetches = config.weights_travel and not config.full_finetuning
+    return (_INCARNATION, _STORED_ADAPTERS) if fetches else (_INCARNATION,)
 
 
 def render(options: dict[str, Any]) -> list[str]:

@@ -226,7 +226,9 @@ def check(config: ServerConfig) -> Findings:
         check_gpus(config, devices)
     found = replace(found, offline=check_base_model(config))
     if config.ray is not None:
-        found = _check_ray(config, found)
+        found = _check_ray(config, config.ray, found)
+        if config.ray == "local":
+            check_shared_gpus(config, devices)
     if not config.modes.manages_inference:
         return found
     if config.ray in (None, "local"):  # else each node checks its own vLLM
@@ -247,16 +249,22 @@ def check(config: ServerConfig) -> Findings:
     return found
 
 
-def _check_ray(config: ServerConfig, found: Findings) -> Findings:
+def check_placed_vllms(config: ServerConfig, ray: str) -> Findings:
+    """The checks for vLLMs alone on the Ray cluster `ray`, as in `ray_address`. Raises ConfigError."""
+    devices = cuda_devices()
+    found = Findings(devices, cuda=bool(devices), offline=check_base_model(config))
+    found = _check_ray(config, ray, found)
+    return replace(found, vllm_tested=check_vllm(cuda=found.cuda, colocated=False)) if ray == "local" else found
+
+
+def _check_ray(config: ServerConfig, ray: str, found: Findings) -> Findings:
     """The cluster's address, and whether it has GPUs; nothing new for a cluster that is still to be started. Raises
     ConfigError when the cluster cannot be used."""
-    assert config.ray is not None
     check_installed()
-    if config.ray == "local":
-        check_shared_gpus(config, found.devices)
+    if ray == "local":
         return found
     try:
-        address = find_address(config.ray)
+        address = find_address(ray)
         facts = ask(address)
     except NoCluster as error:
         raise ConfigError(str(error)) from error

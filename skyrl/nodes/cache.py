@@ -1,9 +1,10 @@
-"""The adapters on a node: fetched from the checkpoint store once, and linked into a directory of each vLLM.
+"""The saves on a node, adapters or versions of the full weights: each is fetched from the checkpoint store once, and
+linked into a directory of each vLLM.
 
-    <root>/stored/<adapter>/              an adapter's files, as they came from the store
-    <root>/replicas/<replica>/<adapter>/  hard links to them, for one start of one vLLM
-    <root>/replicas/<replica>.lock        locked for as long as that vLLM runs
-    <root>/locks/<adapter>                locked while files of this adapter are fetched, linked or deleted
+    <root>/stored/<save>/              a save's files, as they came from the store
+    <root>/replicas/<replica>/<save>/  hard links to them, for one start of one vLLM
+    <root>/replicas/<replica>.lock     locked for as long as that vLLM, or its sidecar, runs
+    <root>/locks/<save>                locked while files of this save are fetched, linked or deleted
 
 vLLM reads an evicted adapter's files again, and dies if they are gone. So each vLLM reads its own links: whatever is
 deleted in the store, in `stored` or for another vLLM, its files stay. All methods block; they may be called from
@@ -18,10 +19,9 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from skyrl.storage.adapters import ADAPTER_FILES
 from skyrl.storage.base import CheckpointStore, NotStored
 from skyrl.storage.directories import fetch, is_scratch, link_files, remove, scratch_in, sizes_of
 
@@ -32,15 +32,23 @@ SCRATCH = "scratch"
 DOWNLOAD_S = 3600.0
 """An incomplete directory that is older belongs to a vLLM that has died."""
 KEEP_S = 900.0
-"""How long an adapter stays that no vLLM has loaded: one that is started again loads its adapters again."""
+"""How long a save stays that no vLLM has loaded: one that is started again loads what it had again."""
 
 
 class NodeCache:
-    """One start of one vLLM as a user of the root. `max_bytes` bounds `stored`; only the adapters that running vLLMs
-    have loaded may take more."""
+    """One start of one vLLM as a user of the root. `max_bytes` bounds `stored`; only what running vLLMs have loaded may
+    take more. `is_whole` tells from the names of a save's files whether they are what vLLM loads."""
 
-    def __init__(self, store: CheckpointStore, root: Path, max_bytes: int, keep_s: float = KEEP_S) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        root: Path,
+        max_bytes: int,
+        is_whole: Callable[[Collection[str]], bool],
+        keep_s: float = KEEP_S,
+    ) -> None:
         self._store = store
+        self._is_whole = is_whole
         self._root = root
         self._max_bytes = max_bytes
         self._keep_s = keep_s
@@ -83,7 +91,7 @@ class NodeCache:
     def fetch(self, key: str) -> Path:
         """This vLLM's directory with the files of a key, which come from the store if the node does not have them.
 
-        Raises NotStored if the store has no adapter under this key, StoreError, and OSError (a full disk)."""
+        Raises NotStored if the store has nothing to load under this key, StoreError, and OSError (a full disk)."""
         name = _name_of(key)
         with self._locked(name):
             if (directory := self._linked(name)) is not None:
@@ -104,8 +112,8 @@ class NodeCache:
 
     def _fetched(self, key: str, name: str) -> Path:
         sizes = self._store.files(key)
-        if sizes.keys() != ADAPTER_FILES:
-            raise NotStored(f"{key} holds no adapter")
+        if not self._is_whole(sizes.keys()):
+            raise NotStored(f"{key} holds other files than vLLM loads")
         self._remove_unused(sum(sizes.values()))
         fetch(self._store, key, self._stored / name)
         directory = self._linked(name)
@@ -129,8 +137,8 @@ class NodeCache:
         return any((replica / name).is_dir() for replica in _directories(self._replicas))
 
     def _remove_unused(self, wanted_bytes: int = 0) -> None:
-        """Delete adapters that no vLLM has loaded: those that were not used for `keep_s`, and as many others as there
-        are too many bytes, the least recently used first."""
+        """Delete saves that no vLLM has loaded: those that were not used for `keep_s`, and as many others as there are
+        too many bytes, the least recently used first."""
         complete = [path for path in _directories(self._stored) if not is_scratch(path)]
         found = sorted((path.stat().st_mtime, path) for path in complete)
         sizes = {path: sum(sizes_of(path).values()) for _, path in found}
@@ -148,16 +156,20 @@ class NodeCache:
         (self._locks / name).unlink(missing_ok=True)
 
     def _remove_ended(self) -> None:
-        """Delete the directories of vLLMs that have ended: nobody holds their locks."""
+        """Delete the directories of vLLMs that have ended: nobody holds their locks. What they had loaded counts as
+        just used, for their next starts."""
         for file in self._replicas.glob("*.lock"):
             if file.stem != self._own.name and (lock := _lock_file(file, wait=False)) is not None:
+                for path in _directories(file.with_suffix("")):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.utime(self._stored / path.name)
                 remove(file.with_suffix(""))
                 file.unlink()
                 os.close(lock)
 
     @contextlib.contextmanager
     def _locked(self, name: str, *, wait: bool = True) -> Iterator[bool]:
-        """Whether this block alone changes the files of an adapter. Without `wait`, False if another one does."""
+        """Whether this block alone changes the files of a save. Without `wait`, False if another one does."""
         lock = _lock_file(self._locks / name, wait=wait)
         try:
             yield lock is not None

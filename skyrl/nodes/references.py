@@ -1,7 +1,7 @@
-"""References to adapters in the checkpoint store, and the answers of a node that cannot bring one.
+"""References to saves in the checkpoint store, and the answers of a node that cannot bring one.
 
-A reference takes the place of a directory in requests to load an adapter: `skyrl-store:<store key>`. Knows which keys
-may be fetched, and reads no store.
+A reference takes the place of a directory in requests to load an adapter or a version of the full weights:
+`skyrl-store:<store key>`. Knows which keys may be fetched, and reads no store.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from skyrl.types.weights import STORE_SCHEME
 NOT_STORED, STORE_AWAY = "AdapterNotStored", "AdapterStoreAway"
 """The types of errors in answers. Not stored: the store has no such adapter. Away: the store cannot be read now, or the
 node's disk is full; the load may be tried again."""
+
+BASE_MODEL = "skyrl-base-model"
+"""In place of a directory: the base model's, which each node has at a place of its own."""
 
 _PART = r"[A-Za-z0-9_=~-][A-Za-z0-9_.=~-]*"
 _KEY = re.compile(rf"{_PART}/{_PART}")

@@ -1,4 +1,4 @@
-"""The environment variables of a node: where its adapters come from, and where it keeps them.
+"""The environment variables of a node: where its adapters and full weights come from, and where it keeps them.
 
 The server that trains sets the store. Whoever starts vLLM on a node sets the cache's directory there. Credentials of
 the store come from the node's own environment, unless the server's options hold them.
@@ -25,8 +25,8 @@ DEFAULT_CACHE_BYTES = 20 * 2**30
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """`cache` is the node's directory for adapters, shared by the vLLMs of one server on the node. Adapters that no
-    vLLM has loaded take at most `cache_bytes` with the loaded ones. `api_key` is vLLM's own."""
+    """`cache` is the node's directory for weights, shared by the vLLMs of one server on the node. Weights that no vLLM
+    has loaded take at most `cache_bytes` with the loaded ones. `api_key` is vLLM's own."""
 
     store: str
     cache: Path
@@ -40,7 +40,7 @@ class NodeSettings:
         values = os.environ if environment is None else environment
         for name in (STORE, API_KEY):
             if not values.get(name):
-                raise ValueError(f"{name} is not set: adapters cannot be fetched from the checkpoint store")
+                raise ValueError(f"{name} is not set: nothing can be fetched from the checkpoint store")
         return cls(
             store=values[STORE],
             cache=Path(values.get(CACHE) or default_cache(values[STORE])),
@@ -51,7 +51,7 @@ class NodeSettings:
 
 
 def default_cache(store: str) -> Path:
-    """The node's directory for adapters of this store, if nobody configures one: another store may have other files
+    """The node's directory for weights of this store, if nobody configures one: another store may have other files
     under the same keys."""
     name = hashlib.sha256(store.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"skyrl-adapters-{os.getuid()}-{name}"

@@ -40,7 +40,15 @@ class ServersPublisher:
             try:
                 await self._write(
                     [
-                        PlacedServer(server.name, VLLM, server.url, server.node, server.incarnation, server.reason)
+                        PlacedServer(
+                            server.name,
+                            VLLM,
+                            server.url,
+                            server.node,
+                            server.incarnation,
+                            server.reason,
+                            server.sidecar_url,
+                        )
                         for server in self.servers
                     ]
                 )

@@ -42,8 +42,8 @@ class KindProgram:
     def check(self) -> None:
         self.kind.check(cuda=self.cuda)
 
-    def command(self, host: str, port: int, directory: Path) -> ServerSpec:
-        return self.kind.spec(self.name, Spot(host, port, directory, self.cuda))
+    def command(self, host: str, port: int, sidecar_port: int, directory: Path) -> ServerSpec:
+        return self.kind.spec(self.name, Spot(host, port, directory, self.cuda, sidecar_port))
 
 
 class RayPlacement:

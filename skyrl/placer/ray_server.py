@@ -79,7 +79,7 @@ class Spots(Protocol):
 
 
 class RayServer:
-    """A ServerHandle. `on_change` is called after each change of `url`, `node`, `incarnation` or `reason`."""
+    """A ServerHandle. `on_change` is called after each change of its attributes."""
 
     def __init__(
         self,
@@ -92,6 +92,8 @@ class RayServer:
     ) -> None:
         self.name = name
         self.url: str | None = None
+        self.sidecar_url: str | None = None
+        """Of the sidecar that runs beside the server, if its kind has one."""
         self.node: str | None = None
         self.incarnation: str | None = None
         self.reason = "is about to be placed"
@@ -180,6 +182,7 @@ class RayServer:
                 f"===== {self.name}: start {self._starts} on {self.node}, {time.strftime('%Y-%m-%d %H:%M:%S')} ====="
             )
             await asyncio.to_thread(self._append, divider.encode() + b"\n")
+            self.sidecar_url = started.sidecar_url
             self._set(url=started.url, incarnation=f"start {self._starts}, {started.incarnation}")
             code = await self._until_ended(self._host)
             if code is None:
@@ -262,7 +265,7 @@ class RayServer:
     def _set(self, *, url: str | None, incarnation: str | None = None, reason: str = "") -> None:
         before = (self.url, self.reason)
         if url is None:
-            self.incarnation = None
+            self.incarnation = self.sidecar_url = None
         elif incarnation is not None:
             self.incarnation = incarnation
         self.url, self.reason = url, reason

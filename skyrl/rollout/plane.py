@@ -1,4 +1,5 @@
-"""`skyrl rollout`: starts vLLMs, a sidecar for each, and the router in front of the sidecars, and stops them all.
+"""`skyrl rollout`: starts vLLMs, a sidecar for each, and the router in front of the sidecars, and stops them all. With
+a Ray cluster the placer starts vLLMs and sidecars there.
 
 Knows which processes an inference plane has. The command line of vLLM is `skyrl.inference`'s; what the processes do is
 theirs. Imports neither torch nor vLLM.
@@ -12,27 +13,30 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from skyrl.cluster import head
 from skyrl.config.server import ServerConfig
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import Supervised
-from skyrl.launcher.inference_parts import InferenceParts, distinct_ports
-from skyrl.launcher.own_parts import log_part, metrics_part
+from skyrl.launcher.inference_parts import InferenceParts, distinct_ports, in_url
+from skyrl.launcher.own_parts import PLACER, RAY, log_part, metrics_part
 from skyrl.launcher.parts import Part, Parts
-from skyrl.launcher.preflight import Findings, check
-from skyrl.launcher.state_dir import lock_state_dir, private_directory
+from skyrl.launcher.preflight import Findings, check, check_placed_vllms
+from skyrl.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
 from skyrl.metrics.files import FILE_VARIABLE
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.processes.listening import listen
-from skyrl.processes.startup import Cause, FirstStarts, StartupError
+from skyrl.processes.startup import TAIL_LINES, Cause, FirstStarts, StartupError, cause_of_own
 from skyrl.processes.supervision import SupervisedProcess
 from skyrl.processes.systemd import Systemd
+from skyrl.rollout.placed import PLACER_GRACE_S, RAY_GRACE_S, check_keys, placed_processes, tell_changes
 from skyrl.router.state_file import FILE_NAME
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,7 @@ WRONG_OPTION = 2
 class PlaneOptions:
     """`config` has the base model, vLLM's options and the state directory. `num_engines` may be 0: then there are only
     `engine_urls`, servers that run elsewhere and speak /generate. `router_arguments` go to `skyrl router` as they are.
+    `ray` is the Ray cluster on whose nodes the vLLMs run, as `ray_address` of a server; None: they run here.
     """
 
     config: ServerConfig
@@ -58,6 +63,12 @@ class PlaneOptions:
     num_engines: int
     router_arguments: tuple[str, ...]
     engine_urls: tuple[str, ...] = ()
+    ray: str | None = None
+
+    @property
+    def url(self) -> str:
+        """The router's, as seen from this machine."""
+        return f"http://{HOST if self.host in ('0.0.0.0', '::') else in_url(self.host)}:{self.port}"
 
 
 class Starts:
@@ -95,7 +106,7 @@ class Starts:
 
 
 class Plane:
-    """One inference plane on this machine."""
+    """One inference plane. The router runs on this machine."""
 
     def __init__(self, options: PlaneOptions, found: Findings, systemd: Systemd) -> None:
         self._options = options
@@ -111,7 +122,8 @@ class Plane:
         for listener in listen(options.host, options.port):
             listener.close()  # the port is free; the router opens it itself
         with ExitStack() as resources:
-            directory = resources.enter_context(private_directory(options.config.state_dir))
+            longest = LONGEST_TMPDIR if options.ray is None else head.LONGEST_TMPDIR
+            directory = resources.enter_context(private_directory(options.config.state_dir, longest))
             # The sidecars get other ports at each start. A router that is started again meanwhile needs the file.
             (options.config.state_dir / ROUTER / FILE_NAME).unlink(missing_ok=True)
             starts = Starts(self._logs)
@@ -130,7 +142,9 @@ class Plane:
         await self._add(metrics_part(metrics, published, config.state_dir), log_part(self._logs, config))
         urls = list(options.engine_urls)
         sidecars: tuple[str, ...] = ()
-        if options.num_engines:
+        if options.ray is not None:
+            sidecars = await self._start_placed(options.ray, directory, key, starts)
+        elif options.num_engines:
             placement = LocalPlacement(self._logs, directory)
             vllms = InferenceParts(config, self._found, key, placement, starts, metrics.restarts, has_trainer=False)
             await self._add(*vllms.parts(()))
@@ -140,23 +154,58 @@ class Plane:
                 command = ("sidecar", "--port", str(port), "--vllm-url", vllm_url, "--drain-s", str(DRAIN_S))
                 command += ("--log-format", config.log_format)
                 env = {"SKYRL_VLLM_API_KEY": key, FILE_VARIABLE: str(published / name)}
-                await self._add(self._part(name, command, (), env, starts))
+                await self._add(self._part(name, _skyrl(command), (), env, starts))
                 urls.append(f"http://{HOST}:{port}")
                 sidecars += (name,)
         workers = [argument for url in urls for argument in ("--worker", url)]
         where = ("--host", options.host, "--port", str(options.port), "--state-dir", str(config.state_dir / ROUTER))
         command = (ROUTER, *where, *workers, *options.router_arguments)
-        await self._add(self._part(ROUTER, command, sidecars, {FILE_VARIABLE: str(published / ROUTER)}, starts))
+        router_env = {FILE_VARIABLE: str(published / ROUTER)}
+        await self._add(self._part(ROUTER, _skyrl(command), sidecars, router_env, starts))
+
+    async def _start_placed(self, ray: str, directory: Path, key: str, starts: Starts) -> tuple[str, ...]:
+        """Start what places the vLLMs on a Ray cluster. Returns the parts that the router needs."""
+        made = placed_processes(self._options.config, ray, self._found, directory, self._options.url, key)
+        needs: tuple[str, ...] = ()
+        placer: list[SupervisedProcess] = []
+        if made.ray is not None:
+
+            def ended() -> None:
+                """What ran on the cluster has ended with it: the placer begins anew."""
+                if placer and placer[0].pid is not None:
+                    placer[0].kill(placer[0].pid)
+
+            await self._add(self._part(RAY, made.ray.argv, (), made.ray.env, starts, grace_s=RAY_GRACE_S, also=ended))
+            needs = (RAY,)
+        command = made.placer
+        placing = self._part(PLACER, command.argv, needs, command.env, starts, grace_s=PLACER_GRACE_S, made=placer)
+        telling = Part("placed", supervise=lambda: tell_changes(directory), duty="telling where the vLLMs run")
+        await self._add(placing, telling)
+        return (PLACER,)
 
     def _part(
-        self, name: str, command: tuple[str, ...], needs: tuple[str, ...], env: dict[str, str], starts: Starts
+        self,
+        name: str,
+        argv: tuple[str, ...],
+        needs: tuple[str, ...],
+        env: Mapping[str, str],
+        starts: Starts,
+        *,
+        grace_s: float = GRACE_S,
+        also: Callable[[], None] = lambda: None,
+        made: list[SupervisedProcess] | None = None,
     ) -> Part:
-        def ended(code: int) -> None:
-            last_line = process.log_tail(1)
-            starts.ended(name, code, Cause(last_line, final=True) if code == WRONG_OPTION else None)
+        """A process of the plane. `also` is called when it has ended by itself; the process is appended to `made`."""
 
-        argv = (sys.executable, "-m", "skyrl.cli.main", *command)
+        def ended(code: int) -> None:
+            also()
+            tail = process.log_tail(TAIL_LINES)
+            wrong = Cause(process.log_tail(1), final=True) if code == WRONG_OPTION else None
+            starts.ended(name, code, wrong or cause_of_own(code, tail))
+
         process = SupervisedProcess(name, argv, env, self._logs / f"{name}.log", on_exit=ended)
+        if made is not None:
+            made.append(process)
         starts.watch(name, process)
         running: list[asyncio.Task[None]] = []
 
@@ -167,11 +216,11 @@ class Plane:
             await asyncio.shield(running[0])
 
         async def end() -> None:
-            await process.stop(GRACE_S)
+            await process.stop(grace_s)
             await running[0]
 
         return Part(
-            name, needs, start=start, supervise=supervise, duty=f"supervising {name}", stop=end, grace_s=GRACE_S
+            name, needs, start=start, supervise=supervise, duty=f"supervising {name}", stop=end, grace_s=grace_s
         )
 
     async def _add(self, *parts: Part) -> None:
@@ -179,16 +228,14 @@ class Plane:
             await self._parts.add(part)
 
     async def _until_over(self, stop: asyncio.Event, starts: Starts) -> None:
-        host = HOST if self._options.host in ("0.0.0.0", "::") else self._options.host
-        url = f"http://{host}:{self._options.port}"
-        ready = asyncio.create_task(starts.until_ready(url))
+        ready = asyncio.create_task(starts.until_ready(self._options.url))
         stopping, ending = asyncio.create_task(stop.wait()), asyncio.create_task(self._parts.until_one_ends())
         try:
             await asyncio.wait({ready, stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 ready.result()
-                self._systemd.ready(f"ready at {url}")
-                logger.info("ready: %s (logs in %s)", url, self._logs)
+                self._systemd.ready(f"ready at {self._options.url}")
+                logger.info("ready: %s (logs in %s)", self._options.url, self._logs)
                 await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ending.done() and not stopping.done():
                 ending.result()
@@ -196,6 +243,10 @@ class Plane:
             for task in (ready, stopping, ending):
                 task.cancel()
             await asyncio.gather(ready, stopping, ending, return_exceptions=True)
+
+
+def _skyrl(command: tuple[str, ...]) -> tuple[str, ...]:
+    return sys.executable, "-m", "skyrl.cli.main", *command
 
 
 async def _main(options: PlaneOptions, found: Findings, systemd: Systemd) -> None:
@@ -210,7 +261,11 @@ def run_plane(options: PlaneOptions) -> None:
     """Run a plane in the foreground until SIGTERM, SIGINT or SIGHUP. Raises ConfigError, StartupError, ServerEnded."""
     systemd = Systemd.take_from(os.environ)
     systemd.status("starting vLLMs, their sidecars and the router")
-    found = check(options.config)
+    if options.ray is None:
+        found = check(options.config)
+    else:
+        check_keys(options.ray)
+        found = check_placed_vllms(options.config, options.ray)
     with lock_state_dir(options.config.state_dir):
         logger.info(
             "starting %d engines with %s, router on %s:%d, state in %s",

@@ -63,9 +63,17 @@ class RegistrationRoutes:
     async def _register(self, query: bytes, body: Body, *, accepted: bool) -> Reply:
         try:
             fields = await _fields(query, body)
-            worker = self._pool.add(
-                _url(fields), _completions_url(fields), worker_type=_worker_type(fields), labels=_labels(fields)
-            )
+            url, starts = _url(fields), fields.pop("starting", False)
+            if starts not in (True, False, "true", "false"):
+                raise ValueError("starting: not true or false")
+            if starts in (True, "true"):
+                if fields:
+                    raise ValueError(f"{min(fields)}: cannot be given together with starting")
+                worker = self._pool.expect(url)
+            else:
+                worker = self._pool.add(
+                    url, _completions_url(fields), worker_type=_worker_type(fields), labels=_labels(fields)
+                )
         except ValueError as wrong:
             return error(400, "BadRequestError", str(wrong))
         if not accepted:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import uvloop
 
@@ -13,15 +15,16 @@ from skyrl.sidecar.settings import SidecarSettings
 from skyrl.web.server import Server, tune_garbage_collection
 
 
-def run_sidecar(settings: SidecarSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError if the address cannot be listened on."""
-    uvloop.run(serve(settings))
+def run_sidecar(settings: SidecarSettings, around: Callable[[Any], Any] = lambda sidecar: sidecar) -> None:
+    """Serve until SIGTERM or SIGINT. `around` makes an ASGI application around the sidecar. Raises ConfigError if the
+    address cannot be listened on."""
+    uvloop.run(serve(settings, around))
 
 
-async def serve(settings: SidecarSettings) -> None:
+async def serve(settings: SidecarSettings, around: Callable[[Any], Any] = lambda sidecar: sidecar) -> None:
     sockets = listen(settings.host, settings.port)
     async with open_sidecar(settings) as sidecar:
-        server = Server(sidecar, date_header=False)
+        server = Server(around(sidecar), date_header=False)
         tune_garbage_collection()
         draining: list[asyncio.Task[None]] = []
 

@@ -24,6 +24,7 @@ from skyrl.sidecar.vllm_weights import Ranks, VllmWeights, refusal
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.5
+FIRST_WEIGHTS = "vLLM was started again, and has its first weights; update them"
 FLUSH_TRIES, FLUSH_PAUSE_S = 20, 0.05
 """vLLM frees the cache of ended requests a moment after it has answered them."""
 
@@ -56,6 +57,8 @@ class Updates:
         """Holds generation while the weights are in trouble."""
         self.weights_away = False
         """The memory of the weights is given away: nothing may read or write them."""
+        self._is_outdated = False
+        """Somebody has said that others have newer weights."""
         self._updated_start: str | None = None
         """The start of vLLM that got this sidecar's last update."""
 
@@ -69,13 +72,28 @@ class Updates:
         """What an update that has begun still lacks; None if there is none."""
         return self._unfinished
 
+    @property
+    def was_updated(self) -> bool:
+        """Whether this sidecar has updated the weights of the vLLM that runs."""
+        return self._updated_start is not None
+
+    async def outdate(self) -> None:
+        """Other vLLMs have newer weights than those that this one loads by itself: nobody may sample from it until an
+        update. Does nothing after an update. Raises SidecarError."""
+        async with self.locked():
+            if not self.was_updated:
+                self._is_outdated = True
+                await self._take_over(FIRST_WEIGHTS)
+
     async def run(self) -> None:
         """Ask vLLM whether its weights are whole, once it answers: an earlier sidecar may have failed."""
         while True:
             try:
                 async with self.locked():
                     ranks = await self._weights.call("state")
-                    await self._take_over(next((rank["broken"] for rank in ranks if rank.get("broken")), None))
+                    broken = next((rank["broken"] for rank in ranks if rank.get("broken")), None)
+                    old = FIRST_WEIGHTS if self._is_outdated and not self.was_updated else None
+                    await self._take_over(broken or old)
                 return
             except NotOffered:
                 return  # then nobody can change them
@@ -90,7 +108,7 @@ class Updates:
         async with self.locked():
             self._updated_start = None
             self._forget_staged()
-            await self._take_over("vLLM was started again, and has its first weights; update them")
+            await self._take_over(FIRST_WEIGHTS)
 
     async def from_disk(self, request: FromDisk) -> dict[str, Any]:
         """The answer. Everything is read before it: the caller may delete the directory. Raises SidecarError."""

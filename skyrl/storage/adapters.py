@@ -6,6 +6,7 @@ Both follow from the version's name. So no row holds a path, and a state directo
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from skyrl.storage.directories import id_of, safe_name
@@ -14,6 +15,11 @@ from skyrl.types.weights import AdapterVersion
 ADAPTERS = "adapters"
 ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors"})
 """The files of an adapter in PEFT's format."""
+
+
+def is_adapter(files: Collection[str]) -> bool:
+    """Whether these are the names of an adapter's files."""
+    return set(files) == ADAPTER_FILES
 
 
 def adapter_location(adapter: AdapterVersion) -> str:

@@ -11,6 +11,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 ADMIN_KEY_VARIABLE = "SKYRL_ADMIN_KEY"
+ROUTER_KEY_VARIABLE = "SKYRL_ROUTER_API_KEY"
+"""The key that clients of a router must send."""
 FORWARDING = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 """Headers of a proxy: the peer is then the proxy, and says nothing about the client."""
 

@@ -1,4 +1,5 @@
-"""A whole checkpoint that is on the servers' disk already, as a medium. Imports no torch."""
+"""A whole checkpoint that the servers find by themselves, as a medium: on their disk, or by a reference. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from skyrl.weights.workers import PauseMode, Workers
 
 
 class VersionOnDisk:
-    """The only part is the absolute path of the checkpoint, which must stay until `finish` has returned. With the pause
-    `in_place`, samples in flight keep their cache, with the other pauses they compute it again; without a pause the
-    servers refuse while samples are in flight."""
+    """The only part is the absolute path of the checkpoint, which must stay until `finish` has returned; or a reference
+    for sidecars that bring files to their node. With the pause `in_place`, samples in flight keep their cache, with the
+    other pauses they compute it again; without a pause the servers refuse while samples are in flight."""
 
     def __init__(self, workers: Workers, pause: PauseMode | None = "in_place") -> None:
         self._workers = workers
@@ -21,7 +22,7 @@ class VersionOnDisk:
     async def begin(self, version: str) -> None:
         self._version, self._body = version, None
 
-    async def send(self, part: Path) -> None:
+    async def send(self, part: Path | str) -> None:
         """The servers read and check the files while they sample. Raises WorkersFailed."""
         self._body = {
             "model_path": str(part),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, hang_up, reply
 from replicas import WELL
@@ -12,7 +11,7 @@ from replicas import WELL
 from skyrl.inference.full_weights import VersionFiles
 from skyrl.vllm_plugin.incarnation import HEADER
 
-ONE, TWO, BASE = (VersionFiles(name, Path(f"/files/{name}")) for name in ("m@1", "m@2", "default"))
+ONE, TWO, BASE = (VersionFiles(name, f"/files/{name}") for name in ("m@1", "m@2", "default"))
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
 
 
@@ -33,6 +32,8 @@ class Server:
     """Reading takes until this is set."""
     calls: list[str] = field(default_factory=list)
     warmed_with: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    """Where the versions were that it was asked to read, in order."""
 
     def __post_init__(self) -> None:
         for path in ("/health", "/is_sleeping", COMPLETIONS, "/model_info", UPDATE, PAUSE, CONTINUE):
@@ -65,6 +66,7 @@ class Server:
         assert request.json["flush_cache"] is False
         if request.json.get("stage_only"):
             self.calls.append(f"stage {version}")
+            self.paths.append(directory)
             if self.waits is not None:
                 await self.waits.wait()
             if self.refuses and self.refuses in directory:

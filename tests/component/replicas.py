@@ -44,8 +44,8 @@ class AdapterDirectories:
         return f"/adapters/{adapter.name}"
 
 
-def replica_at(url: str, *, name: str = "", timeouts: CallTimeouts = TIMEOUTS) -> Replica:
-    return Replica(name or url, Addresses.same(url), "key", AdapterDirectories(), timeouts)
+def replica_at(url: str, *, name: str = "", timeouts: CallTimeouts = TIMEOUTS, sidecar: str | None = None) -> Replica:
+    return Replica(name or url, Addresses.same(url, sidecar), "key", AdapterDirectories(), timeouts)
 
 
 def group_of(
@@ -107,8 +107,9 @@ class Server:
     def url(self) -> str:
         return self.upstream.url
 
-    def replica(self, *, unload_s: float = NEVER_S, health_s: float = NEVER_S) -> Replica:
-        return replica_at(self.url, timeouts=replace(TIMEOUTS, unload_s=unload_s, health_s=health_s))
+    def replica(self, *, unload_s: float = NEVER_S, health_s: float = NEVER_S, sidecar: str | None = None) -> Replica:
+        timeouts = replace(TIMEOUTS, unload_s=unload_s, health_s=health_s)
+        return replica_at(self.url, timeouts=timeouts, sidecar=sidecar)
 
     def hang(self) -> None:
         self.may_answer.clear()

@@ -54,7 +54,7 @@ async def group_on(harness: Harness, server: Server) -> AsyncIterator[EngineGrou
         return version_files(harness.config, harness.database.read(full_weights.current))
 
     url = server.upstream.url
-    group, published = group_of(replica_at(url), weights=FullWeightsOfReplicas(wanted, {url: url}, "key"))
+    group, published = group_of(replica_at(url, sidecar=url), weights=FullWeightsOfReplicas(wanted, "key"))
     watching = asyncio.create_task(group.run())
     await until(lambda: published == [url])
     yield group

@@ -28,9 +28,11 @@ async def group_with(
     async with AsyncExitStack() as stack:
         found = [Server(await stack.enter_async_context(fake_upstream())) for _ in range(count)]
         urls = [server.upstream.url for server in found]
-        weights = FullWeightsOfReplicas(wanted, {url: url for url in urls}, "key")
+        weights = FullWeightsOfReplicas(wanted, "key")
         group, published = group_of(
-            *map(replica_at, urls), proxy_url="http://127.0.0.1:9" if count > 1 else None, weights=weights
+            *(replica_at(url, sidecar=url) for url in urls),
+            proxy_url="http://127.0.0.1:9" if count > 1 else None,
+            weights=weights,
         )
         yield group, found, published
 

@@ -24,7 +24,7 @@ from skyrl.nodes.cache import NodeCache
 from skyrl.nodes.middleware import MAX_BODY, StoredAdapterLoads
 from skyrl.nodes.references import key_in, reference_to
 from skyrl.nodes.settings import NodeSettings, node_environment
-from skyrl.storage.adapters import adapter_at, adapter_key
+from skyrl.storage.adapters import adapter_at, adapter_key, is_adapter
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.registry import store_at
 from skyrl.types.weights import AdapterVersion
@@ -242,7 +242,7 @@ async def test_files_stay_for_the_grace_time_after_unloading(local_node: Node) -
     directory = vllm.app.loaded["a"]
     await vllm.unload()
     await vllm.health()
-    assert not vllm.middleware._releasing
+    assert not vllm.middleware._files.releasing
     assert directory.is_dir()
     assert (await vllm.load(KEY)).status_code == 200
     assert not vllm.middleware._unused_at
@@ -256,7 +256,7 @@ async def test_files_stay_while_vllm_loads_them_and_after_a_load_without_an_answ
     loading = [asyncio.create_task(vllm.load(KEY, name)) for name in ("a", "a", "b")]
     await until(lambda: len(vllm.app.seen) == 3)
     await vllm.health()
-    assert not vllm.middleware._releasing
+    assert not vllm.middleware._files.releasing
     vllm.app.go.set()
     assert sorted([(await load).status_code for load in loading]) == [200, 200, 400]
     await vllm.health()
@@ -406,7 +406,7 @@ async def test_downloads_of_dead_vllms_are_deleted(local_node: Node) -> None:
     for directory in left:
         directory.mkdir(parents=True)
         os.utime(directory, (0, 0))
-    NodeCache(local_node.store, root, 2**30).open()
+    NodeCache(local_node.store, root, 2**30, is_adapter).open()
     assert not any(directory.exists() for directory in left)
 
 
@@ -416,11 +416,11 @@ async def test_the_files_of_an_ended_vllm_wait_for_its_next_start_and_then_go(lo
     await vllm.load(KEY)
     vllm.end()
     root = local_node.settings.cache
-    NodeCache(local_node.store, root, 2**30).open()
+    NodeCache(local_node.store, root, 2**30, is_adapter).open()
     assert len(local_node.stored()) == 1
     for path in (root / "stored").iterdir():
         os.utime(path, (0, 0))
-    NodeCache(local_node.store, root, 2**30).open()
+    NodeCache(local_node.store, root, 2**30, is_adapter).open()
     assert local_node.stored() == []
 
 

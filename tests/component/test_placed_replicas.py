@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ async def following(
     """What an engine process runs of the replicas."""
     group, _ = group_of(proxy_url=router.url, members=RouterMembers(router.url, KEY), has_all=False)
     by_url = {server.url: server for server in behind}
-    replicas = PlacedReplicas(database, OWNER, group, lambda url: by_url[url].replica())
+    replicas = PlacedReplicas(database, OWNER, group, lambda at: by_url[at.data].replica(sidecar=at.sidecar))
     async with running(group), following_rows(replicas):
         yield group, replicas
 
@@ -105,6 +106,22 @@ async def test_replicas_come_go_and_move_with_the_rows(tmp_path: Path) -> None:
             assert [replica.id for replica in group.replicas] == [behind[1].url]
             write(placed(0, behind[0]), placed(1, behind[1]))
             await until(lambda: used(router) == {behind[0].url, behind[1].url})
+
+
+async def test_a_server_whose_sidecar_has_moved_is_another_replica(tmp_path: Path) -> None:
+    with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
+        migrate(database)
+        async with (
+            servers(1) as behind,
+            running_router(**ROUTER) as router,
+            following(database, router, behind) as (group, replicas),
+        ):
+            for sidecar in (None, "http://10.0.0.1:12001", "http://10.0.0.1:12002"):
+                row = replace(placed(0, behind[0]), sidecar_url=sidecar)
+                database.write(lambda c, row=row: write_servers(c, OWNER, [row]))
+                replicas.ring()
+                await until(lambda at=sidecar: [each.addresses.sidecar for each in group.replicas] == [at])
+                await until(lambda: used(router) == {behind[0].url})
 
 
 async def test_requests_at_a_server_that_has_ended_are_broken_off_at_once(tmp_path: Path) -> None:

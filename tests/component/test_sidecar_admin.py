@@ -9,8 +9,12 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 
+from skyrl.nodes.placers_route import PATH, PlacersRoute
+from skyrl.sidecar.updates import FIRST_WEIGHTS
+from skyrl.web.admin import AdminKey
 from tests.component.router_world import Exchange, until
 from tests.component.sidecar_world import FakeVllm, RunningSidecar, answers, choice, completion, sidecar_before
 
@@ -307,3 +311,26 @@ async def test_adapters_are_loaded_and_listed() -> None:
         vllm.answer["/v1/load_lora_adapter"] = load
         vllm.answer["/v1/models"] = answers({"data": [{"parent": "tiny"}]})
         assert (await sidecar.post("/load_lora_adapter", body))[0] == 502
+
+
+async def test_a_sidecar_whose_vllm_started_after_an_update_is_not_healthy_until_it_is_updated() -> None:
+    """Its placer says so, also before the sidecar has first looked at its vLLM."""
+    vllm = SleepingVllm()
+    vllm.answer["/health"] = answers({})
+    vllm.answer["/collective_rpc"] = answers({"results": [{"ok": True, "broken": None, "job": 1}]})
+    async with sidecar_before(vllm) as sidecar:
+        updates = sidecar.app.updates
+        routed = PlacersRoute(sidecar.app, updates, AdminKey(None))
+        assert (await _asked(routed, "GET"))["updated"] is False
+        assert (await _asked(routed, "POST"))["updated"] is False
+        await updates.run()
+        assert updates.trouble == FIRST_WEIGHTS
+        status, answer = await sidecar.post("/health")
+        assert (status, answer["error"]["message"]) == (503, FIRST_WEIGHTS)
+        assert (await sidecar.post("/continue_generation"))[0] == 400
+
+
+async def _asked(app: Any, method: str) -> Any:
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 9))
+    async with httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
+        return (await client.request(method, PATH)).json()

@@ -277,7 +277,7 @@ async def test_a_hanging_replica_keeps_no_stored_files_and_is_asked_to_unload_un
 
 @pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379"])
 def test_a_cluster_of_several_nodes_needs_a_checkpoint_store_that_all_of_them_see(address: str) -> None:
-    with pytest.raises(ConfigError, match="checkpoint_store: adapters travel by it.*file:///directory"):
+    with pytest.raises(ConfigError, match="checkpoint_store: weights travel by it.*file:///directory"):
         load_config({"ray_address": address})
     load_config({"ray_address": address, "checkpoint_store": "file:///shared"})
     load_config({"ray_address": "local"})

@@ -28,6 +28,7 @@ class RunningPlane:
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
         self._state_dir = state_dir
+        self.state_dir = state_dir / "state"
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -40,7 +41,7 @@ class RunningPlane:
         command = (sys.executable, "-m", "skyrl.cli.main", "rollout", "--port", str(self.port), *self._flags)
         with (self._state_dir / "rollout.log").open("ab") as log:
             self._process = subprocess.Popen(
-                dies_with_parent((*command, "--state-dir", str(self._state_dir / "state")), signal.SIGTERM),
+                dies_with_parent((*command, "--state-dir", str(self.state_dir)), signal.SIGTERM),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -28,6 +28,8 @@ HEAD = "127.0.0.2"
 STORE_BYTES = 80 * 2**20
 WITHIN_S = 120.0
 TRIES = 3
+SIDECAR = "skyrl.nodes.sidecar"
+"""The module of a placed vLLM's sidecar."""
 
 
 @dataclass
@@ -37,6 +39,8 @@ class Machine:
     address: str
     process: subprocess.Popen[bytes]
     log: Path
+    cache: Path
+    """Where the node keeps weights, apart from other nodes."""
 
     def raylet(self) -> psutil.Process:
         for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -49,7 +53,18 @@ class Machine:
         return [each for each in self.raylet().children() if each.name().startswith("ray::ServerHost")]
 
     def vllms(self) -> list[psutil.Process]:
-        return [child for actor in self.actors() for child in actor.children()]
+        return [child for child, command in self._children() if SIDECAR not in command]
+
+    def sidecars(self) -> list[psutil.Process]:
+        return [child for child, command in self._children() if SIDECAR in command]
+
+    def _children(self) -> list[tuple[psutil.Process, list[str]]]:
+        """The living children of all actors, with their commands."""
+        found = []
+        for child in [child for actor in self.actors() for child in actor.children()]:
+            with suppress(psutil.NoSuchProcess):  # it has just ended; a zombie, too
+                found.append((child, child.cmdline()))
+        return found
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the trainer's ranks."""
@@ -116,18 +131,19 @@ class Machines:
         ports = ["--min-worker-port=0", "--max-worker-port=0", "--include-log-monitor=false"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where, *ports, *options]
         hook = {"RAY_START_HOOK": "skyrl.cluster.head.without_client_server", "RAY_USAGE_STATS_ENABLED": "0"}
-        path = {"PYTHONPATH": str(ROOT)}
+        cache = self.directory / f"cache-{address}"
+        own = {"PYTHONPATH": str(ROOT), "SKYRL_NODE_CACHE": str(cache)}
         log = self.directory / f"{address}.log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 command,
-                env=os.environ | HEALTH_CHECKS | PRIORITY | hook | path,
+                env=os.environ | HEALTH_CHECKS | PRIORITY | hook | own,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
                 start_new_session=True,
             )
-        return Machine(address, process, log)
+        return Machine(address, process, log, cache)
 
 
 @contextmanager

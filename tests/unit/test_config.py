@@ -267,6 +267,10 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
             "configuration: trainer.full_finetuning: trainer and vLLM each hold all weights",
         ),
         (
+            {"ray_address": "auto", "backend_config": FULL},
+            "configuration: checkpoint_store: weights travel by it to the nodes of the Ray cluster (auto)",
+        ),
+        (
             {"inference_api_key": "k" * 16, "backend_config": FULL},
             "configuration: trainer.full_finetuning: a gateway that shares this server's vLLMs would not know",
         ),
@@ -541,7 +545,7 @@ def test_a_ray_address_that_cannot_be_used_is_refused(given: dict[str, Any], mes
 
 def test_adapters_travel_only_to_vllms_of_this_server() -> None:
     two_ranks = {"backend_config": {"trainer.placement.policy_num_cpu_ranks": 2}}
-    assert load_config(two_ranks).adapters_travel
+    assert load_config(two_ranks).weights_travel
     external = load_config({**two_ranks, "external_inference_url": "http://127.0.0.1:1"})
-    assert (external.ray, external.adapters_travel) == ("local", False)
-    assert not load_config({}).adapters_travel
+    assert (external.ray, external.weights_travel) == ("local", False)
+    assert not load_config({}).weights_travel

@@ -9,6 +9,7 @@ from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
 from skyrl.vllm_plugin import FORK_ENGINE_VARIABLE
+from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,8 @@ def test_every_configuration_key_is_known_in_any_case() -> None:
     [
         RUNTIME_ENV,
         FORK_ENGINE_VARIABLE,
+        ROUTER_KEY_VARIABLE,
+        ADMIN_KEY_VARIABLE,
         "SKYRL_TEST_DATABASE",
         "SKYRL_API_SERVICE_HOST",
         "SKYRL_API_SERVICE_PORT_HTTP",

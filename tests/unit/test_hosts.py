@@ -26,19 +26,26 @@ class Spec:
     argv: tuple[str, ...]
     env: dict[str, str]
     url: str
+    sidecar: Spec | None = None
 
 
 @dataclass(frozen=True)
 class Program:
     code: str
     refuses: str = ""
+    sidecar_code: str = ""
 
     def check(self) -> None:
         if self.refuses:
             raise ConfigError(self.refuses)
 
-    def command(self, host: str, port: int, directory: Path) -> Spec:
-        return Spec((sys.executable, "-S", "-c", self.code), {"OWN": "given"}, f"http://{host}:{port}")
+    def command(self, host: str, port: int, sidecar_port: int, directory: Path) -> Spec:
+        sidecar = Spec(_python(self.sidecar_code), {}, f"http://{host}:{sidecar_port}") if self.sidecar_code else None
+        return Spec(_python(self.code), {"OWN": "given"}, f"http://{host}:{port}", sidecar)
+
+
+def _python(code: str) -> tuple[str, ...]:
+    return sys.executable, "-S", "-c", code
 
 
 class HostAlone(ServerHost):
@@ -59,8 +66,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setenv("RAY_JOB_ID", "secret")
     made: list[HostHere] = []
 
-    def new(code: str = SLEEPS, port: int | None = None, refuses: str = "") -> HostHere:
-        made.append(HostHere("server", Program(code, refuses), port))
+    def new(code: str = SLEEPS, port: int | None = None, refuses: str = "", sidecar: str = "") -> HostHere:
+        made.append(HostHere("server", Program(code, refuses, sidecar), port))
         return made[-1]
 
     yield new
@@ -137,6 +144,55 @@ def test_a_stop_ends_all_processes_and_removes_the_directory(make: Callable[...,
     assert list(tmp_path.glob("skyrl-host-*")) == []
 
 
+SIDECAR = "import time; print('sidecar', flush=True); time.sleep(600)"
+
+
+def sidecar_of(host: ServerHost) -> psutil.Process:
+    assert host._sidecar is not None
+    return psutil.Process(host._sidecar.pid)
+
+
+def test_a_sidecar_that_ends_is_started_again_and_the_server_goes_on(
+    make: Callable[..., HostHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "SIDECAR_AGAIN_S", 0.0)
+    host = make(sidecar=SIDECAR)
+    started = host.start()
+    assert started.sidecar_url is not None
+    assert started.sidecar_url != started.url
+    looked(host, lambda look: b"sidecar\n" in look.log and b"up" in look.log)
+    server, before = host._child, sidecar_of(host)
+    before.kill()
+    looked(host, lambda look: look.log.count(b"sidecar\n") == 2)
+    assert sidecar_of(host).pid != before.pid
+    assert host._child is server
+    assert host.look(0).code is None
+
+
+def test_a_sidecar_ends_with_its_server_and_the_next_one_has_the_same_ports(make: Callable[..., HostHere]) -> None:
+    host = make(sidecar=SIDECAR)
+    started = host.start()
+    looked(host, lambda look: b"sidecar" in look.log)
+    sidecar = sidecar_of(host)
+    host.kill()
+    looked(host, lambda look: look.code is not None)
+    assert not sidecar.is_running()
+    host.look(0)
+    assert host._sidecar is None, "without its server it is not started"
+    host.ended()
+    again = host.start()
+    assert (again.url, again.sidecar_url) == (started.url, started.sidecar_url)
+
+
+def test_a_stop_ends_the_sidecar_too(make: Callable[..., HostHere]) -> None:
+    host = make(sidecar=SIDECAR)
+    host.start()
+    looked(host, lambda look: b"sidecar" in look.log)
+    sidecar = sidecar_of(host)
+    host.stop(0)
+    assert not sidecar.is_running()
+
+
 def test_directories_that_killed_actors_have_left_are_removed(
     make: Callable[..., HostHere], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,15 +211,15 @@ import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 from skyrl.cluster import hosts
 from test_hosts import SLEEPS, HostAlone, Program
 hosts.UNASKED_S = 1.0
-host = HostAlone("server", Program(SLEEPS), None)
+host = HostAlone("server", Program(SLEEPS, sidecar_code=SLEEPS), None)
 host.start()
-print(host._child.pid, flush=True)
+print(host._child.pid, host._sidecar.pid, flush=True)
 import time; time.sleep(600)
 """
     environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, cwd=root) as actor:
         assert actor.stdout is not None
-        server = psutil.Process(int(actor.stdout.readline()))
+        both = [psutil.Process(int(pid)) for pid in actor.stdout.readline().split()]
         assert actor.wait(WAIT_S) == 1
-        assert psutil.wait_procs([server], timeout=WAIT_S)[1] == []
+        assert psutil.wait_procs(both, timeout=WAIT_S)[1] == []

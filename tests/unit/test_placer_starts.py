@@ -16,7 +16,7 @@ from skyrl.inference.placement import ServerPlan
 from skyrl.launcher.parts import Parts
 from skyrl.launcher.server_parts import ServerParts
 from skyrl.metrics.restarts import RestartMetrics
-from skyrl.placer.main import Starts
+from skyrl.placer.life import Starts
 from skyrl.placer.ray_server import NOT_STARTED, RayServer
 from tests.unit.test_ray_server import FakeHost, FakeSpots
 

@@ -91,6 +91,16 @@ async def test_fields_of_a_registration_come_back(call: Caller) -> None:
     assert call.pool.workers[0].held
 
 
+async def test_a_worker_that_is_starting_waits_for_its_first_good_probe(call: Caller) -> None:
+    status, answer = await call("POST", "/workers", {"url": URL, "starting": True})
+    assert (status, answer["worker"]["routable"]) == (202, False)
+    call.pool.probe_answered(call.pool.workers[0])
+    _, answer = await call("POST", f"/workers?url={URL}&starting=true")
+    assert answer["worker"]["routable"] is True, "one that is known stays as it is"
+    status, answer = await call("POST", "/workers", {"url": URL, "starting": True, "zone": "a"})
+    assert (status, answer["error"]["message"]) == (400, "zone: cannot be given together with starting")
+
+
 async def test_fields_of_the_query_and_of_the_body_are_both_taken(call: Caller) -> None:
     await call("POST", "/workers?zone=a", {"url": URL, "rack": 2})
     assert call.pool.workers[0].labels == {"zone": "a", "rack": 2}
@@ -196,6 +206,7 @@ async def test_a_missing_url_is_refused_with_its_name(
         ("api_key", "secret"),
         ("revive", "never"),
         ("revive", []),
+        ("starting", "perhaps"),
         ("is_healthy", True),
         ("zone", "x" * MAX_LABEL_BYTES),
     ],

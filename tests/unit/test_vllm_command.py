@@ -11,8 +11,11 @@ import pytest
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference import vllm_command
-from skyrl.inference.placement import ServerSpec
+from skyrl.inference.engine_kinds import Vllm
+from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
+from skyrl.nodes.settings import NodeSettings
+from skyrl.nodes.sidecar import ADMIN_KEY, PlacedSidecar
 
 TINY = {
     "num_hidden_layers": 2,
@@ -90,11 +93,29 @@ def test_only_with_ray_vllm_fetches_adapters_from_the_checkpoint_store(model: Pa
         checkpoint_store_options={"region": "x"},
         backend_config={"generator.inference_engine.engine_init_kwargs": given},
     )
-    server = vllm_spec(config, 9123, "secret", cuda=False)
+    server = Vllm(config, "secret").spec("vllm-3", Spot("10.0.0.3", 9123, None, cuda=False, sidecar_port=9124))
     named = [server.argv[at + 1] for at, word in enumerate(server.argv) if word == "--middleware"]
     assert named[1:] == [middleware, "own.module.Own"]
     assert server.env["SKYRL_NODE_STORE"] == "s3://bucket/prefix"
     assert json.loads(server.env["SKYRL_NODE_STORE_OPTIONS"]) == {"region": "x"}
+    assert server.sidecar is None
+
+
+def test_with_ray_and_full_weights_a_sidecar_beside_vllm_fetches_them(model: Path) -> None:
+    full = {"trainer.full_finetuning": True}
+    config = config_of(model, ray_address="auto", checkpoint_store="s3://bucket/prefix", backend_config=full)
+    server = Vllm(config, "secret").spec("vllm-3", Spot("10.0.0.3", 9123, None, cuda=False, sidecar_port=9124))
+    assert not any("StoredAdapterLoads" in word for word in server.argv)
+    assert not any(name.startswith("SKYRL_NODE") for name in server.env)
+    sidecar = server.sidecar
+    assert sidecar is not None
+    assert sidecar.url == "http://10.0.0.3:9124"
+    assert not any("secret" in word for word in sidecar.argv)
+    settings = NodeSettings.from_environment(sidecar.env)
+    assert (settings.store, settings.api_key) == ("s3://bucket/prefix", "secret")
+    placed = PlacedSidecar.from_environment(sidecar.env)
+    assert (placed.vllm_url, placed.number, placed.base_model) == ("http://10.0.0.3:9123", 3, str(model))
+    assert sidecar.env[ADMIN_KEY] == "secret"
 
 
 def test_the_command_depends_only_on_its_inputs_and_servers_have_different_seeds(model: Path) -> None:

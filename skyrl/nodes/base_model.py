@@ -1,0 +1,19 @@
+"""Where this machine has the base model's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def base_directory(path: str) -> Path:
+    """The directory of a base model, which is a directory or a name of the model hub. vLLM has brought a model of the
+    hub into the hub's cache; before that, the name itself is returned."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError:  # nobody has asked for the base model's weights yet but a server that has them
+        return Path(path)

@@ -1,0 +1,191 @@
+"""The placer of `skyrl rollout`: keeps the plane's vLLMs and their sidecars running on a Ray cluster, and tells the
+plane's router of them.
+
+A vLLM that starts after the weights were changed has its first weights, wherever it starts: its sidecar is told so, and
+answers no client until an update. Two files in the plane's directory are for the next placer, if this one is killed:
+UPDATED remembers that the weights were changed, REGISTERED which sidecars the router was told of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyrl.cluster.connection import connect
+from skyrl.inference.plane_kind import PlaneVllm
+from skyrl.launcher.server_parts import ServerParts, wherever
+from skyrl.metrics.files import publishing
+from skyrl.metrics.processes import LauncherMetrics
+from skyrl.nodes.placers_route import PATH
+from skyrl.placer.life import Starts, end, run_servers, server_parts
+from skyrl.placer.ray_placement import RayPlacement
+from skyrl.placer.ray_server import RayServer
+from skyrl.processes.runtime import PLACED, Runtime, run_process, set_up_process
+from skyrl.processes.startup import CANNOT_START
+from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often a sidecar is asked whether it was updated, and the router whether it has the sidecar."""
+TIMEOUT_S = 5.0
+UPDATED, REGISTERED = "updated", "registered.json"
+
+
+class Workers:
+    """The sidecars as workers of the router at `router_url`. `key` opens both, None if they are open."""
+
+    def __init__(self, router_url: str, key: str | None, directory: Path) -> None:
+        self._router = router_url
+        self._updated = directory / UPDATED
+        self._file = directory / REGISTERED
+        self._registered: set[str] = set()
+        self._left = set(json.loads(self._file.read_text())) if self._file.exists() else set[str]()
+        """What a placer that was killed has registered: it has ended with that placer."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False)
+
+    async def remove_left(self) -> None:
+        """Remove the sidecars of a placer that was killed. Returns when the router has done it."""
+        while gone := self._left - self._registered:
+            for url in gone:
+                if await self._remove(url):
+                    self._left.discard(url)
+            self._note(self._registered)
+            await asyncio.sleep(POLL_S)
+
+    async def serve(self, server: RayServer, url: str) -> None:
+        """Have the router use the sidecar of the server at `url`, until cancelled; then the router breaks off what is
+        in flight there."""
+        sidecar = server.sidecar_url
+        assert sidecar is not None
+        try:
+            is_old = await self._begin(server, sidecar)
+            while True:
+                is_old = await self._look(sidecar, is_old=is_old)
+                await asyncio.sleep(POLL_S)
+        finally:
+            if await self._remove(sidecar):
+                self._note(self._registered - {sidecar})
+
+    async def _begin(self, server: RayServer, sidecar: str) -> bool:
+        """Return when vLLM has started, and its sidecar knows whether its weights are too old: whether they are."""
+        await self._until_answered("GET", f"{sidecar}/health")
+        is_old = self._updated.exists()
+        if is_old:
+            await self._until_answered("POST", f"{sidecar}{PATH}")
+        waits = ", with its first weights: it waits for an update" if is_old else ""
+        logger.info("%s has started at %s%s", server.name, sidecar, waits)
+        return is_old
+
+    async def _look(self, sidecar: str, *, is_old: bool) -> bool:
+        """Learn of an update, and see that the router has the sidecar. Returns whether its weights are too old now."""
+        try:
+            answer = await self._http.get(f"{sidecar}{PATH}")
+            if answer.is_success and answer.json()["updated"]:
+                self._updated.touch()
+                is_old = False
+            elif is_old:  # a sidecar that was started again has forgotten it
+                await self._http.post(f"{sidecar}{PATH}")
+            listed = await self._http.get(f"{self._router}/workers")
+            if listed.is_success and sidecar not in [worker["url"] for worker in listed.json()["workers"]]:
+                self._note(self._registered | {sidecar})
+                await self._http.post(f"{self._router}/workers", json={"url": sidecar, "starting": True})
+        except (httpx.TransportError, ValueError) as error:
+            logger.debug("%s or the router does not answer: %s", sidecar, error)
+        return is_old
+
+    async def _until_answered(self, method: str, url: str) -> None:
+        while True:
+            try:
+                if (await self._http.request(method, url)).is_success:
+                    return
+            except httpx.TransportError:
+                pass  # it is starting
+            await asyncio.sleep(POLL_S)
+
+    async def _remove(self, sidecar: str) -> bool:
+        """Whether the router was told."""
+        try:
+            params = {"url": sidecar, "ended": "true"}
+            return (await self._http.post(f"{self._router}/remove_worker", params=params)).is_success
+        except httpx.TransportError as error:  # its own probes find out, and when all stops it is gone already
+            logger.info("the router was not told that %s has ended: %s", sidecar, error)
+            return False
+
+    def _note(self, registered: set[str]) -> None:
+        self._registered = registered
+        _write(self._file, sorted(registered | self._left))
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def write_placed(file: Path, servers: Sequence[RayServer]) -> None:
+    """Tell the launcher where each server runs, or why it does not."""
+    placed = {server.name: server.reason or f"runs on node {server.node}" for server in servers}
+    _write(file, placed)
+
+
+def _write(file: Path, value: Any) -> None:
+    scratch = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    try:
+        scratch.write_text(json.dumps(value))
+        scratch.replace(file)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", file, error)
+
+
+async def run(runtime: Runtime) -> None:
+    """Place the vLLMs until SIGTERM or SIGINT. Ends the process when no vLLM can start, or when the cluster is away."""
+    assert runtime.ray_address is not None
+    assert runtime.inference_url is not None
+    client_key, admin_key = os.environ.get(ROUTER_KEY_VARIABLE) or None, os.environ.get(ADMIN_KEY_VARIABLE) or None
+    metrics, starts = LauncherMetrics.new(), Starts()
+    placement = RayPlacement(
+        runtime.config.state_dir / "logs", lambda: write_placed(runtime.directory / PLACED, placement.servers)
+    )
+    workers = Workers(runtime.inference_url, admin_key or client_key, runtime.directory)
+    kind = PlaneVllm(runtime.config, runtime.inference_api_key or "", client_key=client_key, admin_key=admin_key)
+    try:
+        async with publishing(metrics.registry, "placer", runtime.metrics_directory):
+            starts.servers = server_parts(runtime, kind, placement, starts, metrics)
+            serving = [partial(_serve, workers, parts) for parts in starts.servers]
+            hopeless = await run_servers(runtime.ray_address, starts, (metrics.lag.run, workers.remove_left, *serving))
+    finally:
+        await workers.close()
+    if hopeless is not None:
+        end(CANNOT_START, hopeless.sentence)
+
+
+async def _serve(workers: Workers, parts: ServerParts) -> None:
+    server = parts.server
+    assert isinstance(server, RayServer)
+    await wherever(server, partial(workers.serve, server))
+
+
+def _main(runtime: Runtime) -> None:
+    assert runtime.ray_address is not None
+    connect(runtime.ray_address, namespace=f"skyrl-{runtime.server_id}", patience_s=runtime.ray_patience_s)
+    asyncio.run(run(runtime))
+    logging.shutdown()
+    os._exit(0)  # the connection to Ray ends with the process; ray.shutdown would wait for the head
+
+
+def main() -> None:
+    runtime = Runtime.from_environment()
+    set_up_process(runtime.config.log_level, runtime.config.log_format, "placer")
+    run_process("the placer", lambda: _main(runtime), lambda _: None)
+
+
+if __name__ == "__main__":
+    main()

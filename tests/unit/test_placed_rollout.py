@@ -1,0 +1,85 @@
+"""`skyrl rollout --ray-address`: what is refused before anything starts, and the commands of its engines on nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from skyrl.cli.main import app
+from skyrl.config.loading import load_config
+from skyrl.inference import plane_kind
+from skyrl.inference.placement import Spot
+from skyrl.inference.plane_kind import PlaneVllm, interface_of
+from skyrl.launcher.preflight import Findings
+from skyrl.nodes.settings import STORE
+from skyrl.nodes.sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
+from skyrl.processes.runtime import RUNTIME_ENV
+from skyrl.rollout.placed import placed_processes
+from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets them: they are gone after the test, too."""
+    for name in (ROUTER_KEY_VARIABLE, ADMIN_KEY_VARIABLE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (("--ray-address", "ray://head:10001"), 2, "is the address of a Ray client server"),
+        (("--ray-address", "head"), 2, "is not auto, local or HOST:PORT"),
+        (("--ray-address", "auto", "--num-engines", "0", "--engine-url", "http://a"), 2, "no engines to place"),
+        (("--ray-address", "10.0.0.1:6379"), 2, f"set {ROUTER_KEY_VARIABLE} and {ADMIN_KEY_VARIABLE}"),
+        (("--ray-address", "auto", "--admin-api-key", "k"), 2, f"without a key: set {ROUTER_KEY_VARIABLE}\n"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_before_anything_starts(
+    tmp_path: Path, flags: tuple[str, ...], code: int, message: str
+) -> None:
+    ran = CliRunner().invoke(app, ["rollout", "--state-dir", str(tmp_path), *flags], env={"COLUMNS": "300"})
+    assert ran.exit_code == code
+    assert message in ran.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_on_a_node_has_a_sidecar_with_both_keys_and_joins_groups_over_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plane_kind, "interface_of", {"10.0.0.3": "eth1"}.get)
+    kind = PlaneVllm(load_config({}), "of-vllm", client_key="of-clients", admin_key="of-trainers")
+    spec = kind.spec("vllm-2", Spot("10.0.0.3", 9123, None, cuda=False, sidecar_port=9124))
+    assert (spec.env["GLOO_SOCKET_IFNAME"], spec.env["NCCL_SOCKET_IFNAME"]) == ("eth1", "eth1")
+    sidecar = spec.sidecar
+    assert sidecar is not None
+    placed = PlacedSidecar.from_environment(sidecar.env)
+    assert (placed.vllm_url, placed.host, placed.port) == ("http://10.0.0.3:9123", "10.0.0.3", 9124)
+    assert (sidecar.env[CLIENT_KEY], sidecar.env[ADMIN_KEY]) == ("of-clients", "of-trainers")
+    assert STORE not in sidecar.env
+    on_loopback = kind.spec("vllm-2", Spot("127.0.0.2", 9123, None, cuda=False, sidecar_port=9124))
+    assert on_loopback.env["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") is None
+    assert interface_of("192.0.2.1") is None, "a documentation address is nobody's"
+    assert interface_of("a name") is None
+
+
+def test_the_placer_gets_the_router_and_the_cluster_and_no_key_on_its_command_line(tmp_path: Path) -> None:
+    config = load_config({"state_dir": str(tmp_path)})
+    there = placed_processes(
+        config, "auto", Findings([], ray_address="10.0.0.1:6379"), tmp_path, "http://r:1", "secret"
+    )
+    assert there.ray is None
+    runtime = json.loads(Path(there.placer.env[RUNTIME_ENV]).read_text())
+    assert (runtime["inference_url"], runtime["ray_address"]) == ("http://r:1", "10.0.0.1:6379")
+    assert not any("secret" in word for word in there.placer.argv)
+    here = placed_processes(config, "local", Findings([]), tmp_path, "http://r:1", "secret")
+    assert here.ray is not None
+    assert here.placer.env["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "ray-token")
