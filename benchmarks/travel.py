@@ -31,6 +31,7 @@ from benchmarks.machine import facts
 from skyrl.demo.server import DemoServer
 from skyrl.inference.placement import free_port
 from skyrl.nodes.cache import NodeCache
+from skyrl.storage.adapters import is_adapter
 from skyrl.storage.local import LocalStore
 
 KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
@@ -117,7 +118,7 @@ def large_adapter() -> dict[str, float]:
         for way, root in (("linked_ms", here), ("copied_ms", elsewhere)):
             times: list[float] = []
             for number in range(3):
-                cache = NodeCache(store, Path(root) / f"node-{number}", 2**40)
+                cache = NodeCache(store, Path(root) / f"node-{number}", 2**40, is_adapter)
                 cache.open()
                 began = time.perf_counter()
                 cache.fetch("adapters-m/v000001")

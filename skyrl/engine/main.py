@@ -232,7 +232,7 @@ async def run(runtime: Runtime) -> None:
             return
         shutdown.loading = True
         ranks, ranks_watch = None, None
-        if runtime.ray_address is not None and not config.full_finetuning:
+        if runtime.ray_address is not None:
             publish = partial(state.training, ready=False)
             ranks = await asyncio.to_thread(start_ranks, config, lambda why: publish(reason=why))
             ranks_watch = asyncio.create_task(watch_ranks(ranks))

@@ -18,7 +18,8 @@ from skyrl.backends.base import AdapterDtype, Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints, full_weights, usage
 from skyrl.db.checkpoints import Checkpoint
-from skyrl.db.database import Change, Connection, Database
+from skyrl.db.database import Change, Connection
+from skyrl.db.fence import FencedDatabase
 from skyrl.db.models import ModelRecord, set_model
 from skyrl.db.samplers import Sampler, add_sampler, sampler_exists
 from skyrl.engine.barrier_result import BarrierResult
@@ -42,7 +43,9 @@ class Saves:
     """One method per kind of save. Raises FailedRequest or RequestError for the client's mistakes, StoreError for
     errors of the checkpoint store."""
 
-    def __init__(self, config: ServerConfig, database: Database, backend: Backend, store: CheckpointStore) -> None:
+    def __init__(
+        self, config: ServerConfig, database: FencedDatabase, backend: Backend, store: CheckpointStore
+    ) -> None:
         self._config = config
         self._database = database
         self._backend = backend

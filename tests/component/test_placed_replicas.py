@@ -173,7 +173,7 @@ async def test_no_server_counts_as_ended_before_the_rows_were_read(tmp_path: Pat
     members = Recorded()
     group, _ = group_of(proxy_url="http://router", members=members, has_all=False)
     with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
-        replicas = PlacedReplicas(database, OWNER, group, replica_at)
+        replicas = PlacedReplicas(database, OWNER, group, lambda at: replica_at(at.data))
         async with running(group), following_rows(replicas):
             await until(lambda: len(members.running) > 3)
             assert members.running == [None] * len(members.running), "the database has no tables yet"

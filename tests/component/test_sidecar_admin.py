@@ -320,7 +320,8 @@ async def test_a_sidecar_whose_vllm_started_after_an_update_is_not_healthy_until
     vllm.answer["/collective_rpc"] = answers({"results": [{"ok": True, "broken": None, "job": 1}]})
     async with sidecar_before(vllm) as sidecar:
         updates = sidecar.app.updates
-        routed = PlacersRoute(sidecar.app, updates, AdminKey(None))
+        app: Any = sidecar.app
+        routed = PlacersRoute(app, updates, AdminKey(None))
         assert (await _asked(routed, "GET"))["updated"] is False
         assert (await _asked(routed, "POST"))["updated"] is False
         await updates.run()

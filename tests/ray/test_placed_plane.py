@@ -22,27 +22,31 @@ from skyrl.weights.workers import Workers
 from tests.plane.running import RunningPlane
 from tests.plane.trainer import Reference, save_variant
 
-from .machines import Machines, machines
-from .test_placed_vllms import NODE, until
+from .conftest import BOX
+from .machines import Machine, Machines
+from .test_placed_vllms import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 
 KEY, ADMIN = "key-of-clients", "key-of-the-trainer"
 TOKENS = list(range(5, 25))
-FIRST, SECOND, THIRD = "127.0.0.3", "127.0.0.4", "127.0.0.5"
 BACKEND = '{"generator.inference_engine.resources": {"CPU": 1, "box": 1}}'
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Machines]:
-    with machines() as running:
-        running.add(3, **NODE)
-        running.add(4, **NODE)
-        yield running
+def nodes(cluster: Machines) -> list[Machine]:
+    """Two nodes, the only ones with boxes. A test may add another."""
+    for other in cluster.workers():
+        other.kill()
+    return [cluster.add(**BOX), cluster.add(**BOX)]
+
+
+def addresses(nodes: list[Machine], *numbers: int) -> set[str]:
+    return {nodes[number].address for number in numbers}
 
 
 @pytest.fixture(scope="module")
-def plane(cluster: Machines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlane]:
+def plane(cluster: Machines, nodes: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlane]:
     flags = ("--num-engines", "2", "--ray-address", cluster.address, "--backend-config", BACKEND)
     running = RunningPlane(tmp_path_factory.mktemp("plane"), *flags)
     with pytest.MonkeyPatch.context() as patched:
@@ -98,9 +102,9 @@ def expected(variant: Path) -> list[float]:
 
 
 def test_engines_on_two_nodes_answer_through_the_router_and_nobody_without_a_key(
-    plane: RunningPlane, cluster: Machines
+    plane: RunningPlane, nodes: list[Machine]
 ) -> None:
-    assert routable(plane) == {FIRST, SECOND}
+    assert routable(plane) == addresses(nodes, 0, 1)
     of_base = Reference(model_path()).logprobs(TOKENS)
     for _ in range(4):
         assert logprobs(plane) == pytest.approx(of_base, abs=1e-4)
@@ -125,40 +129,39 @@ def test_new_weights_from_a_disk_and_from_a_group_reach_engines_on_nodes(
 
 
 def test_an_engine_that_comes_up_elsewhere_waits_for_an_update(
-    plane: RunningPlane, cluster: Machines, variant: Path, expected: list[float]
+    plane: RunningPlane, cluster: Machines, nodes: list[Machine], variant: Path, expected: list[float]
 ) -> None:
-    cluster.nodes[SECOND].kill()
-    until(lambda: routable(plane) == {FIRST}, 60)
+    nodes[1].kill()
+    until(lambda: routable(plane) == addresses(nodes, 0))
     assert logprobs(plane) == pytest.approx(expected, abs=1e-4)
-    cluster.add(5, **NODE)
+    nodes.append(cluster.add(**BOX))
     until(lambda: len(plane.sidecars()) == 2)
     for _ in range(6):
         assert logprobs(plane) == pytest.approx(expected, abs=1e-4)
-    assert routable(plane) == {FIRST}, "the other one has its first weights"
+    assert routable(plane) == addresses(nodes, 0), "the other one has its first weights"
     update(plane, variant, "disk-3")
-    until(lambda: routable(plane) == {FIRST, THIRD})
+    until(lambda: routable(plane) == addresses(nodes, 0, 2))
     for _ in range(6):
         assert logprobs(plane) == pytest.approx(expected, abs=1e-4)
     assert "vllm-1 waits for" in plane.log() or "vllm-0 waits for" in plane.log()
 
 
 def test_a_killed_placer_brings_all_engines_back_and_they_wait_for_an_update(
-    plane: RunningPlane, cluster: Machines, variant: Path, expected: list[float]
+    plane: RunningPlane, nodes: list[Machine], variant: Path, expected: list[float]
 ) -> None:
     (placer,) = plane.processes("skyrl.placer.plane")
     before = set(plane.sidecars())
     placer.kill()
-    until(lambda: not routable(plane), 60)
+    until(lambda: not routable(plane))
     until(lambda: len(set(plane.sidecars())) == 2 and not before & set(plane.sidecars()))
     assert generate(plane).status_code == 503
     update(plane, variant, "disk-4")
-    until(lambda: routable(plane) == {FIRST, THIRD})
+    until(lambda: routable(plane) == addresses(nodes, 0, 2))
     assert logprobs(plane) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_stop_leaves_no_process_on_any_node(plane: RunningPlane, cluster: Machines) -> None:
-    nodes = [cluster.nodes[address] for address in (FIRST, THIRD)]
-    placed = [each for node in nodes for each in (*node.vllms(), *node.sidecars(), *node.actors())]
+def test_a_stop_leaves_no_process_on_any_node(plane: RunningPlane, nodes: list[Machine]) -> None:
+    placed = [each for node in (nodes[0], nodes[2]) for each in (*node.vllms(), *node.sidecars(), *node.actors())]
     assert len(placed) >= 6
     own = psutil.Process(plane.pid).children(recursive=True)
     assert plane.stop() == 0
