@@ -283,7 +283,7 @@ class ServerKeys(BaseSettings):
 
     @property
     def full_weights_dir(self) -> Path:
-        """Versions of the full weights in Hugging Face format, one directory each; a version never changes."""
+        """Versions of the full weights in Hugging Face format, one directory each. Committed versions never change."""
         return self.state_dir / "full-weights"
 
     @property

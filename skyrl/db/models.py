@@ -48,6 +48,7 @@ class ModelRecord(Model):
 
     status: str
     sampler_version: int
+    versions_taken: int
     next_seq: int
     created_at: float
     last_request_at: float
@@ -67,6 +68,7 @@ def _record(row: Any) -> ModelRecord:
         user_metadata=row.user_metadata,
         status=row.status,
         sampler_version=row.sampler_version,
+        versions_taken=row.versions_taken,
         next_seq=row.next_seq,
         created_at=row.created_at,
         last_request_at=row.last_request_at,

@@ -52,7 +52,8 @@ class SessionRow(SQLModel, table=True):
 class ModelRow(SQLModel, table=True):
     """One adapter in training. `status` is creating, ready, failed or closed. `next_seq` is the number of the first
     command that is not in the model's last snapshot; 0 means that there is no snapshot. `steps` counts the optimizer
-    steps that succeeded."""
+    steps that succeeded. `sampler_version` is the newest saved version. `versions_taken` is the highest number that a
+    save has taken where versions go to the checkpoint store; there a save takes its number before it writes files."""
 
     __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)
@@ -69,6 +70,7 @@ class ModelRow(SQLModel, table=True):
     train_unembed: bool
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
     sampler_version: int = 0
+    versions_taken: int = Field(default=0, sa_column=Column(Integer, nullable=False, server_default="0"))
     next_seq: int = Field(default=1, sa_column=Column(BigInteger, nullable=False))
     steps: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
     created_at: float

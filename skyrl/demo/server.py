@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from skyrl.inference.placement import free_port
+from skyrl.inference.placement import LOOPBACK, free_port
 from skyrl.processes.supervision import dies_with_parent
 
 
@@ -27,7 +28,10 @@ class DemoServer:
     def __init__(self, state_dir: Path, *flags: str, backend_config: dict[str, Any] | None = None) -> None:
         self.state_dir = state_dir
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self._kept_port = socket.socket()
+        """Keeps others from choosing the same port before `start`."""
+        self._kept_port.bind((LOOPBACK, self.port))
+        self.url = f"http://{LOOPBACK}:{self.port}"
         self.ready_s = 0.0
         self._flags = [*flags, "--backend-config", json.dumps(backend_config or {})]
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,6 +47,7 @@ class DemoServer:
     def start(self) -> None:
         """Start without waiting. The terminal's Ctrl-C does not reach the server; `stop` ends it."""
         self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._kept_port.close()
         command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(self.port)]
         with (self.state_dir / "serve.log").open("ab") as log:
             self._process = subprocess.Popen(

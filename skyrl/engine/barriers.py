@@ -15,8 +15,7 @@ import msgspec
 from skyrl.backends.base import AdamParams, Backend, PlaceTaken
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints, futures
-from skyrl.db.database import Connection
-from skyrl.db.fence import FencedDatabase
+from skyrl.db.database import Connection, Database
 from skyrl.db.models import ModelRecord, find_model, set_model
 from skyrl.engine.barrier_result import BarrierResult
 from skyrl.engine.saving import Saves
@@ -55,7 +54,7 @@ class Barriers:
     def __init__(
         self,
         config: ServerConfig,
-        database: FencedDatabase,
+        database: Database,
         backend: Backend,
         store: CheckpointStore,
         threads: EngineThreads,

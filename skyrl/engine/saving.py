@@ -18,8 +18,7 @@ from skyrl.backends.base import AdapterDtype, Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints, full_weights, usage
 from skyrl.db.checkpoints import Checkpoint
-from skyrl.db.database import Change, Connection
-from skyrl.db.fence import FencedDatabase
+from skyrl.db.database import Change, Connection, Database
 from skyrl.db.models import ModelRecord, set_model
 from skyrl.db.samplers import Sampler, add_sampler, sampler_exists
 from skyrl.engine.barrier_result import BarrierResult
@@ -43,9 +42,7 @@ class Saves:
     """One method per kind of save. Raises FailedRequest or RequestError for the client's mistakes, StoreError for
     errors of the checkpoint store."""
 
-    def __init__(
-        self, config: ServerConfig, database: FencedDatabase, backend: Backend, store: CheckpointStore
-    ) -> None:
+    def __init__(self, config: ServerConfig, database: Database, backend: Backend, store: CheckpointStore) -> None:
         self._config = config
         self._database = database
         self._backend = backend
@@ -91,7 +88,6 @@ class Saves:
             with self._store.writing(key) as directory:
                 self._backend.save_adapter(model.id, directory, dtype=self._dtype_of(weights))
                 sizes = sizes_of(directory)
-                self._database.confirm_claim()
         count_version = _counted(model, weights)
         if path is None:
             return self._open_session(model, request, weights, sum(sizes.values()), count_version)
@@ -117,16 +113,13 @@ class Saves:
         the version, vLLM has refused it, or it was saved after the backup from which the database was restored. Nodes
         may have fetched it, and the same name must not get other files.
 
-        The number of an adapter's version is recorded before its files are written. Its key follows from the number,
-        and an engine that has lost its claim can record nothing: so it never writes to a key of its successor. The
-        recorded number of the full weights says what the replicas have, so it must wait for its files."""
-        number = model.sampler_version + 1
+        That the number is taken is recorded before the files are written. Their key follows from the number, and an
+        engine that has lost its claim can record nothing: so it never writes to a key of its successor."""
+        number = max(model.sampler_version, model.versions_taken) + 1
         while self._is_stored(_key_of(_version_of(model, number))):
             number += 1
-        weights = _version_of(model, number)
-        if isinstance(weights, AdapterVersion):
-            self._database.write(set_model(model.id, sampler_version=number))
-        return weights
+        self._database.write(set_model(model.id, versions_taken=number))
+        return _version_of(model, number)
 
     def _is_stored(self, key: str) -> bool:
         try:

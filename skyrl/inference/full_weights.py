@@ -128,7 +128,8 @@ class FullWeightsOfReplicas:
             logger.info("weights %s are on %d of %d replicas", wanted.version, len(staged) - len(failed), len(replicas))
 
     def _workers(self, replica: Replica) -> Workers:
-        assert replica.addresses.sidecar is not None
+        if replica.addresses.sidecar is None:  # the row is of an earlier start without sidecars
+            raise NoAnswer(f"the sidecar of vLLM at {replica.addresses.admin} is not known yet")
         return Workers([replica.addresses.sidecar], self._key, UPDATE_S)
 
     def _update_of(self, replica: Replica) -> Update:

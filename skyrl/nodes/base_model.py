@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json"]
+"""What vLLM reads of a version of the weights."""
+
 
 def base_directory(path: str) -> Path:
     """The directory of a base model, which is a directory or a name of the model hub. vLLM has brought a model of the
@@ -14,6 +17,7 @@ def base_directory(path: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, local_files_only=True))
+        # without patterns, a folder that lacks only README.md counts as incomplete
+        return Path(snapshot_download(path, allow_patterns=PATTERNS, local_files_only=True))
     except LocalEntryNotFoundError:  # nobody has asked for the base model's weights yet but a server that has them
         return Path(path)

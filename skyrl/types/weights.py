@@ -47,8 +47,8 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True)
 class FullWeights:
-    """One version of the full weights, in place of the base model. A version never changes. `version` is its name on
-    inference servers: `<model_id>@<number>`."""
+    """One version of the full weights, in place of the base model. A committed version never changes. `version` is its
+    name on inference servers: `<model_id>@<number>`."""
 
     version: str
 

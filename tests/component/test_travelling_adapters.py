@@ -85,7 +85,7 @@ async def test_an_unnamed_save_is_stored_before_replicas_load_it_and_swept_with_
     save = await world.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     await until(lambda: bool(seen))
     assert seen == [ADAPTER_FILES]
-    assert world.harness.model_row(world.trainer.model_id).sampler_version == 1, "no other engine takes the number"
+    assert world.harness.model_row(world.trainer.model_id).versions_taken == 1, "no other engine takes the number"
     go.set()
     saved = await world.trainer.result(save)
     key = adapter_key(world.version(1))
@@ -163,7 +163,7 @@ async def test_a_version_that_a_dead_engine_has_stored_is_never_written_again(wo
 async def test_a_version_that_is_stored_but_not_recorded_is_never_written_again(world: TravellingWorld) -> None:
     """The database was restored from a backup, and the checkpoint store was not."""
     await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
-    world.harness.database.write(set_model(world.trainer.model_id, sampler_version=0))
+    world.harness.database.write(set_model(world.trainer.model_id, sampler_version=0, versions_taken=0))
     await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="second")
     assert {row.weights for row in world.harness.checkpoint_rows(world.trainer.model_id)} == {
         world.version(1),

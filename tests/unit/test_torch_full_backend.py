@@ -156,6 +156,23 @@ def test_states_in_many_files_and_steps_in_many_chunks_give_the_same_bits(
     assert_same(_saved(backend, tmp_path / "again"), whole)
 
 
+def test_loading_an_optimizer_takes_no_second_copy_of_it(tmp_path: Path) -> None:
+    backend = _backend()
+    backend.create_model("m", WHOLE)
+    ok(backend.run([train("m", sft(1, *LENGTHS))]))
+    backend.optim_step("m", STEP)
+    backend.save_state("m", tmp_path / "saved")
+    parameters = backend._parameters("m")
+    moments = parameters.exp_avg
+    ok(backend.run([train("m", sft(2, *LENGTHS))]))
+    backend.optim_step("m", STEP)
+    backend.load_state("m", tmp_path / "saved", optimizer=True)
+    assert parameters.exp_avg is moments
+    backend.save_state("m", tmp_path / "again")
+    for file in ("model.safetensors", "optimizer-00001.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
+
+
 def test_loading_without_the_optimizer_restores_weights_and_resets_the_optimizer(tmp_path: Path) -> None:
     backend = _trained()
     before = _saved(backend, tmp_path / "before")

@@ -1,1 +1,1 @@
-"""The torch backend for full fine-tuning: all parameters of one model are trained, on one device."""
+"""The torch backend for full fine-tuning: all parameters of one model are trained, on one device or on ranks."""

@@ -6,10 +6,12 @@ Knows shapes and storage. Knows nothing of the model's layers, of batches, or of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
+
+from skyrl.backends.torch_lora.state import OPTIMIZER_PARTS
 
 
 class FullParameters:
@@ -52,13 +54,13 @@ class FullParameters:
             offset += len(flat)
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A flat buffer from named tensors. Raises ValueError unless names and shapes match exactly."""
+        """A flat buffer in main memory from named tensors. Raises ValueError unless names and shapes match exactly."""
         if set(tensors) != set(self.shapes):
             raise ValueError(f"tensor names differ from the model's: {sorted(set(tensors) ^ set(self.shapes))[:4]}")
         for name, shape in self.shapes.items():
             if tuple(tensors[name].shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
-        flat = torch.empty(self.numel, device=self.device)
+        flat = torch.empty(self.numel)
         for name, view in self.views(flat).items():
             view.copy_(tensors[name])
         return flat
@@ -70,17 +72,19 @@ class FullParameters:
         else:
             self.gradient.add_(gradient)
 
+    def room_for(self, parts: Iterable[str]) -> dict[str, Tensor]:
+        """Flat buffers for these of `OPTIMIZER_PARTS`: the ones that are there, and new ones for the others."""
+        there = {part: getattr(self, part) for part in parts}
+        return {part: self.zeros() if buffer is None else buffer for part, buffer in there.items()}
+
     @torch.no_grad()
     def load(
-        self,
-        weights: Mapping[str, Tensor],
-        exp_avg: Tensor | None,
-        exp_avg_sq: Tensor | None,
-        gradient: Tensor | None,
-        step: int,
+        self, weights: Mapping[str, Tensor], parts: Mapping[str, Tensor], room: Mapping[str, Tensor], step: int
     ) -> None:
-        """Replace all numbers. The weights (names and shapes checked before) keep their memory, which the module
-        shares."""
+        """Replace all numbers; what `parts` lacks is dropped. `room` is that of `room_for(parts)`, so that nothing is
+        allocated here. The weights (names and shapes checked before) keep their memory, which the module shares."""
         for name, tensor in self.weights.items():
             tensor.copy_(weights[name])
-        self.exp_avg, self.exp_avg_sq, self.gradient, self.step = exp_avg, exp_avg_sq, gradient, step
+        for part in OPTIMIZER_PARTS:
+            setattr(self, part, room[part].copy_(parts[part]) if part in parts else None)
+        self.step = step

@@ -118,8 +118,9 @@ class FullRank(RankBase):
         return take_step(parameters, params, memory, norm)
 
     def is_finite(self, model_id: str) -> bool:
-        """Whether no weight of this rank is NaN or infinite."""
-        return are_finite(self._parameters(model_id))
+        """Whether no weight of this rank is NaN or infinite. Raises Agreed with OutOfMemory."""
+        parameters = self._parameters(model_id)
+        return on_all_or_none(lambda: are_finite(parameters), self._device)
 
     def state_facts(self, model_id: str) -> StateFacts:
         parameters = self._parameters(model_id)
@@ -128,13 +129,17 @@ class FullRank(RankBase):
 
     def read_part(self, model_id: str, part: Part, start: int, stop: int, dtype: FileDtype) -> npt.NDArray[np.uint8]:
         """The bytes of elements [start, stop) of this rank's shard, rounded to the nearest `dtype`; fewer, or none, at
-        the shard's end."""
+        the shard's end. Raises Agreed with OutOfMemory."""
         parameters = self._parameters(model_id)
-        if part == "weights":
-            chosen = _elements(parameters.weights.values(), start, stop)
-        else:
-            chosen = getattr(parameters, part)[start:stop]
-        return chosen.to("cpu", getattr(torch, dtype)).view(torch.uint8).numpy()
+
+        def read() -> npt.NDArray[np.uint8]:
+            if part == "weights":
+                chosen = _elements(parameters.weights.values(), start, stop)
+            else:
+                chosen = getattr(parameters, part)[start:stop]
+            return chosen.to("cpu", getattr(torch, dtype)).view(torch.uint8).numpy()
+
+        return on_all_or_none(read, self._device)
 
     def begin_load(self, model_id: str, parts: Sequence[str]) -> None:
         """Make room for the weights and for other `parts`, in main memory. Raises Agreed with OutOfMemory."""
@@ -152,9 +157,8 @@ class FullRank(RankBase):
         parameters = self._parameters(model_id)
         loaded, self._loaded = self._loaded, {}
         weights = loaded.pop("weights")
-        parts = on_all_or_none(lambda: {part: values.to(self._device) for part, values in loaded.items()}, self._device)
-        exp_avg, exp_avg_sq, gradient = (parts.get(part) for part in OPTIMIZER_PARTS)
-        parameters.load(parameters.views(weights), exp_avg, exp_avg_sq, gradient, step)
+        room = on_all_or_none(lambda: parameters.room_for(loaded), self._device)
+        parameters.load(parameters.views(weights), loaded, room, step)
 
     def abandon_load(self) -> None:
         self._loaded = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from skyrl.backends.base import AdapterDtype, InvalidRequest, OutOfMemory, PassResult, TrainingPass
+from skyrl.backends.base import AdapterDtype, InvalidRequest, PassResult, RankDied, TrainingPass
 from skyrl.backends.torch_full.backend import check_place, weights_not_finite
 from skyrl.backends.torch_full.sharded_state import ShardedState
 from skyrl.backends.torch_lora.group import RankGroup
@@ -64,7 +64,9 @@ class ShardedFullBackend(BackendOverRanks):
         plan = make_plan([(0, training_pass)], self._group.size, self._budget, merge=False)
         try:
             results = self._call("run", training_pass, plan)
-        except OutOfMemory as error:
+        except RankDied:
+            raise
+        except Exception as error:  # of this pass alone: those before it have added their gradients
             return error
         return outcome_of(training_pass, self._losses[training_pass.loss_fn], 0, plan, results)
 

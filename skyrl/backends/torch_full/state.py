@@ -10,11 +10,14 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -54,10 +57,8 @@ def complete_model(directory: Path, base: str, dtype: torch.dtype) -> None:
     config = directory / "config.json"
     described = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
     config.write_text(json.dumps(described, indent=2) + "\n")
-    source = base_directory(base)
-    for name in TOKENIZER_FILES:
-        if (file := source / name).is_file():
-            shutil.copyfile(file, directory / name)
+    for file in tokenizer_files(base):
+        shutil.copyfile(file, directory / file.name)
 
 
 def are_finite(parameters: FullParameters) -> bool:
@@ -65,14 +66,16 @@ def are_finite(parameters: FullParameters) -> bool:
     return all(bool(torch.isfinite(chunk).all()) for chunk, _ in parameters.chunks(CHUNK))
 
 
-def base_directory(path: str) -> Path:
-    """The local directory with the base model's files. A model of the hub is in the hub's cache, because it was loaded
-    from there. Raises OSError."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, local_files_only=True))
+@cache
+def tokenizer_files(base: str) -> tuple[Path, ...]:
+    """The files of the tokenizer of a model, as many as it has. Those of a model of the hub are fetched once, because
+    the process that saves need not have loaded them; without the hub, those that are in its cache."""
+    if Path(base).is_dir():
+        return tuple(file for name in TOKENIZER_FILES if (file := Path(base) / name).is_file())
+    with suppress(OSError):
+        snapshot_download(base, allow_patterns=[*TOKENIZER_FILES])
+    found = [try_to_load_from_cache(base, name) for name in TOKENIZER_FILES]
+    return tuple(Path(file) for file in found if isinstance(file, str))
 
 
 def save_state(model: FullModel, parameters: FullParameters, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -148,6 +151,5 @@ def load_state(model: FullModel, parameters: FullParameters, directory: Path, *,
             named = {name.removeprefix(f"{part}."): one for name, one in stored.items() if name.startswith(f"{part}.")}
             loaded[part] = parameters.pack(named)
     step = description.step if optimizer else 0
-    exp_avg, exp_avg_sq, gradient = (loaded.get(part) for part in OPTIMIZER_PARTS)
-    parameters.load(weights, exp_avg, exp_avg_sq, gradient, step)
+    parameters.load(weights, loaded, parameters.room_for(loaded), step)
     model.weights_changed(parameters)
