@@ -64,6 +64,9 @@ async def test_what_runs_beside_the_servers_and_fails_ends_the_placer() -> None:
     async def returns() -> None:
         pass
 
+    async def runs() -> None:
+        await asyncio.Event().wait()
+
     async def fails() -> None:
         await asyncio.sleep(0.01)
         raise OSError("the disk is full")
@@ -74,7 +77,7 @@ async def test_what_runs_beside_the_servers_and_fails_ends_the_placer() -> None:
         finally:
             ended.append("cancelled")
 
-    part: Any = SimpleNamespace(parts=lambda needs: [Part("server", supervise=asyncio.Event().wait)])
+    part: Any = SimpleNamespace(parts=lambda needs: [Part("server", supervise=runs)])
     starts = Starts()
     starts.servers = [part]
     with pytest.raises(OSError, match="the disk is full"):
