@@ -65,6 +65,7 @@ def rollout(
     log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Start vLLMs, a sidecar each, and a router in front of them, for RL frameworks."""
+    from skyrl.config.environment import PREFIX
     from skyrl.config.keys import ray_cluster
     from skyrl.config.loading import load_config
     from skyrl.config.server import ConfigError
@@ -73,6 +74,8 @@ def rollout(
     from skyrl.processes.startup import StartupError
     from skyrl.rollout.plane import PlaneOptions, run_plane
 
+    if (name := f"{PREFIX}RAY_ADDRESS") in map(str.upper, os.environ):
+        raise typer.BadParameter(f"the variable {name} is of skyrl serve: give the option", param_hint="--ray-address")
     if ray_address is not None:
         if not num_engines:
             raise typer.BadParameter("there are no engines to place", param_hint="--ray-address")

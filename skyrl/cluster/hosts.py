@@ -1,10 +1,11 @@
 """A Ray actor that runs one inference server on its node, and the sidecar of each start of it: starts them, tells how
 the server does, and ends them.
 
-A sidecar that ends is started again; with the server it is ended. Its log lines are among the server's. The actor
-decides nothing: the placer starts a server again, or elsewhere. The kernel ends the server when the actor
-ends. The actor ends by itself when nobody has asked it for UNASKED_S: a node that was cut off from the cluster must not
-run a server for ever that another node has replaced.
+A sidecar that ends is started again; with the server it is ended. When it ends soon after each start, the server is
+ended too: the server's next start gives it another port. Otherwise the actor decides nothing: the placer starts a
+server again, or elsewhere. The kernel ends the server when the actor ends. The actor ends by itself when nobody has
+asked it for UNASKED_S: a node that was cut off from the cluster must not run a server for ever that another node has
+replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from skyrl.config.server import ConfigError
 from skyrl.processes.supervision import dies_with_parent
 
 UNASKED_S = 60.0
-LOG_BYTES = 64 * 1024
+LOG_BYTES, SIDECAR_LOG_BYTES = 64 * 1024, 16 * 1024
 """The most bytes of a log in one answer: more would not travel inside the answer, but through Ray's object store."""
 LOG_FILE_BYTES = 16 * 2**20
 """A longer log is emptied on the node once it was read."""
@@ -39,6 +40,11 @@ LEFT_S = 60.0
 REAPED_S = 2.0
 SIDECAR_AGAIN_S = 2.0
 """How often a sidecar is started that ends."""
+SIDECAR_STABLE_S = 30.0
+SIDECAR_TROUBLE_ENDS, SIDECAR_ENDS = 2, 5
+"""After so many ends in a row, each earlier than SIDECAR_STABLE_S after the start, the sidecar is in trouble, and the
+server is ended."""
+LAST_LINE_BYTES = 300
 
 
 class Command(Protocol):
@@ -82,12 +88,16 @@ class Started:
 
 @dataclass(frozen=True)
 class Look:
-    """The answer to `look`: the exit code of the server, None while it runs; and what its log had after `offset`. The
-    next call gives `next_offset`."""
+    """The answer to `look`: the exit code of the server, None while it runs; what its log had after `offset`, and its
+    sidecar's after `sidecar_offset`. The next call gives `next_offset` and `next_sidecar_offset`. `sidecar_trouble`
+    says why the sidecar does not stay alive, empty if it does."""
 
     code: int | None
     log: bytes
     next_offset: int
+    sidecar_log: bytes = b""
+    next_sidecar_offset: int = 0
+    sidecar_trouble: str = ""
 
 
 class ServerHost:
@@ -100,15 +110,20 @@ class ServerHost:
         self._fixed_port = port
         self._port: int | None = port
         self._sidecar_port: int | None = None
+        self._bad_port: int | None = None
+        """Where the last sidecar was unable to stay alive."""
         self._starts = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._sidecar_command: Command | None = None
         self._sidecar: subprocess.Popen[bytes] | None = None
-        self._sidecar_due = 0.0
-        """When a sidecar that has ended may be started again."""
+        self._sidecar_started = 0.0
+        self._sidecar_ends = 0
+        """How often in a row it has ended soon after its start."""
+        self._sidecar_trouble = ""
         self._directory, self._lock = _private_directory()
-        self._log = self._directory / f"{name}.log"
-        self._log.touch(0o600)
+        self._log, self._sidecar_log = (self._directory / f"{name}.log", self._directory / f"{name}-sidecar.log")
+        for log in (self._log, self._sidecar_log):
+            log.touch(0o600)
         self._asked_at = time.monotonic()
         threading.Thread(target=self._end_if_unasked, daemon=True).start()
 
@@ -128,42 +143,66 @@ class ServerHost:
         try:
             self._program.check()
             self._port = self._free_port(host, self._port, self._fixed_port)
-            self._sidecar_port = self._free_port(host, self._sidecar_port, None, taken=self._port)
+            self._sidecar_port = self._free_port(host, self._sidecar_port, None, self._port, self._bad_port)
             command = self._program.command(host, self._port, self._sidecar_port, self._directory)
-            self._child = self._run(command)
+            self._child = self._run(command, self._log)
         except (ConfigError, OSError) as error:
             return Started(None, "", f"on node {host}: {error}")
-        self._sidecar_command = command.sidecar
-        self._see_to_sidecar()
+        self._sidecar_command, self._sidecar_trouble, self._sidecar_ends = command.sidecar, "", 0
+        self._start_sidecar()
         sidecar_url = None if command.sidecar is None else command.sidecar.url
         incarnation = f"{host}, start {self._starts}, process {self._child.pid}"
         return Started(command.url, incarnation, sidecar_url=sidecar_url)
 
-    def _run(self, command: Command) -> subprocess.Popen[bytes]:
+    def _run(self, command: Command, log: Path) -> subprocess.Popen[bytes]:
         """Raises OSError."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        with self._log.open("ab", buffering=0) as log:
+        with log.open("ab", buffering=0) as output:
             return subprocess.Popen(
                 dies_with_parent(command.argv),
                 env=env | dict(command.env),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
 
     def _see_to_sidecar(self) -> None:
         """Start the sidecar if it does not run. It takes a second to start, so not more often."""
-        if self._sidecar_command is None or (self._sidecar is not None and self._sidecar.poll() is None):
+        if self._sidecar_command is None:
             return
-        if time.monotonic() < self._sidecar_due:
+        age_s = time.monotonic() - self._sidecar_started
+        if self._sidecar is not None:
+            code = self._sidecar.poll()
+            if code is not None:
+                self._sidecar = None
+                self._sidecar_ended(code, age_s)
+            elif age_s >= SIDECAR_STABLE_S:
+                self._sidecar_ends, self._sidecar_trouble, self._bad_port = 0, "", None
+        if self._sidecar is None and self._sidecar_command is not None and age_s >= SIDECAR_AGAIN_S:
+            self._start_sidecar()
+
+    def _start_sidecar(self) -> None:
+        if self._sidecar_command is None:
             return
-        self._sidecar_due = time.monotonic() + SIDECAR_AGAIN_S
+        self._sidecar_started = time.monotonic()
         try:
-            self._sidecar = self._run(self._sidecar_command)
+            self._sidecar = self._run(self._sidecar_command, self._sidecar_log)
         except OSError as error:
-            with self._log.open("a") as log:
+            with self._sidecar_log.open("a") as log:
                 log.write(f"the sidecar cannot be started: {error}\n")
+            self._sidecar_ended(None, 0.0)
+
+    def _sidecar_ended(self, code: int | None, age_s: float) -> None:
+        if age_s >= SIDECAR_STABLE_S:
+            self._sidecar_ends, self._sidecar_trouble = 0, ""
+        self._sidecar_ends += 1
+        if self._sidecar_ends >= SIDECAR_TROUBLE_ENDS:
+            why = _last_line(self._sidecar_log) or f"exit code {code}"
+            self._sidecar_trouble = f"it has ended {self._sidecar_ends} times in a row, the last time with: {why}"
+        if self._sidecar_ends >= SIDECAR_ENDS:
+            self._bad_port, self._sidecar_port, self._sidecar_command = self._sidecar_port, None, None
+            self.kill()
 
     def _end_sidecar(self) -> None:
         sidecar, self._sidecar, self._sidecar_command = self._sidecar, None, None
@@ -172,21 +211,17 @@ class ServerHost:
             sidecar.wait()
             _wait_for_group(sidecar.pid)
 
-    def look(self, offset: int) -> Look:
+    def look(self, offset: int, sidecar_offset: int = 0) -> Look:
         """How the server does. After its end, the rest of its log comes before its exit code."""
         self._asked_at = time.monotonic()
         code = self._reaped()
         if code is None:
             self._see_to_sidecar()
-        with self._log.open("rb") as log:
-            log.seek(offset)
-            text = log.read(LOG_BYTES)
+        text, next_offset = _read(self._log, offset, LOG_BYTES)
         if len(text) == LOG_BYTES:
-            return Look(None, text, offset + len(text))
-        if offset + len(text) > LOG_FILE_BYTES:
-            os.truncate(self._log, 0)
-            return Look(code, text, 0)
-        return Look(code, text, offset + len(text))
+            code = None
+        of_sidecar = _read(self._sidecar_log, sidecar_offset, SIDECAR_LOG_BYTES)
+        return Look(code, text, next_offset, *of_sidecar, self._sidecar_trouble)
 
     def ended(self) -> None:
         """The caller knows that the server has ended; `start` may follow."""
@@ -222,10 +257,10 @@ class ServerHost:
         self._end_sidecar()
         return code
 
-    def _free_port(self, host: str, before: int | None, fixed: int | None, taken: int | None = None) -> int:
-        """The port of the start before if it is free, else another one than `taken`. Raises OSError if the `fixed` one
-        is not free."""
-        if before not in (None, taken):
+    def _free_port(self, host: str, before: int | None, fixed: int | None, *taken: int | None) -> int:
+        """The port of the start before if it is free, else another one than those `taken`. Raises OSError if the
+        `fixed` one is not free."""
+        if before is not None and before not in taken:
             try:
                 return _bound(host, before)
             except OSError:
@@ -233,7 +268,7 @@ class ServerHost:
                     raise
         for number in range(PORTS):
             port = FIRST_PORT + (os.getpid() * 7 + number) % PORTS
-            if port != taken:
+            if port not in taken:
                 with suppress(OSError):
                     return _bound(host, port)
         raise OSError("no port is free")
@@ -245,6 +280,24 @@ class ServerHost:
             if process is not None:
                 _kill_group(process.pid)
         os._exit(1)
+
+
+def _read(log: Path, offset: int, most: int) -> tuple[bytes, int]:
+    """At most so many bytes after `offset`, and the next offset."""
+    with log.open("rb") as file:
+        file.seek(offset)
+        text = file.read(most)
+    if len(text) < most and offset + len(text) > LOG_FILE_BYTES:
+        os.truncate(log, 0)
+        return text, 0
+    return text, offset + len(text)
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 8 * LAST_LINE_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip()[:LAST_LINE_BYTES] for line in reversed(lines) if line.strip()), "")
 
 
 def _bound(host: str, port: int) -> int:

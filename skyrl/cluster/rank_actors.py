@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from skyrl.cluster.capacity import Bundle, nodes, reserve
+from skyrl.cluster.interfaces import group_variables, interface_of
 from skyrl.config.server import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -99,8 +100,8 @@ class RankActor:
         """Make the rank: an instance of `module:Class`. `addresses` are those of all ranks' nodes."""
         interface = interface_for(self.node(), addresses)
         if interface is not None:
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, interface)
+            for variable, value in group_variables(interface).items():
+                os.environ.setdefault(variable, value)
         module, _, class_name = name.partition(":")
         self._rank = getattr(import_module(module), class_name)(*arguments)
         if self._cuda and self._rank.device_type != "cuda":
@@ -128,18 +129,7 @@ def interface_for(own: str, addresses: Sequence[str]) -> str | None:
     NCCL choose."""
     if all(_is_loopback(address) for address in addresses):
         return "lo"
-    import fcntl
-    import struct
-
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:  # SIOCGIFADDR: the interface's IPv4 address
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            if socket.inet_ntoa(answer[20:24]) == own:
-                return name
-    return None
+    return interface_of(own)
 
 
 def _is_loopback(address: str) -> bool:

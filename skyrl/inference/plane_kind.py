@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
-import socket
-import struct
+import logging
 from dataclasses import dataclass, replace
 
+from skyrl.cluster.interfaces import group_variables, interface_of
 from skyrl.inference.engine_kinds import Vllm, sidecar_spec
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.nodes.sidecar import PlacedSidecar
 
-_GET_ADDRESS = 0x8915
-"""SIOCGIFADDR of Linux."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,24 +40,13 @@ class PlaneVllm(Vllm):
 def _group_interface(host: str) -> dict[str, str]:
     """The variables by which vLLM joins a trainer's group over the network of its node; by default it knows loopback
     alone, where no other machine is."""
-    name = interface_of(host)
-    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-
-
-def interface_of(host: str) -> str | None:
-    """The name of the interface that has this address. None for loopback, and if none has it."""
     try:
-        address = ipaddress.ip_address(host)
+        if ipaddress.ip_address(host).is_loopback:
+            return {}
     except ValueError:
-        return None
-    if address.is_loopback:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == host:
-                return name
-    return None
+        pass  # a name
+    name = interface_of(host)
+    if name is None:
+        logger.warning("no network interface has the address %s: vLLM can join no group of another machine", host)
+        return {}
+    return group_variables(name)

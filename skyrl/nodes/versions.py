@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class StoredVersions:
         self._current: str | None = None
         self._held: set[str] = set()
         """Keys whose files this vLLM has on the node, `_current` among them."""
+        self._in_use: Counter[str] = Counter()
+        """How many requests bring or read each key's files now."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != UPDATE:
@@ -61,16 +64,20 @@ class StoredVersions:
         if key is None and path != BASE_MODEL:
             await self._sidecar(scope, replayed(body, receive), send)
             return
+        used = () if key is None else (key,)
+        self._in_use.update(used)
         try:
             directory = await (self._base_model() if key is None else self._brought(key))
+            local = json.dumps(request | {"model_path": str(directory)}).encode()
         except (StoreError, OSError) as error:
             await _refuse(send, 500, self._why(str(path), error))
-            return
-        local = json.dumps(request | {"model_path": str(directory)}).encode()
-        status = await pass_on(self._sidecar, with_length(scope, len(local)), replayed(local, receive), send)
-        if status == 200 and not request.get("stage_only"):
-            self._current = key
-            self._keep({key})
+        else:
+            status = await pass_on(self._sidecar, with_length(scope, len(local)), replayed(local, receive), send)
+            if status == 200 and not request.get("stage_only"):
+                self._current = key
+                self._keep({key})
+        finally:
+            self._in_use.subtract(used)
 
     async def _brought(self, key: str) -> Path:
         self._keep({key, self._current})
@@ -78,10 +85,11 @@ class StoredVersions:
         return await self._files.bring(key)
 
     def _keep(self, keys: set[str | None]) -> None:
-        """Delete this vLLM's files of other versions: it reads a version once, and not again."""
-        for key in self._held - keys:
+        """Delete this vLLM's files of other versions that no request uses: it reads a version once, and not again."""
+        unused = {key for key in self._held - keys if not self._in_use[key]}
+        for key in unused:
             self._files.release(key)
-        self._held &= keys
+        self._held -= unused
 
     def _why(self, path: str, error: Exception) -> str:
         if isinstance(error, NotStored):

@@ -93,8 +93,8 @@ async def run_servers(
     address: str, starts: Starts, beside: Sequence[Callable[[], Coroutine[None, None, None]]]
 ) -> Cause | None:
     """Run the servers of `starts` until SIGTERM or SIGINT. Also ends when no server can start: returns why. `beside`
-    runs as long as the servers, from the moment in which all of them have a handle. Ends the process when the cluster
-    at `address` is away."""
+    runs as long as the servers, from the moment in which all of them have a handle; when one of it fails, the servers
+    are stopped, and what it raised is raised. Ends the process when the cluster at `address` is away."""
     stop, loop, parts = asyncio.Event(), asyncio.get_running_loop(), Parts()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
@@ -103,18 +103,31 @@ async def run_servers(
             await parts.add(part)
     away, ended = asyncio.create_task(until_away(address)), asyncio.create_task(parts.until_one_ends())
     stopping = asyncio.create_task(stop.wait())
-    running = [asyncio.create_task(work()) for work in beside]
-    await asyncio.wait({away, ended, stopping, starts.hopeless}, return_when=asyncio.FIRST_COMPLETED)
+    failed = asyncio.create_task(_until_one_fails([asyncio.create_task(work()) for work in beside]))
+    await asyncio.wait({away, ended, stopping, failed, starts.hopeless}, return_when=asyncio.FIRST_COMPLETED)
     if away.done():
         end(MAY_START, str(away.result()))
     await parts.stop()
     hopeless = starts.hopeless.result() if starts.hopeless.done() and not stop.is_set() else None
-    if ended.done() and hopeless is None:
-        await ended
-    for task in (away, stopping, ended, *running):
+    if hopeless is None:
+        for task in (ended, failed):
+            if task.done():
+                await task
+    for task in (away, stopping, ended, failed):
         task.cancel()
-    await asyncio.gather(away, stopping, ended, *running, return_exceptions=True)
+    await asyncio.gather(away, stopping, ended, failed, return_exceptions=True)
     return hopeless
+
+
+async def _until_one_fails(running: Sequence[asyncio.Task[None]]) -> None:
+    """Raises what the first that fails has raised, and cancels the others. Does not return."""
+    try:
+        await asyncio.gather(*running)
+        await asyncio.Event().wait()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def end(code: int, sentence: str) -> None:

@@ -1,9 +1,9 @@
 """The placer of `skyrl rollout`: keeps the plane's vLLMs and their sidecars running on a Ray cluster, and tells the
 plane's router of them.
 
-A vLLM that starts after the weights were changed has its first weights, wherever it starts: its sidecar is told so, and
-answers no client until an update. Two files in the plane's directory are for the next placer, if this one is killed:
-UPDATED remembers that the weights were changed, REGISTERED which sidecars the router was told of.
+A vLLM that starts after the weights were changed, or meanwhile, has its first weights, wherever it starts: its sidecar
+is told so, and answers no client until an update. Two files in the plane's directory are for the next placer, if this
+one is killed: UPDATED remembers that the weights were changed, REGISTERED which sidecars the router was told of.
 """
 
 from __future__ import annotations
@@ -50,17 +50,23 @@ class Workers:
         self._file = directory / REGISTERED
         self._registered: set[str] = set()
         self._left = set(json.loads(self._file.read_text())) if self._file.exists() else set[str]()
-        """What a placer that was killed has registered: it has ended with that placer."""
+        """Sidecars that have ended and that the router may still have: those of a placer that was killed, and those
+        whose end the router could not be told."""
+        self._have_changed = self._updated.exists()
+        """Some vLLM of the plane got new weights."""
+        self._is_disk_bad = False
+        self._refused: dict[str, int] = {}
+        """The status of each request that was not answered with success when it was last sent."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False)
 
     async def remove_left(self) -> None:
-        """Remove the sidecars of a placer that was killed. Returns when the router has done it."""
-        while gone := self._left - self._registered:
-            for url in gone:
-                if await self._remove(url):
+        """Have the router remove the sidecars that have ended, until cancelled."""
+        while True:
+            for url in tuple(self._left):
+                if url not in self._registered and await self._remove(url):
                     self._left.discard(url)
-            self._note(self._registered)
+                    self._note(self._registered)
             await asyncio.sleep(POLL_S)
 
     async def serve(self, server: RayServer, url: str) -> None:
@@ -69,47 +75,66 @@ class Workers:
         sidecar = server.sidecar_url
         assert sidecar is not None
         try:
-            is_old = await self._begin(server, sidecar)
+            await self._begin(server, sidecar)
+            was_updated = False
             while True:
-                is_old = await self._look(sidecar, is_old=is_old)
+                was_updated = await self._look(sidecar, was_updated=was_updated)
                 await asyncio.sleep(POLL_S)
         finally:
-            if await self._remove(sidecar):
-                self._note(self._registered - {sidecar})
+            if not await self._remove(sidecar):
+                logger.info("the router was not told that %s has ended: it is told later", sidecar)
+                self._left.add(sidecar)
+            self._note(self._registered - {sidecar})
 
-    async def _begin(self, server: RayServer, sidecar: str) -> bool:
-        """Return when vLLM has started, and its sidecar knows whether its weights are too old: whether they are."""
+    async def _begin(self, server: RayServer, sidecar: str) -> None:
+        """Return when vLLM has started, and its sidecar knows it if others have newer weights."""
         await self._until_answered("GET", f"{sidecar}/health")
-        is_old = self._updated.exists()
-        if is_old:
+        waits = ""
+        if self._have_changed:
             await self._until_answered("POST", f"{sidecar}{PATH}")
-        waits = ", with its first weights: it waits for an update" if is_old else ""
+            waits = ", with its first weights: it waits for an update"
         logger.info("%s has started at %s%s", server.name, sidecar, waits)
-        return is_old
 
-    async def _look(self, sidecar: str, *, is_old: bool) -> bool:
-        """Learn of an update, and see that the router has the sidecar. Returns whether its weights are too old now."""
+    async def _look(self, sidecar: str, *, was_updated: bool) -> bool:
+        """Learn of an update, tell the sidecar of one that it has missed, and see that the router has the sidecar.
+        Returns whether this start of vLLM was updated."""
         try:
             answer = await self._http.get(f"{sidecar}{PATH}")
-            if answer.is_success and answer.json()["updated"]:
-                self._updated.touch()
-                is_old = False
-            elif is_old:  # a sidecar that was started again has forgotten it
-                await self._http.post(f"{sidecar}{PATH}")
+            if self._is_success(answer) and answer.json()["updated"]:
+                was_updated = True
+                self._note_update()
+            elif self._have_changed and not was_updated:
+                # The update came after this start's beginning, or the sidecar was started again and has forgotten it
+                told = await self._http.post(f"{sidecar}{PATH}")
+                if not self._is_success(told):
+                    return False
             listed = await self._http.get(f"{self._router}/workers")
-            if listed.is_success and sidecar not in [worker["url"] for worker in listed.json()["workers"]]:
+            if self._is_success(listed) and sidecar not in [worker["url"] for worker in listed.json()["workers"]]:
+                self._left.discard(sidecar)
                 self._note(self._registered | {sidecar})
-                await self._http.post(f"{self._router}/workers", json={"url": sidecar, "starting": True})
-        except (httpx.TransportError, ValueError) as error:
+                told = await self._http.post(f"{self._router}/workers", json={"url": sidecar, "starting": True})
+                self._is_success(told)
+        except (httpx.RequestError, ValueError, KeyError, TypeError) as error:
             logger.debug("%s or the router does not answer: %s", sidecar, error)
-        return is_old
+        return was_updated
+
+    def _note_update(self) -> None:
+        self._have_changed = True
+        try:
+            self._updated.touch()
+        except OSError as error:
+            if not self._is_disk_bad:
+                logger.warning("%s cannot be written; the next placer needs it: %s", self._updated, error)
+            self._is_disk_bad = True
+        else:
+            self._is_disk_bad = False
 
     async def _until_answered(self, method: str, url: str) -> None:
         while True:
             try:
-                if (await self._http.request(method, url)).is_success:
+                if self._is_success(await self._http.request(method, url)):
                     return
-            except httpx.TransportError:
+            except httpx.RequestError:
                 pass  # it is starting
             await asyncio.sleep(POLL_S)
 
@@ -117,10 +142,20 @@ class Workers:
         """Whether the router was told."""
         try:
             params = {"url": sidecar, "ended": "true"}
-            return (await self._http.post(f"{self._router}/remove_worker", params=params)).is_success
-        except httpx.TransportError as error:  # its own probes find out, and when all stops it is gone already
-            logger.info("the router was not told that %s has ended: %s", sidecar, error)
+            return self._is_success(await self._http.post(f"{self._router}/remove_worker", params=params))
+        except httpx.RequestError:  # its own probes find out, and when all stops it is gone already
             return False
+
+    def _is_success(self, answer: httpx.Response) -> bool:
+        """Another status is logged, once until it changes. 503 is no failure: vLLM is starting, or an update runs."""
+        request = f"{answer.request.method} {answer.url.copy_with(query=None)}"
+        if answer.is_success:
+            self._refused.pop(request, None)
+        elif self._refused.get(request) != answer.status_code:
+            self._refused[request] = answer.status_code
+            level = logging.INFO if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else logging.WARNING
+            logger.log(level, "%s is answered with %d: %s", request, answer.status_code, answer.text[:300])
+        return answer.is_success
 
     def _note(self, registered: set[str]) -> None:
         self._registered = registered

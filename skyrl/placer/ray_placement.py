@@ -160,8 +160,8 @@ class RayHost:
     async def start(self, within_s: float) -> Started:
         return await _answer(self._actor.start.remote(), within_s)
 
-    async def look(self, offset: int, within_s: float) -> Look:
-        return await _answer(self._actor.look.remote(offset), within_s)
+    async def look(self, offset: int, sidecar_offset: int, within_s: float) -> Look:
+        return await _answer(self._actor.look.remote(offset, sidecar_offset), within_s)
 
     async def ended(self, within_s: float) -> None:
         await _answer(self._actor.ended.remote(), within_s)

@@ -49,7 +49,7 @@ class Host(Protocol):
 
     async def start(self, within_s: float) -> Started: ...
 
-    async def look(self, offset: int, within_s: float) -> Look: ...
+    async def look(self, offset: int, sidecar_offset: int, within_s: float) -> Look: ...
 
     async def ended(self, within_s: float) -> None: ...
 
@@ -97,13 +97,16 @@ class RayServer:
         self.node: str | None = None
         self.incarnation: str | None = None
         self.reason = "is about to be placed"
-        """Why the server does not run, as the rest of a sentence that begins with its name; empty while it runs."""
+        """Why the server does not run, or cannot be used, as the rest of a sentence that begins with its name; empty
+        while all is well."""
         self._bundle = bundle
         self._spots = spots
         self._log = log
         self._on_exit = on_exit
         self._on_change = on_change
         self._tail: deque[bytes] = deque()
+        """Of the server's own log: the cause of its end is searched there, and not among its sidecar's lines."""
+        self._sidecar_trouble = ""
         self._host: Host | None = None
         self._started_at = 0.0
         self._starts = 0
@@ -187,7 +190,8 @@ class RayServer:
             code = await self._until_ended(self._host)
             if code is None:
                 return
-            self._set(url=None, reason=f"ended with {code} on node {self.node}, and starts again")
+            why = self._sidecar_trouble and f"; its sidecar does not stay alive: {self._sidecar_trouble}"
+            self._set(url=None, reason=f"ended with {code} on node {self.node}, and starts again{why}")
             await self._answer(self._host.ended(LOST_S), LOST_S)
             if self._on_exit is not None and not self._stopping.is_set():
                 self._on_exit(code)
@@ -206,37 +210,46 @@ class RayServer:
 
     async def _until_ended(self, host: Host) -> int | None:
         """The server's exit code; None when it is told to stop. Raises Lost."""
-        offset, quiet_since = self._offset, time.monotonic()
+        quiet_since, self._sidecar_trouble = time.monotonic(), ""
         while not self._stopping.is_set():
             try:
-                look = await host.look(offset, QUIET_S)
+                look = await host.look(self._offset, self._sidecar_offset, QUIET_S)
             except TimeoutError:
                 quiet_s = time.monotonic() - quiet_since
                 if quiet_s > LOST_S:
                     raise Lost(f"no answer for {quiet_s:.0f} s") from None
-                if not self.reason:
+                if not self.reason or self._sidecar_trouble:
+                    self._sidecar_trouble = ""
                     logger.warning("%s: its actor on node %s does not answer", self.name, self.node)
                     self._set(url=self.url, reason=f"is on node {self.node}, which does not answer")
                 continue
             quiet_since = time.monotonic()
-            if self.reason:
-                self._set(url=self.url, reason="")
-            if look.log:
-                self._note_log(look.log)
-                await asyncio.to_thread(self._append, look.log)
-            offset = self._offset = look.next_offset
+            self._note_running(look.sidecar_trouble)
+            self._note_log(look.log)
+            if new := look.log + look.sidecar_log:
+                await asyncio.to_thread(self._append, new)
+            self._offset, self._sidecar_offset = look.next_offset, look.next_sidecar_offset
             if look.code is not None:
                 return look.code
-            if not look.log:
+            if not new:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), LOOK_S)
         return None
 
-    _offset = 0
-    """Bytes of the log on the node that were read."""
+    _offset = _sidecar_offset = 0
+    """Bytes of the logs on the node that were read."""
+
+    def _note_running(self, trouble: str) -> None:
+        """The server runs. `trouble` is that of its sidecar."""
+        reason = f"runs on node {self.node}, but its sidecar does not stay alive: {trouble}" if trouble else ""
+        if trouble and not self._sidecar_trouble:
+            logger.warning("%s %s", self.name, reason)
+        self._sidecar_trouble = trouble
+        if self.reason != reason:
+            self._set(url=self.url, reason=reason)
 
     async def _release(self) -> None:
-        host, self._host, self._offset = self._host, None, 0
+        host, self._host, self._offset, self._sidecar_offset = self._host, None, 0, 0
         self._set(url=None, reason=self.reason or "is stopping")
         if host is not None:
             if self._stopping.is_set():
@@ -275,7 +288,8 @@ class RayServer:
         self._on_change()
 
     def _note_log(self, text: bytes) -> None:
-        self._tail.append(text)
+        if text:
+            self._tail.append(text)
         while sum(map(len, self._tail)) > TAIL_BYTES and len(self._tail) > 1:
             self._tail.popleft()
 

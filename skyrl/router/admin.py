@@ -184,17 +184,23 @@ class AdminRoutes:
         return bodies, [look for look in looks if look.dead]
 
     def _note_who_missed(self, outcomes: Sequence[_Outcome], request: _Request) -> None:
-        """A dead worker that comes back has older weights than the others, and must not be sampled from."""
+        """A dead worker that comes back has older weights than the others, and must not be sampled from. Nor must one
+        that was registered while the update ran."""
         updated = [one for one in outcomes if one.done and _applied(one.body)]
         if not updated:
             return
         fields = _decoded(request.body)
         version = fields.get("weight_version") if isinstance(fields, dict) else None
+        missed = f"the update of the weights to version {version}"
         for outcome in outcomes:
             if outcome in updated:
                 self._pool.set_missed(outcome.worker, None)
             elif outcome.dead:
-                self._pool.set_missed(outcome.worker, f"the update of the weights to version {version}")
+                self._pool.set_missed(outcome.worker, missed)
+        asked = [outcome.worker for outcome in outcomes]
+        for worker in self._targets():
+            if worker not in asked:
+                self._pool.set_missed(worker, missed)
 
     async def _versions(self, path: str, request: _Request) -> Reply:
         """One worker's fields, if all that are alive have the same version. 409 if not; 502 if one does not tell."""

@@ -56,12 +56,14 @@ class Pause:
         self._resume_later = asyncio.Event()
         self.mode: PauseMode | None = None
         """Set by hand; None while nobody has paused."""
+        self._is_found = False
+        """`mode` is that of a pause before this sidecar started: by hand, or by a hold that nobody ends any more."""
 
     async def pause(self, mode: PauseMode) -> None:
         """The last word counts. With ABORT, returns when vLLM has no sample. Raises SidecarError."""
         async with self._order:
             await self._close("abort" if mode is PauseMode.ABORT else "keep")
-            self.mode = mode
+            self.mode, self._is_found = mode, False
             if mode is PauseMode.ABORT:
                 await self.end_all()
 
@@ -71,7 +73,12 @@ class Pause:
         async with self._order:
             if not self._holds:
                 await self._open()
-            self.mode = None
+            self.mode, self._is_found = None, False
+
+    def forget_found(self) -> None:
+        """A pause that was found ends with the hold that lasts now."""
+        if self._is_found and self._holds:
+            self.mode, self._is_found = None, False
 
     async def hold(self) -> Hold:
         """Freeze generation until `let_go`. Raises SidecarError."""
@@ -147,7 +154,7 @@ class Pause:
                 else:
                     if paused and self.mode is None and not self._holds:
                         logger.warning("vLLM was paused before this sidecar started: it stays so until it is continued")
-                        self.mode = PauseMode.IN_PLACE
+                        self.mode, self._is_found = PauseMode.IN_PLACE, True
                         self._in_flight.gate.close()
                     return
             await asyncio.sleep(RETRY_S)

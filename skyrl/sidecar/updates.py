@@ -59,8 +59,9 @@ class Updates:
         """The memory of the weights is given away: nothing may read or write them."""
         self._is_outdated = False
         """Somebody has said that others have newer weights."""
+        self._was_updated = False
         self._updated_start: str | None = None
-        """The start of vLLM that got this sidecar's last update."""
+        """The start of vLLM that got this sidecar's last update, None if vLLM did not tell."""
 
     @property
     def trouble(self) -> str | None:
@@ -75,7 +76,7 @@ class Updates:
     @property
     def was_updated(self) -> bool:
         """Whether this sidecar has updated the weights of the vLLM that runs."""
-        return self._updated_start is not None
+        return self._was_updated
 
     async def outdate(self) -> None:
         """Other vLLMs have newer weights than those that this one loads by itself: nobody may sample from it until an
@@ -83,7 +84,7 @@ class Updates:
         async with self.locked():
             if not self.was_updated:
                 self._is_outdated = True
-                await self._take_over(FIRST_WEIGHTS)
+                await self._take_over(self._trouble or FIRST_WEIGHTS)
 
     async def run(self) -> None:
         """Ask vLLM whether its weights are whole, once it answers: an earlier sidecar may have failed."""
@@ -106,7 +107,7 @@ class Updates:
         if start is None or self._updated_start in (None, start):
             return
         async with self.locked():
-            self._updated_start = None
+            self._was_updated, self._updated_start = False, None
             self._forget_staged()
             await self._take_over(FIRST_WEIGHTS)
 
@@ -314,6 +315,7 @@ class Updates:
         except SidecarError as error:
             await self._break(f"the new weights are loaded, and were not put into service: {error.message}")
             raise VllmBroke(self._trouble) from error
+        self._was_updated = True
         with contextlib.suppress(SidecarError):
             self._updated_start = (await self._vllm.health()).start
 
@@ -356,6 +358,8 @@ class Updates:
         if trouble == self._trouble:
             return
         hold = await self._enter_hold()
+        if trouble is not None:  # an earlier sidecar may have paused vLLM for it; the next update continues
+            self._pause.forget_found()
         self._trouble = trouble
         await self._leave_hold(hold)
 

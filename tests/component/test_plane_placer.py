@@ -61,8 +61,12 @@ async def served(workers: Workers, sidecar: FakeSidecar) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await stopped(task)
+
+
+async def stopped(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def states(router: RunningRouter) -> dict[str, str]:
@@ -100,6 +104,56 @@ async def test_a_server_that_starts_after_an_update_waits_for_the_next_one(tmp_p
         await workers.close()
 
 
+async def test_a_server_that_runs_without_the_first_update_is_out_of_use_until_it_gets_one(tmp_path: Path) -> None:
+    async with fake_upstream() as one, fake_upstream() as other, running_router(**PROBED) as router:
+        workers, first, second = Workers(router.url, None, tmp_path), FakeSidecar(one), FakeSidecar(other)
+        async with served(workers, first), served(workers, second):
+            await until(lambda: states(router) == {one.url: "healthy", other.url: "healthy"})
+            first.update()
+            await until(lambda: states(router) == {one.url: "healthy", other.url: "quarantined"})
+            second.update()
+            await until(lambda: states(router) == {one.url: "healthy", other.url: "healthy"})
+            await asyncio.sleep(0.1)  # the placer has seen that update
+            second.updated = False  # the sidecar was started again, and its vLLM has the new weights
+            await asyncio.sleep(0.1)
+            assert not second.is_old
+        await workers.close()
+
+
+async def test_an_update_is_remembered_although_the_disk_is_full(tmp_path: Path) -> None:
+    async with fake_upstream() as one, fake_upstream() as other, running_router(**PROBED) as router:
+        workers, first = Workers(router.url, None, tmp_path / "no directory"), FakeSidecar(one, updated=True)
+        async with served(workers, first), served(workers, second := FakeSidecar(other)):
+            await until(lambda: second.is_old)
+        await workers.close()
+
+
+async def test_a_refusal_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with fake_upstream() as upstream, running_router(**PROBED) as router:
+        workers, sidecar = Workers(router.url, None, tmp_path), FakeSidecar(upstream)
+        upstream.controls["/health"] = reply(401, {"error": "the key is wrong"})
+        async with served(workers, sidecar):
+            await asyncio.sleep(0.2)
+        await workers.close()
+    [said] = [record.getMessage() for record in caplog.records if record.name == plane.__name__]
+    assert said.startswith(f"GET {upstream.url}/health is answered with 401: ")
+    assert "the key is wrong" in said
+
+
+async def test_a_server_whose_end_the_router_was_not_told_is_removed_later(tmp_path: Path) -> None:
+    async with fake_upstream() as upstream, running_router(**PROBED) as router:
+        workers = Workers(router.url, None, tmp_path)
+        removing = asyncio.create_task(workers.remove_left())
+        workers._router = "http://127.0.0.1:9"
+        async with served(workers, FakeSidecar(upstream)):
+            await router.session.post(f"{router.url}/workers", json={"url": upstream.url, "starting": True})
+        assert upstream.url in (tmp_path / REGISTERED).read_text(), "the next placer would remove it"
+        workers._router = router.url
+        await until(lambda: states(router) == {})
+        await stopped(removing)
+        await workers.close()
+
+
 async def test_a_router_that_has_lost_its_workers_is_told_again(tmp_path: Path) -> None:
     async with fake_upstream() as upstream, running_router(**PROBED) as router:
         workers = Workers(router.url, None, tmp_path)
@@ -122,6 +176,7 @@ async def test_the_next_placer_removes_what_a_killed_one_has_registered(tmp_path
         workers = Workers(router.url, None, tmp_path)
         async with served(workers, FakeSidecar(other)):
             await until(lambda: states(router).get(other.url) == "healthy")
-            await workers.remove_left()
-            assert states(router) == {other.url: "healthy"}
+            removing = asyncio.create_task(workers.remove_left())
+            await until(lambda: states(router) == {other.url: "healthy"})
+            await stopped(removing)
         await workers.close()

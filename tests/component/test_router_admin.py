@@ -332,6 +332,23 @@ async def test_a_worker_that_was_dead_during_an_update_stays_out_until_it_has_it
         assert await sampled(router) == {"first", "second"}
 
 
+async def test_a_worker_that_is_registered_during_an_update_has_missed_it() -> None:
+    async with two() as (router, first, second):
+        async with router.session.delete(f"{router.url}/workers/{worker_id(router, second)}") as answer:
+            assert answer.status == 202
+        first.go.clear()
+        updating = asyncio.create_task(post(router, DISK, {"weight_version": "2"}))
+        await until(lambda: bool(first.bodies(DISK)))
+        await post(router, "/workers", {"url": second.url, "starting": True})
+        await until(lambda: listed(router, second)["state"] == "healthy")
+        first.go.set()
+        assert (await updating)[0] == 200
+        assert listed(router, second)["missed"] == "the update of the weights to version 2"
+        assert await sampled(router) == {"first"}
+        assert (await post(router, DISK))[0] == 200
+        assert await sampled(router) == {"first", "second"}
+
+
 async def test_a_worker_set_dead_by_hand_gets_nothing_and_misses_updates() -> None:
     async with two() as (router, first, second):
         await put(router, first, {"is_dead": True})

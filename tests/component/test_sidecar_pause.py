@@ -354,6 +354,22 @@ async def test_a_sidecar_finds_vllm_paused() -> None:
         assert (await waiting)[0] == 200
 
 
+async def test_a_pause_that_was_found_ends_with_the_update_that_the_weights_wait_for() -> None:
+    """An earlier sidecar has paused vLLM because its weights were old."""
+    vllm = PausableVllm(paused=True)
+    async with sidecar_before(vllm) as sidecar:
+        pauses, updates = sidecar.app.pause, sidecar.app.updates
+        await until(lambda: pauses.mode is PauseMode.IN_PLACE)
+        await updates.outdate()
+        assert vllm.is_paused
+        await updates._take_over(None)
+        assert (vllm.is_paused, sidecar.app.in_flight.gate.is_open) == (False, True)
+        await pause(sidecar, "in_place")
+        await updates.outdate()
+        await updates._take_over(None)
+        assert vllm.is_paused, "a pause by hand goes on"
+
+
 async def test_a_hold_and_a_pause_by_hand_end_one_by_one() -> None:
     vllm = PausableVllm()
     async with sidecar_before(vllm) as sidecar:

@@ -162,6 +162,30 @@ async def test_versions_that_were_read_and_never_applied_do_not_pile_up(world: W
     await until(lambda: world.on_node() == [])
 
 
+async def test_a_version_that_a_request_reads_stays_while_another_is_brought(world: World) -> None:
+    world.put(ONE, TWO)
+    placed = world.place()
+    asked, go = asyncio.Event(), asyncio.Event()
+    reads = placed.versions._sidecar
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if not asked.is_set():
+            asked.set()
+            await go.wait()
+        await reads(scope, receive, send)
+
+    placed.versions._sidecar = slow
+    first = asyncio.create_task(placed.stage(ONE))
+    await asked.wait()
+    await placed.stage(TWO)
+    await asyncio.sleep(0.1)
+    go.set()
+    assert (await first).status_code == 200
+    assert placed.sidecar.reads == [files_of(TWO), files_of(ONE)]
+    await placed.apply(TWO)
+    await until(lambda: world.on_node() == ["v000002"])
+
+
 async def test_the_next_start_of_a_vllm_has_the_version_without_the_store(world: World) -> None:
     world.put(ONE)
     ended = world.place()

@@ -140,7 +140,7 @@ def test_kubernetes_sets_no_variable_that_skyrl_reads(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("pod", PODS)
 def test_a_pod_has_time_to_stop_and_no_rights(pod: str) -> None:
     spec = PODS[pod]["spec"]
-    assert spec["terminationGracePeriodSeconds"] > STOP_S
+    assert spec["terminationGracePeriodSeconds"] > STOP_S[pod.removeprefix("skyrl-")]
     security = spec["securityContext"]
     user, group = map(int, of_image("USER").split(":"))
     assert (security["runAsUser"], security["runAsGroup"], security["fsGroup"]) == (user, group, group)

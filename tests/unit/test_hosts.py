@@ -160,19 +160,51 @@ def test_a_sidecar_that_ends_is_started_again_and_the_server_goes_on(
     started = host.start()
     assert started.sidecar_url is not None
     assert started.sidecar_url != started.url
-    looked(host, lambda look: b"sidecar\n" in look.log and b"up" in look.log)
+    looked(host, lambda look: look.sidecar_log == b"sidecar\n" and b"up" in look.log)
     server, before = host._child, sidecar_of(host)
     before.kill()
-    looked(host, lambda look: look.log.count(b"sidecar\n") == 2)
+    looked(host, lambda look: look.sidecar_log.count(b"sidecar\n") == 2)
     assert sidecar_of(host).pid != before.pid
     assert host._child is server
     assert host.look(0).code is None
 
 
+def test_a_sidecar_that_ends_after_each_start_is_in_trouble_and_then_gets_another_port(
+    make: Callable[..., HostHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "SIDECAR_AGAIN_S", 0.0)
+    host = make(sidecar="raise OSError('the address is taken')")
+    started = host.start()
+    running = looked(host, lambda look: look.sidecar_trouble)
+    assert (running.code, running.log) in ((None, b""), (None, b"up None given\n"))
+    why = "it has ended 2 times in a row, the last time with: OSError: the address is taken"
+    assert running.sidecar_trouble == why
+    ended = looked(host, lambda look: look.code is not None)
+    assert ended.code == -9
+    assert ended.sidecar_trouble == why.replace("2", str(hosts.SIDECAR_ENDS))
+    assert ended.sidecar_log.count(b"the address is taken") == hosts.SIDECAR_ENDS
+    host.ended()
+    again = host.start()
+    assert again.url == started.url
+    assert again.sidecar_url not in (started.sidecar_url, again.url)
+    assert host.look(0).sidecar_trouble == ""
+
+
+def test_ends_of_a_sidecar_that_has_run_for_long_are_no_trouble(
+    make: Callable[..., HostHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "SIDECAR_AGAIN_S", 0.0)
+    monkeypatch.setattr(hosts, "SIDECAR_STABLE_S", 0.0)
+    host = make(sidecar="print('sidecar')")
+    host.start()
+    look = looked(host, lambda look: look.sidecar_log.count(b"sidecar") > hosts.SIDECAR_ENDS)
+    assert (look.code, look.sidecar_trouble) == (None, "")
+
+
 def test_a_sidecar_ends_with_its_server_and_the_next_one_has_the_same_ports(make: Callable[..., HostHere]) -> None:
     host = make(sidecar=SIDECAR)
     started = host.start()
-    looked(host, lambda look: b"sidecar" in look.log)
+    looked(host, lambda look: look.sidecar_log)
     sidecar = sidecar_of(host)
     host.kill()
     looked(host, lambda look: look.code is not None)
@@ -187,7 +219,7 @@ def test_a_sidecar_ends_with_its_server_and_the_next_one_has_the_same_ports(make
 def test_a_stop_ends_the_sidecar_too(make: Callable[..., HostHere]) -> None:
     host = make(sidecar=SIDECAR)
     host.start()
-    looked(host, lambda look: b"sidecar" in look.log)
+    looked(host, lambda look: look.sidecar_log)
     sidecar = sidecar_of(host)
     host.stop(0)
     assert not sidecar.is_running()

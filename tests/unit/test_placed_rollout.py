@@ -12,7 +12,7 @@ from skyrl.cli.main import app
 from skyrl.config.loading import load_config
 from skyrl.inference import plane_kind
 from skyrl.inference.placement import Spot
-from skyrl.inference.plane_kind import PlaneVllm, interface_of
+from skyrl.inference.plane_kind import PlaneVllm
 from skyrl.launcher.preflight import Findings
 from skyrl.nodes.settings import STORE
 from skyrl.nodes.sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
@@ -54,7 +54,7 @@ def test_an_engine_on_a_node_has_a_sidecar_with_both_keys_and_joins_groups_over_
     monkeypatch.setattr(plane_kind, "interface_of", {"10.0.0.3": "eth1"}.get)
     kind = PlaneVllm(load_config({}), "of-vllm", client_key="of-clients", admin_key="of-trainers")
     spec = kind.spec("vllm-2", Spot("10.0.0.3", 9123, None, cuda=False, sidecar_port=9124))
-    assert (spec.env["GLOO_SOCKET_IFNAME"], spec.env["NCCL_SOCKET_IFNAME"]) == ("eth1", "eth1")
+    assert (spec.env["GLOO_SOCKET_IFNAME"], spec.env["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
     sidecar = spec.sidecar
     assert sidecar is not None
     placed = PlacedSidecar.from_environment(sidecar.env)
@@ -65,10 +65,20 @@ def test_an_engine_on_a_node_has_a_sidecar_with_both_keys_and_joins_groups_over_
     assert on_loopback.env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_the_interface_of_an_address() -> None:
-    assert interface_of("127.0.0.1") is None
-    assert interface_of("192.0.2.1") is None, "a documentation address is nobody's"
-    assert interface_of("a name") is None
+def test_an_address_without_an_interface_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    spec = PlaneVllm(load_config({}), "of-vllm").spec(
+        "vllm-2", Spot("192.0.2.1", 9123, None, cuda=False, sidecar_port=9124)
+    )
+    assert spec.env["NCCL_SOCKET_IFNAME"] == "lo"
+    assert "no network interface has the address 192.0.2.1" in caplog.text
+
+
+def test_the_variable_of_skyrl_serve_is_refused(tmp_path: Path) -> None:
+    given = {"COLUMNS": "300", "SKYRL_RAY_ADDRESS": "auto"}
+    ran = CliRunner().invoke(app, ["rollout", "--state-dir", str(tmp_path)], env=given)
+    assert ran.exit_code == 2
+    assert "--ray-address: the variable SKYRL_RAY_ADDRESS is of skyrl serve: give the option" in ran.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_placer_gets_the_router_and_the_cluster_and_no_key_on_its_command_line(tmp_path: Path) -> None:

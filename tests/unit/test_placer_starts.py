@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ from prometheus_client import CollectorRegistry
 from skyrl.config.loading import load_config
 from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.placement import ServerPlan
-from skyrl.launcher.parts import Parts
+from skyrl.launcher.parts import Part, Parts
 from skyrl.launcher.server_parts import ServerParts
 from skyrl.metrics.restarts import RestartMetrics
-from skyrl.placer.life import Starts
+from skyrl.placer.life import Starts, run_servers
 from skyrl.placer.ray_server import NOT_STARTED, RayServer
 from tests.unit.test_ray_server import FakeHost, FakeSpots
 
@@ -55,6 +56,35 @@ async def test_once_a_vllm_has_answered_others_are_tried_for_ever(count: int) ->
     for number in range(count):
         starts.ended(f"vllm-{number}", NOT_STARTED, None)
     assert not starts.hopeless.done()
+
+
+async def test_what_runs_beside_the_servers_and_fails_ends_the_placer() -> None:
+    ended: list[str] = []
+
+    async def returns() -> None:
+        pass
+
+    async def runs() -> None:
+        await asyncio.Event().wait()
+
+    async def fails() -> None:
+        await asyncio.sleep(0.01)
+        raise OSError("the disk is full")
+
+    async def goes_on() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    part: Any = SimpleNamespace(parts=lambda needs: [Part("server", supervise=runs)])
+    starts = Starts()
+    starts.servers = [part]
+    with pytest.raises(OSError, match="the disk is full"):
+        await asyncio.wait_for(run_servers("127.0.0.1:1", starts, (returns, fails, goes_on)), 60)
+    assert ended == ["cancelled"]
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(name)
 
 
 class FakePlacement:

@@ -29,6 +29,8 @@ class FakeHost:
         self.quiet = False
         self.trouble = ""
         self.log = b""
+        self.sidecar_log = b""
+        self.sidecar_trouble = ""
         self.calls: list[str] = []
 
     async def node(self, within_s: float) -> tuple[str, str]:
@@ -42,10 +44,11 @@ class FakeHost:
             return Started(None, "", self.trouble)
         return Started(f"http://10.0.0.{self.number}:{self.starts}", f"process {self.starts}")
 
-    async def look(self, offset: int, within_s: float) -> Look:
+    async def look(self, offset: int, sidecar_offset: int, within_s: float) -> Look:
         await asyncio.sleep(0)
         self._raise()
-        return Look(self.code, self.log[offset:], len(self.log))
+        of_sidecar = self.sidecar_log[sidecar_offset:], len(self.sidecar_log), self.sidecar_trouble
+        return Look(self.code, self.log[offset:], len(self.log), *of_sidecar)
 
     async def ended(self, within_s: float) -> None:
         self.code = None
@@ -125,6 +128,22 @@ async def test_a_server_that_ends_starts_again_on_its_node(tmp_path: Path) -> No
         assert host.calls == ["kill"]
     assert host.calls == ["kill", "stop", "release"]
     assert ends == [3], "an end by `stop` is not reported"
+
+
+async def test_trouble_of_the_sidecar_is_a_reason_and_no_cause_of_the_servers_end(tmp_path: Path) -> None:
+    host, log = FakeHost(1), tmp_path / "log"
+    async with placed(FakeSpots(host), log) as server:
+        await until(lambda: server.url is not None)
+        host.log, host.sidecar_log = b"of vLLM\n", b"OSError: the address is taken\n"
+        host.sidecar_trouble = "it has ended 2 times in a row"
+        await until(lambda: server.reason)
+        trouble = "its sidecar does not stay alive: it has ended 2 times in a row"
+        assert server.reason == f"runs on node 10.0.0.1, but {trouble}"
+        assert server.url is not None
+        await until(lambda: log.read_bytes().endswith(b"of vLLM\nOSError: the address is taken\n"))
+        assert server.log_tail() == "of vLLM"
+        host.sidecar_trouble = ""
+        await until(lambda: not server.reason)
 
 
 async def test_a_server_whose_node_is_lost_comes_up_elsewhere(tmp_path: Path) -> None:
