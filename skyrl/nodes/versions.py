@@ -78,6 +78,7 @@ class StoredVersions:
                 self._keep({key})
         finally:
             self._in_use.subtract(used)
+            self._in_use = +self._in_use  # without the keys that nobody uses
 
     async def _brought(self, key: str) -> Path:
         self._keep({key, self._current})

@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 
-from skyrl.cluster.connection import NoCluster, check_reachable
+from skyrl.cluster.connection import NoCluster, check_reachable, connect
 from skyrl.inference.engine_kinds import VLLM, EngineKind
 from skyrl.inference.placement import ServerPlan
 from skyrl.launcher.first_ready import Supervised
@@ -17,7 +17,7 @@ from skyrl.launcher.server_parts import ServerParts
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.placer.ray_placement import RayPlacement
 from skyrl.placer.ray_server import NOT_STARTED
-from skyrl.processes.runtime import Runtime
+from skyrl.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.processes.startup import MARK, MAY_START, Cause, FirstStarts
 
 logger = logging.getLogger(__name__)
@@ -134,3 +134,18 @@ def end(code: int, sentence: str) -> None:
     """End at once with the sentence that the launcher reads: threads that wait for Ray would keep the process."""
     logger.critical("%s%s", MARK, " ".join(sentence.split()))
     os._exit(code)
+
+
+def live(run: Callable[[Runtime], Coroutine[None, None, None]], outage: Callable[[Exception], str | None]) -> None:
+    """The process of a placer: connects to Ray, and runs `run` until it returns. `outage` is as in `run_process`."""
+    runtime = Runtime.from_environment()
+    set_up_process(runtime.config.log_level, runtime.config.log_format, "placer")
+
+    def place() -> None:
+        assert runtime.ray_address is not None
+        connect(runtime.ray_address, namespace=f"skyrl-{runtime.server_id}", patience_s=runtime.ray_patience_s)
+        asyncio.run(run(runtime))
+        logging.shutdown()
+        os._exit(0)  # the connection to Ray ends with the process; ray.shutdown would wait for the head
+
+    run_process("the placer", place, outage)

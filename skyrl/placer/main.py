@@ -7,12 +7,9 @@ is the driver: Ray ends a driver's actors with the driver, and may end the drive
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 
-from skyrl.cluster.connection import connect
 from skyrl.db.database import Database
 from skyrl.db.faults import outage
 from skyrl.inference.engine_kinds import KINDS, VLLM
@@ -20,10 +17,10 @@ from skyrl.inference.vllm_metrics import VllmMetrics
 from skyrl.launcher.server_parts import wherever
 from skyrl.metrics.files import MetricsDirectory, publishing
 from skyrl.metrics.processes import LauncherMetrics
-from skyrl.placer.life import Starts, end, run_servers, server_parts
+from skyrl.placer.life import Starts, end, live, run_servers, server_parts
 from skyrl.placer.publisher import ServersPublisher
 from skyrl.placer.ray_placement import RayPlacement
-from skyrl.processes.runtime import Runtime, run_process, set_up_process
+from skyrl.processes.runtime import Runtime
 from skyrl.processes.startup import CANNOT_START
 
 
@@ -60,18 +57,8 @@ def _vllm_metrics(
         yield lambda parts=parts, publish=publish: wherever(parts.server, publish)
 
 
-def _main(runtime: Runtime) -> None:
-    assert runtime.ray_address is not None
-    connect(runtime.ray_address, namespace=f"skyrl-{runtime.server_id}", patience_s=runtime.ray_patience_s)
-    asyncio.run(run(runtime))
-    logging.shutdown()
-    os._exit(0)  # the connection to Ray ends with the process; ray.shutdown would wait for the head
-
-
 def main() -> None:
-    runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level, runtime.config.log_format, "placer")
-    run_process("the placer", lambda: _main(runtime), outage)
+    live(run, outage)
 
 
 if __name__ == "__main__":

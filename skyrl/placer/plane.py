@@ -20,16 +20,15 @@ from typing import Any
 
 import httpx
 
-from skyrl.cluster.connection import connect
 from skyrl.inference.plane_kind import PlaneVllm
 from skyrl.launcher.server_parts import ServerParts, wherever
 from skyrl.metrics.files import publishing
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.nodes.placers_route import PATH
-from skyrl.placer.life import Starts, end, run_servers, server_parts
+from skyrl.placer.life import Starts, end, live, run_servers, server_parts
 from skyrl.placer.ray_placement import RayPlacement
 from skyrl.placer.ray_server import RayServer
-from skyrl.processes.runtime import PLACED, Runtime, run_process, set_up_process
+from skyrl.processes.runtime import PLACED, Runtime
 from skyrl.processes.startup import CANNOT_START
 from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
@@ -85,6 +84,7 @@ class Workers:
                 logger.info("the router was not told that %s has ended: it is told later", sidecar)
                 self._left.add(sidecar)
             self._note(self._registered - {sidecar})
+            self._refused = {request: status for request, status in self._refused.items() if sidecar not in request}
 
     async def _begin(self, server: RayServer, sidecar: str) -> None:
         """Return when vLLM has started, and its sidecar knows it if others have newer weights."""
@@ -208,18 +208,8 @@ async def _serve(workers: Workers, parts: ServerParts) -> None:
     await wherever(server, partial(workers.serve, server))
 
 
-def _main(runtime: Runtime) -> None:
-    assert runtime.ray_address is not None
-    connect(runtime.ray_address, namespace=f"skyrl-{runtime.server_id}", patience_s=runtime.ray_patience_s)
-    asyncio.run(run(runtime))
-    logging.shutdown()
-    os._exit(0)  # the connection to Ray ends with the process; ray.shutdown would wait for the head
-
-
 def main() -> None:
-    runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level, runtime.config.log_format, "placer")
-    run_process("the placer", lambda: _main(runtime), lambda _: None)
+    live(run, lambda _: None)
 
 
 if __name__ == "__main__":

@@ -26,3 +26,15 @@ def two_nodes(cluster: Machines) -> list[Machine]:
     while len(cluster.workers()) < 2:
         cluster.add(**BOX)
     return cluster.workers()
+
+
+@pytest.fixture(scope="module")
+def boxes(cluster: Machines) -> list[Machine]:
+    """Two new nodes, the only ones with boxes. A test may add another."""
+    for other in cluster.workers():
+        other.kill()
+    return [cluster.add(**BOX), cluster.add(**BOX)]
+
+
+def addresses(boxes: list[Machine], *numbers: int) -> set[str]:
+    return {boxes[number].address for number in numbers}

@@ -20,7 +20,7 @@ from tinker import types
 from skyrl.demo.server import DemoServer
 from tests.e2e.conftest import SLOW_START_S, cross_entropy
 
-from .conftest import BOX
+from .conftest import BOX, addresses
 from .machines import Machine, Machines
 from .test_placed_vllms import RESOURCES, until, used, workers
 
@@ -31,25 +31,13 @@ STEP = types.AdamParams(learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
-def nodes(cluster: Machines) -> list[Machine]:
-    """Two nodes, the only ones with boxes. A test may add another."""
-    for other in cluster.workers():
-        other.kill()
-    return [cluster.add(**BOX), cluster.add(**BOX)]
-
-
-def addresses(nodes: list[Machine], *numbers: int) -> set[str]:
-    return {nodes[number].address for number in numbers}
-
-
-@pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("store")
 
 
 @pytest.fixture(scope="module")
 def server(
-    cluster: Machines, nodes: list[Machine], store: Path, tmp_path_factory: pytest.TempPathFactory
+    cluster: Machines, boxes: list[Machine], store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DemoServer]:
     backend = {
         "trainer.full_finetuning": True,
@@ -104,9 +92,9 @@ def versions(server: DemoServer) -> dict[str, str]:
 
 
 def test_each_version_reaches_both_nodes_and_only_the_newest_one_stays(
-    server: DemoServer, nodes: list[Machine], store: Path, trainer: tinker.TrainingClient
+    server: DemoServer, boxes: list[Machine], store: Path, trainer: tinker.TrainingClient
 ) -> None:
-    until(lambda: used(server) == addresses(nodes, 0, 1))
+    until(lambda: used(server) == addresses(boxes, 0, 1))
     last = None
     for _ in range(4):
         sampler = updated(trainer)
@@ -116,14 +104,14 @@ def test_each_version_reaches_both_nodes_and_only_the_newest_one_stays(
                 sampled(last)
         last = sampler
     model_id = trainer.get_info().model_id
-    assert versions(server) == dict.fromkeys(addresses(nodes, 0, 1), f"{model_id}@4")
-    caches = [node.cache / "stored" for node in nodes]
+    assert versions(server) == dict.fromkeys(addresses(boxes, 0, 1), f"{model_id}@4")
+    caches = [node.cache / "stored" for node in boxes]
     until(lambda: [sorted(path.name[:7] for path in cache.iterdir()) for cache in caches] == [["v000004"]] * 2)
     until(lambda: [path.name for path in store.glob("full-weights-*/v*")] == ["v000004"])
 
 
-def test_a_sidecar_answers_nobody_without_the_key(server: DemoServer, nodes: list[Machine]) -> None:
-    for node in nodes:
+def test_a_sidecar_answers_nobody_without_the_key(server: DemoServer, boxes: list[Machine]) -> None:
+    for node in boxes:
         (sidecar,) = node.sidecars()
         (port,) = {each.laddr.port for each in sidecar.net_connections() if each.status == psutil.CONN_LISTEN}
         for path in ("/health", "/generate", "/v1/models", "/update_weights_from_disk"):
@@ -131,9 +119,9 @@ def test_a_sidecar_answers_nobody_without_the_key(server: DemoServer, nodes: lis
 
 
 def test_a_killed_sidecar_is_started_again_and_takes_the_next_version(
-    server: DemoServer, nodes: list[Machine], trainer: tinker.TrainingClient
+    server: DemoServer, boxes: list[Machine], trainer: tinker.TrainingClient
 ) -> None:
-    node = nodes[0]
+    node = boxes[0]
     (vllm,), (sidecar,) = node.vllms(), node.sidecars()
     sidecar.kill()
     until(lambda: [each for each in node.sidecars() if each.pid != sidecar.pid])
@@ -143,41 +131,41 @@ def test_a_killed_sidecar_is_started_again_and_takes_the_next_version(
 
 
 def test_a_vllm_whose_actor_is_killed_has_the_newest_version_before_it_is_used(
-    server: DemoServer, nodes: list[Machine], trainer: tinker.TrainingClient
+    server: DemoServer, boxes: list[Machine], trainer: tinker.TrainingClient
 ) -> None:
     sampler = updated(trainer)
     expected = sampled(sampler)
     params = types.SamplingParams(max_tokens=400, temperature=1.0, stop=[])
     running = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, params) for _ in range(8)]
-    node = nodes[0]
+    node = boxes[0]
     ended = [*node.vllms(), *node.sidecars()]
     until(lambda: all(worker["in_flight"] for worker in workers(server)))
     node.actors()[0].kill()
     assert {len(each.result().sequences[0].tokens) for each in running} == {400}
     assert psutil.wait_procs(ended, timeout=60)[1] == []
-    until(lambda: used(server) == addresses(nodes, 0, 1))
+    until(lambda: used(server) == addresses(boxes, 0, 1))
     assert set(versions(server).values()) == {f"{trainer.get_info().model_id}@6"}
     for _ in range(6):
         np.testing.assert_allclose(sampled(sampler), expected, atol=1e-5)
 
 
 def test_a_node_that_joins_for_a_dead_one_gets_the_newest_version(
-    server: DemoServer, cluster: Machines, nodes: list[Machine], trainer: tinker.TrainingClient
+    server: DemoServer, cluster: Machines, boxes: list[Machine], trainer: tinker.TrainingClient
 ) -> None:
-    nodes[1].kill()
+    boxes[1].kill()
     sampler = updated(trainer)
     assert gap(trainer, sampler) < 1e-4
-    nodes.append(cluster.add(**BOX))
-    until(lambda: used(server) == addresses(nodes, 0, 2))
+    boxes.append(cluster.add(**BOX))
+    until(lambda: used(server) == addresses(boxes, 0, 2))
     assert set(versions(server).values()) == {f"{trainer.get_info().model_id}@7"}
-    assert [path.name[:7] for path in (nodes[2].cache / "stored").iterdir()] == ["v000007"]
+    assert [path.name[:7] for path in (boxes[2].cache / "stored").iterdir()] == ["v000007"]
     sampler = updated(trainer)
     assert gap(trainer, sampler) < 1e-4
     assert len({tuple(sampled(sampler).round(4)) for _ in range(6)}) == 1
 
 
-def test_a_stop_leaves_no_process_on_any_node(server: DemoServer, nodes: list[Machine]) -> None:
-    processes = [each for node in (nodes[0], nodes[2]) for each in (*node.vllms(), *node.sidecars(), *node.actors())]
+def test_a_stop_leaves_no_process_on_any_node(server: DemoServer, boxes: list[Machine]) -> None:
+    processes = [each for node in (boxes[0], boxes[2]) for each in (*node.vllms(), *node.sidecars(), *node.actors())]
     assert len(processes) >= 6
     server.stop()
     alive = psutil.wait_procs(processes, timeout=60)[1]

@@ -22,7 +22,7 @@ from skyrl.weights.workers import Workers
 from tests.plane.running import RunningPlane
 from tests.plane.trainer import Reference, save_variant
 
-from .conftest import BOX
+from .conftest import BOX, addresses
 from .machines import Machine, Machines
 from .test_placed_vllms import until
 
@@ -34,19 +34,7 @@ BACKEND = '{"generator.inference_engine.resources": {"CPU": 1, "box": 1}}'
 
 
 @pytest.fixture(scope="module")
-def nodes(cluster: Machines) -> list[Machine]:
-    """Two nodes, the only ones with boxes. A test may add another."""
-    for other in cluster.workers():
-        other.kill()
-    return [cluster.add(**BOX), cluster.add(**BOX)]
-
-
-def addresses(nodes: list[Machine], *numbers: int) -> set[str]:
-    return {nodes[number].address for number in numbers}
-
-
-@pytest.fixture(scope="module")
-def plane(cluster: Machines, nodes: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlane]:
+def plane(cluster: Machines, boxes: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlane]:
     flags = ("--num-engines", "2", "--ray-address", cluster.address, "--backend-config", BACKEND)
     running = RunningPlane(tmp_path_factory.mktemp("plane"), *flags)
     with pytest.MonkeyPatch.context() as patched:
@@ -102,9 +90,9 @@ def expected(variant: Path) -> list[float]:
 
 
 def test_engines_on_two_nodes_answer_through_the_router_and_nobody_without_a_key(
-    plane: RunningPlane, nodes: list[Machine]
+    plane: RunningPlane, boxes: list[Machine]
 ) -> None:
-    assert routable(plane) == addresses(nodes, 0, 1)
+    assert routable(plane) == addresses(boxes, 0, 1)
     of_base = Reference(model_path()).logprobs(TOKENS)
     for _ in range(4):
         assert logprobs(plane) == pytest.approx(of_base, abs=1e-4)
@@ -129,25 +117,25 @@ def test_new_weights_from_a_disk_and_from_a_group_reach_engines_on_nodes(
 
 
 def test_an_engine_that_comes_up_elsewhere_waits_for_an_update(
-    plane: RunningPlane, cluster: Machines, nodes: list[Machine], variant: Path, expected: list[float]
+    plane: RunningPlane, cluster: Machines, boxes: list[Machine], variant: Path, expected: list[float]
 ) -> None:
-    nodes[1].kill()
-    until(lambda: routable(plane) == addresses(nodes, 0))
+    boxes[1].kill()
+    until(lambda: routable(plane) == addresses(boxes, 0))
     assert logprobs(plane) == pytest.approx(expected, abs=1e-4)
-    nodes.append(cluster.add(**BOX))
+    boxes.append(cluster.add(**BOX))
     until(lambda: len(plane.sidecars()) == 2)
     for _ in range(6):
         assert logprobs(plane) == pytest.approx(expected, abs=1e-4)
-    assert routable(plane) == addresses(nodes, 0), "the other one has its first weights"
+    assert routable(plane) == addresses(boxes, 0), "the other one has its first weights"
     update(plane, variant, "disk-3")
-    until(lambda: routable(plane) == addresses(nodes, 0, 2))
+    until(lambda: routable(plane) == addresses(boxes, 0, 2))
     for _ in range(6):
         assert logprobs(plane) == pytest.approx(expected, abs=1e-4)
     assert "vllm-1 waits for" in plane.log() or "vllm-0 waits for" in plane.log()
 
 
 def test_a_killed_placer_brings_all_engines_back_and_they_wait_for_an_update(
-    plane: RunningPlane, nodes: list[Machine], variant: Path, expected: list[float]
+    plane: RunningPlane, boxes: list[Machine], variant: Path, expected: list[float]
 ) -> None:
     (placer,) = plane.processes("skyrl.placer.plane")
     before = set(plane.sidecars())
@@ -156,12 +144,12 @@ def test_a_killed_placer_brings_all_engines_back_and_they_wait_for_an_update(
     until(lambda: len(set(plane.sidecars())) == 2 and not before & set(plane.sidecars()))
     assert generate(plane).status_code == 503
     update(plane, variant, "disk-4")
-    until(lambda: routable(plane) == addresses(nodes, 0, 2))
+    until(lambda: routable(plane) == addresses(boxes, 0, 2))
     assert logprobs(plane) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_stop_leaves_no_process_on_any_node(plane: RunningPlane, nodes: list[Machine]) -> None:
-    placed = [each for node in (nodes[0], nodes[2]) for each in (*node.vllms(), *node.sidecars(), *node.actors())]
+def test_a_stop_leaves_no_process_on_any_node(plane: RunningPlane, boxes: list[Machine]) -> None:
+    placed = [each for node in (boxes[0], boxes[2]) for each in (*node.vllms(), *node.sidecars(), *node.actors())]
     assert len(placed) >= 6
     own = psutil.Process(plane.pid).children(recursive=True)
     assert plane.stop() == 0

@@ -170,6 +170,15 @@ def rl(seed: int, *lengths: int) -> list[Datum]:
     return data
 
 
+def overflowing() -> list[Datum]:
+    """Sampled data with one ratio of e^70 and more: in float32 the loss is finite, the gradient's square is not."""
+    data = rl(1, 20, 20)
+    for datum in data:
+        datum.loss_inputs["logprobs"] = np.full(20, -80, np.float32)
+        datum.loss_inputs["advantages"] = np.eye(1, 20, dtype=np.float32)[0]
+    return data
+
+
 def train(model_id: str, data: list[Datum], loss_fn: str = "cross_entropy", **config: float) -> TrainingPass:
     return TrainingPass(model_id, data, loss_fn, config)
 
