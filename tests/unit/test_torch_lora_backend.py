@@ -163,7 +163,7 @@ def test_k_targets_per_position_equal_k_passes(tmp_path: Path) -> None:
 def test_each_loss_gives_its_metrics_named_with_a_reduction() -> None:
     backend = make_backend()
     backend.create_model("m", spec())
-    expected = {"loss:sum", "num_tokens:sum"}
+    expected = {"loss:sum", "num_tokens:sum", "computed_tokens:sum"}
     ratio = expected | {"ratio:mean", "ratio:max", "kl:mean"}
     for loss_fn, names in {
         "cross_entropy": expected,

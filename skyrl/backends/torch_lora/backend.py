@@ -104,7 +104,7 @@ class TorchLoraBackend(StateSnapshots):
                 if isinstance(running, RunningPass) and running.training_pass.backward == backward
                 for piece in slices_of(running, self._budget)
             ]
-            for batch in cut([piece.tokens for piece in slices], self._budget if self._merge else 1):
+            for batch in cut([piece.rows for piece in slices], self._budget if self._merge else 1):
                 run_micro_batch(self._base, slices[batch.start : batch.stop], backward=backward)
         return [running.outcome() if isinstance(running, RunningPass) else running for running in started]
 

@@ -44,7 +44,8 @@ class Loss:
     """`required`: inputs besides target_tokens. `optional`: inputs and their defaults. `config`: keys and their
     defaults.
 
-    `per_target`: target_tokens may be [N, K], and then all inputs are. `ratio_mask`: an input that must not be all zero
+    `per_target`: target_tokens may be [N, K], and then all inputs are. `trained`: an input; where it is 0 the loss has
+    no gradient. None: the loss may have a gradient everywhere. `ratio_mask`: an input that must not be all zero
     for a datum with advantages. `notice`: a metric, 1.0 in every pass, that names the loss computed in place of the
     requested loss.
     """
@@ -54,6 +55,7 @@ class Loss:
     optional: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, float] = field(default_factory=dict)
     per_target: bool = False
+    trained: str | None = None
     ratio_mask: str | None = None
     notice: str | None = None
 
@@ -124,15 +126,16 @@ def gspo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossVal
 
 _RL = ("logprobs", "advantages")
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, optional={"weights": 1.0}, per_target=True),
-    "importance_sampling": Loss(importance_sampling, _RL),
-    "ppo": Loss(ppo, _RL, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
-    "cispo": Loss(cispo, _RL, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "cross_entropy": Loss(cross_entropy, optional={"weights": 1.0}, per_target=True, trained="weights"),
+    "importance_sampling": Loss(importance_sampling, _RL, trained="advantages"),
+    "ppo": Loss(ppo, _RL, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, trained="advantages"),
+    "cispo": Loss(cispo, _RL, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, trained="advantages"),
     "dro": Loss(dro, _RL, config={"beta": 0.05}),
     "gspo": Loss(
         gspo,
         (*_RL, "sequence_ratio_mask"),
         config={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+        trained="advantages",
         ratio_mask="sequence_ratio_mask",
     ),
 }

@@ -22,15 +22,17 @@ class Tally:
 
     loss: float = 0.0
     tokens: int = 0
+    rows: int = 0
     active: int = 0
     ratio: float = 0.0
     ratio_max: float = -math.inf
     kl: float = 0.0
     clipped: float | None = None
 
-    def add(self, value: LossValue, tokens: int, advantages: Tensor | None) -> None:
+    def add(self, value: LossValue, tokens: int, rows: int, advantages: Tensor | None) -> None:
         self.loss += float(value.total.detach())
         self.tokens += tokens
+        self.rows += rows
         if value.log_ratio is None or advantages is None:
             return
         chosen = advantages != 0
@@ -49,6 +51,7 @@ class Tally:
         """Add the sums of other slices of the same pass."""
         self.loss += other.loss
         self.tokens += other.tokens
+        self.rows += other.rows
         self.active += other.active
         self.ratio += other.ratio
         self.ratio_max = max(self.ratio_max, other.ratio_max)
@@ -57,12 +60,16 @@ class Tally:
             self.clipped = (self.clipped or 0.0) + other.clipped
 
     def metrics(self) -> dict[str, float]:
-        """`loss:sum`, `num_tokens:sum`; with advantages also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also
+        """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; with advantages also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also
         `clip_fraction:mean`.
 
         `kl:mean` is mean(q - lp): the sampler's divergence from the trainer, estimated on the sampled tokens.
         """
-        metrics = {"loss:sum": self.loss, "num_tokens:sum": float(self.tokens)}
+        metrics = {
+            "loss:sum": self.loss,
+            "num_tokens:sum": float(self.tokens),
+            "computed_tokens:sum": float(self.rows),
+        }
         if self.active:
             metrics |= {
                 "ratio:mean": self.ratio / self.active,

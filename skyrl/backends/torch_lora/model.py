@@ -17,7 +17,7 @@ from skyrl.backends.base import Datum, ModelLimits
 from skyrl.backends.torch_lora.adapter import Target
 from skyrl.backends.torch_lora.device import base_dtype
 from skyrl.backends.torch_lora.packed_model import PackedModel
-from skyrl.backends.torch_lora.packing import pack
+from skyrl.backends.torch_lora.packing import pack_alone
 from skyrl.config.server import ConfigError
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -53,9 +53,10 @@ class BaseModel:
     def verify(self, expected: Tensor) -> None:
         """Raise ConfigError unless packed rows give the `expected` logits of the probe: those that transformers
         computes for each sequence alone, up to rounding."""
-        packed = pack(_probe(self.vocab_size), 0, self.device)
+        packed = pack_alone(_probe(self.vocab_size), self.device)
+        rows = torch.from_numpy(np.concatenate(packed.layout.rows_of)).to(self.device)
         try:
-            logits = self.packed.packed_logits(packed)
+            logits = self.packed.packed_logits(packed).index_select(0, rows)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"base_model: {self.path} cannot run on packed rows: {error}") from error
         tolerance = 1e-3 if base_dtype(self.device) == torch.float32 else 0.1
@@ -106,6 +107,10 @@ def wrap(path: str, model: Any) -> PackedModel:
 
 
 def _probe(vocab_size: int) -> list[Datum]:
-    """Sequences of 9, 3 and 8 tokens: two attention groups, one of them padded, out of order."""
+    """Sequences of 9, 3 and 8 tokens, in two attention groups, one of them padded, out of order; and two sequences of 40
+    and 37 tokens that share 34 of them, in a padded group after their prefix."""
     rng = np.random.default_rng(0)
-    return [Datum(rng.integers(0, vocab_size, size=length), {}) for length in (9, 3, 8)]
+    data = [rng.integers(0, vocab_size, size=length) for length in (9, 3, 8, 40, 37)]
+    data[4][:34] = data[3][:34]
+    data[4][34] = (data[3][34] + 1) % vocab_size
+    return [Datum(tokens, {}) for tokens in data]

@@ -133,4 +133,4 @@ def outcome_of(
         if result.error is not None:
             return result.error
         logprobs |= zip(piece.data, result.logprobs, strict=True)
-    return result_of(loss, [logprobs[index] for index in range(len(training_pass.data))], tally)
+    return result_of(loss, logprobs, tally)

@@ -8,8 +8,9 @@ passes, to the last bit. Knows nothing of requests or where results go.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -26,19 +27,26 @@ from skyrl.backends.torch_lora.lora import LoraSegment
 from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.metrics import Tally
 from skyrl.backends.torch_lora.model import BaseModel
+from skyrl.backends.torch_lora.prefixes import PrefixTree, lay_out, prefix_tree
 
 
 @dataclass
 class RunningPass:
-    """A checked pass and the sums over its finished slices. `gradient`: flat, float32."""
+    """A checked pass and the sums over its finished slices. `logprobs`: by the index of the sequence. `gradient`: flat,
+    float32."""
 
     training_pass: TrainingPass
     adapter: Adapter
     loss: Loss
     tally: Tally = field(default_factory=Tally)
-    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    logprobs: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     gradient: Tensor | None = None
     error: Exception | None = None
+
+    @cached_property
+    def tree(self) -> PrefixTree:
+        """The common prefixes of the pass's sequences."""
+        return prefix_tree(self.training_pass.data)
 
     def fail(self, error: Exception) -> None:
         """Fail the pass, and drop the gradient of its finished slices."""
@@ -52,16 +60,29 @@ class RunningPass:
 
 @dataclass(frozen=True)
 class Slice:
-    """Consecutive sequences of one pass; `last` marks the last slice of the pass."""
+    """Sequences of one pass that run together: their `indices`, ascending. `rows`: how many rows they have, each common
+    prefix once. `last` marks the last slice of the pass."""
 
     running: RunningPass
-    data: Sequence[Datum]
-    tokens: int
+    indices: Sequence[int]
+    rows: int
     last: bool
+
+    @staticmethod
+    def of(running: RunningPass, indices: Sequence[int], *, last: bool) -> Slice:
+        return Slice(running, indices, running.tree.rows(indices), last)
 
     @property
     def loss(self) -> Loss:
         return self.running.loss
+
+    @property
+    def data(self) -> list[Datum]:
+        return [self.running.training_pass.data[index] for index in self.indices]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(datum.tokens) for datum in self.data)
 
 
 @dataclass(frozen=True)
@@ -73,12 +94,10 @@ class SliceResult:
 
 
 def slices_of(running: RunningPass, budget: int) -> Iterator[Slice]:
-    """Slices of at most `budget` tokens. A longer sequence has its own slice."""
-    data = running.training_pass.data
-    lengths = [len(datum.tokens) for datum in data]
-    for part in packing.cut(lengths, budget):
-        tokens = sum(lengths[part.start : part.stop])
-        yield Slice(running, data[part.start : part.stop], tokens, last=part.stop == len(data))
+    """Slices of at most `budget` rows. A longer sequence has its own slice."""
+    parts = running.tree.cut(budget)
+    for number, part in enumerate(parts, start=1):
+        yield Slice.of(running, part, last=number == len(parts))
 
 
 def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
@@ -125,19 +144,21 @@ class MicroBatch:
     @staticmethod
     def of(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
         """With `backward`, each slice gets its own leaves of its adapter's weights."""
-        made = MicroBatch.without_adapters(batch, device)
+        made = MicroBatch.without_adapters(batch, device, backward=backward)
         for index, piece in enumerate(batch):
             packed, adapter = made.packed[index], piece.running.adapter
             made.segments[index] = LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward))
         return made
 
     @staticmethod
-    def without_adapters(batch: Sequence[Slice], device: torch.device) -> MicroBatch:
+    def without_adapters(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
         made = MicroBatch()
         for piece in batch:
-            packed = packing.pack(piece.data, made.packed[-1].stop if made.packed else 0, device)
+            data, layout = piece.data, lay_out(piece.running.tree, piece.indices)
+            packed = packing.pack(data, layout, made.packed[-1].stop if made.packed else 0, device)
             made.packed.append(packed)
-            made.targets.append(Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], device))
+            arrays = [datum.loss_inputs["target_tokens"] for datum in data]
+            made.targets.append(Targets.of(arrays, layout.rows_of, trained_entries(piece, backward), device))
             made.segments.append(LoraSegment(packed.start, packed.stop, 1.0))
             made.inputs.append(loss_inputs(piece, device))
         return made
@@ -161,19 +182,38 @@ def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -
 
 def loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
     """The slice's inputs, flattened to one entry per target in the order of `target_tokens`."""
+    names = (*piece.loss.required, *piece.loss.optional)
+    tensors = {name: torch.from_numpy(_entries(piece, name)).to(device) for name in names}
     sizes = [datum.loss_inputs["target_tokens"].size for datum in piece.data]
-    tensors: dict[str, Tensor] = {}
-    for name in (*piece.loss.required, *piece.loss.optional):
-        default = piece.loss.optional.get(name, 0.0)
-        parts = [
-            datum.loss_inputs[name].reshape(-1).astype(np.float32)
-            if name in datum.loss_inputs
-            else np.full(size, default, np.float32)
-            for datum, size in zip(piece.data, sizes, strict=True)
-        ]
-        tensors[name] = torch.from_numpy(np.concatenate(parts)).to(device)
     datum_of_entry = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
     return LossInputs(tensors, datum_of_entry, len(sizes))
+
+
+def trained_entries(piece: Slice, backward: bool) -> npt.NDArray[np.bool_]:
+    """The entries where the slice's loss may have a gradient: bool [M]. With `backward` at least one, so that the loss
+    always has a graph."""
+    if piece.loss.trained is not None:
+        found = _entries(piece, piece.loss.trained) != 0
+    else:
+        found = np.ones(sum(datum.loss_inputs["target_tokens"].size for datum in piece.data), np.bool_)
+    if not backward:
+        found[:] = False
+    elif not found.any():
+        found[0] = True
+    return found
+
+
+def _entries(piece: Slice, name: str) -> npt.NDArray[np.float32]:
+    """One input of the slice, float32 [M]."""
+    default = piece.loss.optional.get(name, 0.0)
+    return np.concatenate(
+        [
+            datum.loss_inputs[name].reshape(-1).astype(np.float32)
+            if name in datum.loss_inputs
+            else np.full(datum.loss_inputs["target_tokens"].size, default, np.float32)
+            for datum in piece.data
+        ]
+    )
 
 
 def slice_gradients(
@@ -188,11 +228,11 @@ def slice_gradients(
 
 def _record(piece: Slice, result: SliceResult) -> None:
     running = piece.running
-    running.tally.add(result.value, piece.tokens, result.inputs.tensors.get("advantages"))
+    running.tally.add(result.value, piece.tokens, piece.rows, result.inputs.tensors.get("advantages"))
     if not math.isfinite(running.tally.loss):
         running.fail(not_finite(running.training_pass, running.tally.loss))
         return
-    running.logprobs += by_datum(result.logprobs, piece.data)
+    running.logprobs |= zip(piece.indices, by_datum(result.logprobs, piece.data), strict=True)
     if result.gradient is not None:
         running.gradient = result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
     if piece.last and running.gradient is not None:
@@ -215,6 +255,7 @@ def by_datum(logprobs: Tensor, data: Sequence[Datum]) -> list[npt.NDArray[np.flo
     return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
 
 
-def result_of(loss: Loss, logprobs: list[npt.NDArray[np.float32]], tally: Tally) -> PassResult:
+def result_of(loss: Loss, logprobs: Mapping[int, npt.NDArray[np.float32]], tally: Tally) -> PassResult:
+    """logprobs: of every sequence of the pass, by its index."""
     notice = {} if loss.notice is None else {loss.notice: 1.0}
-    return PassResult(logprobs, tally.metrics() | notice)
+    return PassResult([logprobs[index] for index in range(len(logprobs))], tally.metrics() | notice)

@@ -1,7 +1,7 @@
 """Which rank runs which sequences of which pass, and in how many micro-batches.
 
 How a pass is cut follows from that pass and the number of ranks alone, so that other passes do not change how its
-gradient is summed. Knows lengths and token ids. Knows nothing of adapters or losses.
+gradient is summed. Knows lengths, token ids and common prefixes. Knows nothing of adapters or losses.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl.backends.base import TrainingPass
-from skyrl.backends.torch_lora.packing import cut
+from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
 
 
 @dataclass(frozen=True)
 class Piece:
     """Sequences of one pass that run together on one rank. `number`: the pass's index. `data`: the indices of its
-    sequences, ascending."""
+    sequences, ascending. `rows`: how many rows they have, each common prefix once."""
 
     number: int
     data: tuple[int, ...]
-    tokens: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -72,63 +72,66 @@ class Plan:
 
 
 def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: int, *, merge: bool) -> Plan:
-    """A plan for passes, given with their numbers. A micro-batch of a rank has at most `budget` tokens or one sequence.
+    """A plan for passes, given with their numbers. A micro-batch of a rank has at most `budget` rows or one sequence.
 
     Without `merge` each piece is a micro-batch. With `merge`, pieces of several passes share micro-batches; then a
     pass's ranks depend on the other passes, too.
     """
     batches: list[list[list[Piece]]] = [[] for _ in range(ranks)]
-    open_tokens, all_tokens = [0] * ranks, [0] * ranks
-    """Of each rank: the tokens of its last micro-batch, and of all its pieces."""
+    open_rows, all_rows = [0] * ranks, [0] * ranks
+    """Of each rank: the rows of its last micro-batch, and of all its pieces."""
     for number, training_pass in passes:
-        lengths = [len(datum.tokens) for datum in training_pass.data]
+        tree = prefix_tree(training_pass.data)
         first = _first_rank(training_pass, ranks)
-        for parts in cut_evenly(lengths, ranks, budget):
-            by_load = sorted(range(ranks), key=lambda rank: all_tokens[rank])
+        for parts in cut_evenly(tree, ranks, budget):
+            by_load = sorted(range(ranks), key=lambda rank: all_rows[rank])
             for place, data in enumerate(parts):
                 if not data:
                     continue
                 rank = by_load[place] if merge else (first + place) % ranks
-                piece = Piece(number, tuple(data), sum(lengths[index] for index in data))
-                if merge and batches[rank] and open_tokens[rank] + piece.tokens <= budget:
+                piece = Piece(number, tuple(data), tree.rows(data))
+                if merge and batches[rank] and open_rows[rank] + piece.rows <= budget:
                     batches[rank][-1].append(piece)
-                    open_tokens[rank] += piece.tokens
+                    open_rows[rank] += piece.rows
                 else:
                     batches[rank].append([piece])
-                    open_tokens[rank] = piece.tokens
-                all_tokens[rank] += piece.tokens
+                    open_rows[rank] = piece.rows
+                all_rows[rank] += piece.rows
     return Plan(tuple(tuple(tuple(batch) for batch in of_rank) for of_rank in batches))
 
 
-def cut_evenly(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]]]:
     """Rounds of one part for each rank; a part is a list of ascending indices, perhaps empty.
 
-    The parts of all rounds have about the same number of tokens, and at most `budget` or one item. With one rank the
-    parts are consecutive, as in training without ranks.
+    The parts of all rounds have about the same number of rows, and at most `budget` or one sequence. Sequences that
+    share rows stay together, unless they have more rows than a part should have. With one rank the parts are those of
+    training without ranks.
     """
     if ranks == 1:
-        return [[list(part)] for part in cut(lengths, budget)]
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    count = max(1, -(-sum(lengths) // (budget * ranks)))
+        return [[part] for part in tree.cut(budget)]
+    sequences = len(tree.ends)
+    count = max(1, -(-tree.rows(range(sequences)) // (budget * ranks)))
     while True:
-        parts = _spread(lengths, order, count * ranks)
-        if count * ranks >= len(lengths) or all(
-            len(part) <= 1 or sum(lengths[index] for index in part) <= budget for part in parts
-        ):
+        parts = _spread(tree, count * ranks, budget)
+        if count * ranks >= sequences or all(len(part) <= 1 or tree.rows(part) <= budget for part in parts):
             break
         count += 1
-    parts.sort(key=lambda part: -sum(lengths[index] for index in part))
+    parts.sort(key=lambda part: -tree.rows(part))
     return [[sorted(part) for part in parts[start : start + ranks]] for start in range(0, count * ranks, ranks)]
 
 
-def _spread(lengths: Sequence[int], order: Sequence[int], count: int) -> list[list[int]]:
-    """Longest items first, each into the part with the fewest tokens."""
+def _spread(tree: PrefixTree, count: int, budget: int) -> list[list[int]]:
+    """Largest families first, each into the part with the fewest rows. A family that is larger than a part should be is
+    cut first."""
+    largest = min(budget, -(-tree.rows(range(len(tree.ends))) // count))
+    pieces = [piece for family in tree.families for piece in tree.cut_family(family, largest)]
+    pieces.sort(key=lambda piece: -tree.rows(piece))
     parts: list[list[int]] = [[] for _ in range(count)]
     fewest = [(0, number) for number in range(count)]
-    for index in order:
-        tokens, number = heapq.heappop(fewest)
-        parts[number].append(index)
-        heapq.heappush(fewest, (tokens + lengths[index], number))
+    for piece in pieces:
+        rows, number = heapq.heappop(fewest)
+        parts[number] += piece
+        heapq.heappush(fewest, (rows + tree.rows(piece), number))
     return parts
 
 

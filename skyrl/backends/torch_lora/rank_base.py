@@ -27,7 +27,7 @@ from skyrl.backends.torch_lora.logprobs import Targets
 from skyrl.backends.torch_lora.lora import LoraSegment
 from skyrl.backends.torch_lora.losses import LossInputs, served_losses
 from skyrl.backends.torch_lora.metrics import Tally
-from skyrl.backends.torch_lora.packing import pack
+from skyrl.backends.torch_lora.packing import pack_alone
 from skyrl.backends.torch_lora.passes import MicroBatch, RunningPass, Slice, by_datum, loss_of
 from skyrl.backends.torch_lora.plan import Piece
 from skyrl.backends.torch_lora.sharding import ModelForm, ShardedModel, load_sharded_model
@@ -148,8 +148,7 @@ class RankBase:
             dist.destroy_process_group()
 
     def _slice(self, running: RunningPass, piece: Piece) -> Slice:
-        data = [running.training_pass.data[index] for index in piece.data]
-        return Slice(running, data, piece.tokens, last=False)
+        return Slice(running, piece.data, piece.rows, last=False)
 
     def _scored(self, piece: Slice, logprobs: Tensor, inputs: LossInputs) -> ScoredPiece:
         """A loss that raises an exception, or is not finite, fails its piece. It ends no rank's backward: the ranks
@@ -157,7 +156,7 @@ class RankBase:
         tally = Tally()
         try:
             value = loss_of(piece, logprobs, inputs)
-            tally.add(value, piece.tokens, inputs.tensors.get("advantages"))
+            tally.add(value, piece.tokens, piece.rows, inputs.tensors.get("advantages"))
         except Exception as error:
             return ScoredPiece(logprobs.sum() * 0, tally, sendable(failure_of(error, self._device)))
         return ScoredPiece(value.total, tally, None if math.isfinite(tally.loss) else FloatingPointError("loss"))
@@ -166,5 +165,6 @@ class RankBase:
 def one_token(device: torch.device) -> MicroBatch:
     """A micro-batch for a rank that has nothing to do while others have."""
     token = np.zeros(1, np.int64)
-    packed = pack([Datum(token, {})], 0, device)
-    return MicroBatch([packed], [Targets.of([token], device)], [LoraSegment(0, 1, 1.0)], [])
+    packed = pack_alone([Datum(token, {})], device)
+    targets = Targets.of([token], packed.layout.rows_of, np.ones(1, np.bool_), device)
+    return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)], [])

@@ -1,0 +1,236 @@
+"""The tree of common prefixes of a pass's sequences. Rows of a common prefix are computed once.
+
+What is shared follows from one pass alone, so that its results do not depend on other passes. Knows token ids and
+lengths. Knows nothing of torch, adapters or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from skyrl.backends.base import Datum
+
+MIN_SAVED_ROWS = 32
+"""A common prefix is shared if this saves at least this many rows. Each shared prefix costs every layer one more call
+of attention, which is about as dear as these rows."""
+
+
+def content(datum: Datum) -> npt.NDArray[np.int64]:
+    """What must be equal before a row is shared: int64 [N, columns], for each token its id."""
+    return datum.tokens[:, None]
+
+
+@dataclass(frozen=True)
+class Node:
+    """The rows of positions [start, stop), which all sequences below this node share. `parent`: the node with the rows
+    before them, -1 if start is 0. `source`: a sequence that has these rows."""
+
+    parent: int
+    start: int
+    stop: int
+    source: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """`nodes`: depth first, each parent before its children. `ends`: for each sequence, the node of its last row."""
+
+    nodes: tuple[Node, ...]
+    ends: tuple[int, ...]
+
+    def path(self, index: int) -> list[int]:
+        """The nodes that hold the rows of a sequence, from its first row on."""
+        node, found = self.ends[index], []
+        while node >= 0:
+            found.append(node)
+            node = self.nodes[node].parent
+        return found[::-1]
+
+    def rows(self, indices: Sequence[int]) -> int:
+        """The number of rows of some sequences together."""
+        return sum(self.nodes[node].rows for node in {node for index in indices for node in self.path(index)})
+
+    @cached_property
+    def families(self) -> list[list[int]]:
+        """The sequences that share rows, directly or by others. Each family in the order of its tree, the families by
+        their first sequence."""
+        of_root: dict[int, list[int]] = {}
+        for index in sorted(range(len(self.ends)), key=lambda index: self.ends[index]):
+            of_root.setdefault(self.path(index)[0], []).append(index)
+        return sorted(of_root.values(), key=min)
+
+    def cut(self, budget: int) -> list[list[int]]:
+        """Parts of ascending indices with at most `budget` rows, or one sequence. A family is cut only if it has more
+        rows than the budget."""
+        runs = _Runs(self, budget)
+        for family in self.families:
+            if self.rows(family) <= budget:
+                runs.keep_together(family)
+            for index in family:
+                runs.add(index)
+        return runs.done()
+
+    def cut_family(self, family: Sequence[int], budget: int) -> list[list[int]]:
+        """One family, in the order of its tree, as `cut`."""
+        runs = _Runs(self, budget)
+        for index in family:
+            runs.add(index)
+        return runs.done()
+
+
+class _Runs:
+    """Fills parts one after the other."""
+
+    def __init__(self, tree: PrefixTree, budget: int) -> None:
+        self._tree, self._budget = tree, budget
+        self._parts: list[list[int]] = []
+        self._nodes: set[int] = set()
+        self._rows = 0
+
+    def keep_together(self, family: Sequence[int]) -> None:
+        """Begin a new part if this one has no room for the family."""
+        if self._rows + self._tree.rows(family) > self._budget:
+            self._nodes, self._rows = set(), 0
+
+    def add(self, index: int) -> None:
+        path = self._tree.path(index)
+        more = self._more(path)
+        if self._nodes and self._rows + more > self._budget:
+            self._nodes, self._rows = set(), 0
+            more = self._more(path)
+        if not self._nodes:
+            self._parts.append([])
+        self._parts[-1].append(index)
+        self._nodes.update(path)
+        self._rows += more
+
+    def _more(self, path: Sequence[int]) -> int:
+        return sum(self._tree.nodes[node].rows for node in path if node not in self._nodes)
+
+    def done(self) -> list[list[int]]:
+        return [sorted(part) for part in self._parts]
+
+
+def prefix_tree(data: Sequence[Datum]) -> PrefixTree:
+    """The tree of the sequences' common prefixes.
+
+    A radix tree: sorted sequences, and the lengths of common prefixes of neighbours, give its branches. A branch that
+    would save fewer than MIN_SAVED_ROWS rows is not made; its sequences have their own rows after the branch above.
+    """
+    contents = [np.ascontiguousarray(content(datum)) for datum in data]
+    keys = [array.astype(">i8").tobytes() for array in contents]
+    order = sorted(range(len(data)), key=lambda index: keys[index])
+    common = np.array([0, *(_common(contents[a], contents[b]) for a, b in zip(order, order[1:], strict=False))])
+    nodes: list[Node] = []
+    ends = [-1] * len(data)
+    # Runs [low, high) of the sorted sequences still to be placed below a node that holds their first `depth` rows.
+    # They have more than `level` rows in common.
+    waiting = _runs(0, len(order), -1, 0, 0, common, order)
+    while waiting:
+        low, high, parent, depth = waiting.pop()
+        first = min(order[low:high])
+        if high - low == 1:
+            if len(contents[first]) > depth:
+                nodes.append(Node(parent, depth, len(contents[first]), first))
+                parent = len(nodes) - 1
+            ends[first] = parent
+            continue
+        level = int(common[low + 1 : high].min())
+        if (high - low - 1) * (level - depth) >= MIN_SAVED_ROWS:
+            nodes.append(Node(parent, depth, level, first))
+            parent, depth = len(nodes) - 1, level
+        waiting += _runs(low, high, parent, depth, level, common, order)
+    return PrefixTree(tuple(nodes), tuple(ends))
+
+
+def _runs(
+    low: int, high: int, parent: int, depth: int, level: int, common: np.ndarray, order: Sequence[int]
+) -> list[tuple[int, int, int, int]]:
+    """The parts of a run whose sequences have more than `level` rows in common: the part with the earliest sequence
+    comes last, to be taken first."""
+    cuts = [low, *(low + 1 + np.flatnonzero(common[low + 1 : high] <= level)), high]
+    parts = [(int(a), int(b), parent, depth) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return sorted(parts, key=lambda part: -min(order[part[0] : part[1]]))
+
+
+def _common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
+    """The number of leading rows that are equal."""
+    length = min(len(one), len(other))
+    differ = (one[:length] != other[:length]).any(axis=1)
+    place = int(differ.argmax()) if length else 0
+    return place if length and differ[place] else length
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive rows [first, first + rows) of a layout. `parent`: the segment before them in every sequence that has
+    them, -1 for none. `start`: the position of the first row in its sequences."""
+
+    first: int
+    rows: int
+    parent: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of some sequences of a tree, each once. `segments`: they cover all rows, in order; parents come before
+    children. `rows_of`: for each sequence, int64 [N], its rows."""
+
+    segments: tuple[Segment, ...]
+    rows_of: tuple[npt.NDArray[np.int64], ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(segment.rows for segment in self.segments)
+
+    def of_rows(self, arrays: Sequence[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
+        """Arrays [N, ...] of the sequences, equal where rows are shared, as one array [rows, ...]."""
+        found = np.empty((self.rows, *arrays[0].shape[1:]), arrays[0].dtype)
+        for rows, array in zip(self.rows_of, arrays, strict=True):
+            found[rows] = array
+        return found
+
+    def path(self, segment: int) -> npt.NDArray[np.int64]:
+        """The rows before a segment in its sequences, int64 [start]."""
+        found: list[npt.NDArray[np.int64]] = []
+        parent = self.segments[segment].parent
+        while parent >= 0:
+            of_parent = self.segments[parent]
+            found.append(np.arange(of_parent.first, of_parent.first + of_parent.rows))
+            parent = of_parent.parent
+        return np.concatenate([*found[::-1], np.empty(0, np.int64)])
+
+
+def lay_out(tree: PrefixTree, indices: Sequence[int]) -> Layout:
+    """The rows of some sequences. A node with one branch makes one segment with it."""
+    paths = [tree.path(index) for index in indices]
+    used = sorted({node for path in paths for node in path})
+    branches = dict.fromkeys(used, 0)
+    for node in used:
+        if (parent := tree.nodes[node].parent) >= 0:
+            branches[parent] += 1
+    segments: list[Segment] = []
+    of_node: dict[int, int] = {}
+    rows: dict[int, npt.NDArray[np.int64]] = {}
+    first = 0
+    for number in used:
+        node = tree.nodes[number]
+        rows[number] = np.arange(first, first + node.rows)
+        if node.parent >= 0 and branches[node.parent] == 1:  # its rows come right behind its parent's
+            before = segments.pop()
+            segments.append(Segment(before.first, before.rows + node.rows, before.parent, before.start))
+        else:
+            segments.append(Segment(first, node.rows, of_node.get(node.parent, -1), node.start))
+        of_node[number] = len(segments) - 1
+        first += node.rows
+    return Layout(tuple(segments), tuple(np.concatenate([rows[node] for node in path]) for path in paths))
