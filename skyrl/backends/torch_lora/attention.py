@@ -1,19 +1,20 @@
 """Causal attention over packed rows, registered with transformers under the name "skyrl_segments".
 
 Each attention group of each slice is padded and computed alone, so that a slice's result does not depend on other
-slices. Keys and values of a shared prefix are read by every segment after it. Supports the variants of scaled_dot_product_attention, and sliding windows. Knows nothing of adapters.
+slices. Every segment reads the keys and values of the prefix that it continues. Supports the variants of
+scaled_dot_product_attention, and sliding windows. Knows nothing of adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from skyrl.backends.torch_lora.packing import AttentionGroup, Prefix
+from skyrl.backends.torch_lora.packing import AttentionGroup
 
 NAME = "skyrl_segments"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -26,7 +27,7 @@ def segments_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attention_groups: Sequence[AttentionGroup],
+    attention_groups: Sequence[Sequence[AttentionGroup]],
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
@@ -34,48 +35,54 @@ def segments_attention(
     """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]; returns [1, rows, heads,
     head_dim].
 
-    Each row belongs to one of `attention_groups`. Dropout is never applied. Raises ValueError for variants that would
-    need another kernel (soft-capping, sinks, position biases).
+    `attention_groups`: of each slice, which cover the rows in order. Dropout is never applied. Raises ValueError for
+    variants that would need another kernel (soft-capping, sinks, position biases).
     """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported")
-    by_row = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    parts = [_attend(group, by_row, scaling, sliding_window) for group in attention_groups]
-    if all(group.rows is None for group in attention_groups):
-        in_order = sorted(range(len(parts)), key=lambda index: attention_groups[index].first)
-        return torch.cat([parts[index] for index in in_order])[None], None
-    rows = torch.cat([_rows(group, query.device) for group in attention_groups])
-    output = torch.cat(parts)
-    return output.new_empty(output.shape).index_copy(0, rows, output)[None], None
+    # Cut into pieces once: backward then puts their gradients together once, in place of a sum over all rows for each
+    sizes = [size for groups in attention_groups for group in groups for size in group.pieces]
+    pieces = [states[0].transpose(0, 1).split(sizes) for states in (query, key, value)]
+    outputs: list[Tensor] = []
+    start = 0
+    for groups in attention_groups:
+        count = sum(len(group.pieces) for group in groups)
+        outputs += _attend_slice(groups, [states[start : start + count] for states in pieces], scaling, sliding_window)
+        start += count
+    return torch.cat(outputs)[None], None
 
 
-def _rows(group: AttentionGroup, device: torch.device) -> Tensor:
-    if group.rows is not None:
-        return group.rows
-    return torch.arange(group.first, group.first + group.count * group.longest, device=device)
-
-
-def _attend(
-    group: AttentionGroup, by_row: tuple[Tensor, Tensor, Tensor], scaling: float | None, window: int | None
-) -> Tensor:
-    """The attention of one group, [tokens, heads, head_dim]. by_row: q, k and v, each [rows, heads, head_dim]."""
-    query, key, value = by_row
-    prefix = group.prefix
-    if prefix is not None and window is not None:
-        prefix = prefix.last(window - 1)
-    mask = _mask(group.longest, 0 if prefix is None else prefix.length, window, query.device)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        _grid(group, query).transpose(1, 2),
-        _after(prefix, key, _grid(group, key)).transpose(1, 2),
-        _after(prefix, value, _grid(group, value)).transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    output = output.transpose(1, 2).reshape(group.count * group.longest, query.shape[1], value.shape[-1])
-    return output if group.cells is None else output.index_select(0, group.cells)
+def _attend_slice(
+    groups: Sequence[AttentionGroup], pieces: Sequence[Sequence[Tensor]], scaling: float | None, window: int | None
+) -> Iterator[Tensor]:
+    """The attention of each group, [rows, heads, head_dim]. pieces: of the slice's q, k and v, each [rows, heads,
+    head_dim]."""
+    start = 0
+    for group in groups:
+        stop = start + len(group.pieces)
+        query, key, value = (_grid(group, states[start:stop]) for states in pieces)
+        before = sum(len(pieces[1][number]) for number in group.prefix)
+        if window is not None:
+            before = min(before, window - 1)
+        if before:
+            key, value = (
+                _after([states[number] for number in group.prefix], before, grid)
+                for states, grid in zip(pieces[1:], (key, value), strict=True)
+            )
+        mask = _mask(group.longest, before, window, query.device)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        output = output.transpose(1, 2).reshape(group.count * group.longest, query.shape[2], value.shape[-1])
+        yield output if group.cells is None else output.index_select(0, group.cells)
+        start = stop
 
 
 def _mask(length: int, before: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -88,26 +95,21 @@ def _mask(length: int, before: int, window: int | None, device: torch.device) ->
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _after(prefix: Prefix | None, states: Tensor, grid: Tensor) -> Tensor:
-    """The rows of the prefix before those of each segment: [count, prefix + longest, heads, head_dim]."""
-    if prefix is None:
-        return grid
-    if prefix.rows is None:
-        before = states[prefix.first : prefix.first + prefix.length]
-    else:
-        before = states.index_select(0, prefix.rows)
-    return torch.cat([before.expand(len(grid), *before.shape), grid], dim=1)
+def _after(prefix: Sequence[Tensor], count: int, grid: Tensor) -> Tensor:
+    """The last `count` rows of the prefix before those of each segment: [segments, count + longest, heads,
+    head_dim]."""
+    rows = torch.cat(list(prefix)) if len(prefix) > 1 else prefix[0]
+    rows = rows[len(rows) - count :]
+    return torch.cat([rows.expand(len(grid), *rows.shape), grid], dim=1)
 
 
-def _grid(group: AttentionGroup, states: Tensor) -> Tensor:
+def _grid(group: AttentionGroup, pieces: Sequence[Tensor]) -> Tensor:
     """The group's rows as [count, longest, heads, head_dim], zeros after each segment's end."""
-    cells = group.count * group.longest
-    if group.rows is None or group.cells is None:
-        grid = states[group.first : group.first + cells]
-    else:
-        chosen = states.index_select(0, group.rows)
-        grid = states.new_zeros(cells, *states.shape[1:]).index_copy(0, group.cells, chosen)
-    return grid.view(group.count, group.longest, *states.shape[1:])
+    rows = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
+    if group.cells is not None:
+        cells = rows.new_zeros(group.count * group.longest, *rows.shape[1:])
+        rows = cells.index_copy(0, group.cells, rows)
+    return rows.view(group.count, group.longest, *rows.shape[1:])
 
 
 AttentionInterface.register(NAME, segments_attention)

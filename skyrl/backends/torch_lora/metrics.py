@@ -60,8 +60,8 @@ class Tally:
             self.clipped = (self.clipped or 0.0) + other.clipped
 
     def metrics(self) -> dict[str, float]:
-        """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; with advantages also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also
-        `clip_fraction:mean`.
+        """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; with advantages also `ratio:mean`, `ratio:max`,
+        `kl:mean`; with clipping also `clip_fraction:mean`.
 
         `kl:mean` is mean(q - lp): the sampler's divergence from the trainer, estimated on the sampled tokens.
         """

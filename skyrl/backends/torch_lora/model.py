@@ -107,10 +107,10 @@ def wrap(path: str, model: Any) -> PackedModel:
 
 
 def _probe(vocab_size: int) -> list[Datum]:
-    """Sequences of 9, 3 and 8 tokens, in two attention groups, one of them padded, out of order; and two sequences of 40
-    and 37 tokens that share 34 of them, in a padded group after their prefix."""
+    """Sequences of 9, 3 and 8 tokens, in two attention groups, one of them padded, out of order; and two sequences that
+    share 34 tokens, with 6 and 5 more in a padded group."""
     rng = np.random.default_rng(0)
-    data = [rng.integers(0, vocab_size, size=length) for length in (9, 3, 8, 40, 37)]
+    data = [rng.integers(0, vocab_size, size=length) for length in (9, 3, 8, 40, 39)]
     data[4][:34] = data[3][:34]
     data[4][34] = (data[3][34] + 1) % vocab_size
     return [Datum(tokens, {}) for tokens in data]

@@ -95,6 +95,6 @@ class PackedModel(nn.Module):
             input_ids=torch.cat([packed.tokens for packed in slices])[None],
             position_ids=torch.cat([packed.positions for packed in slices])[None],
             use_cache=False,
-            attention_groups=[group for packed in slices for group in packed.groups],
+            attention_groups=[packed.groups for packed in slices],
         )
         return output.last_hidden_state[0]

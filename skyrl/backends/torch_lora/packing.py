@@ -1,4 +1,4 @@
-"""How a slice becomes rows: its sequences one after the other, common prefixes once, grouped for attention.
+"""How a slice becomes rows: its segments one after the other, in groups for attention.
 
 Laying out and grouping depend on one pass alone, so that its results do not depend on other passes. Knows lengths and
 token ids. Knows nothing of adapters or losses.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from skyrl.backends.base import Datum
-from skyrl.backends.torch_lora.prefixes import Layout, lay_out, prefix_tree
+from skyrl.backends.torch_lora.prefixes import Layout, Segment, lay_out, prefix_tree
 
 _SHORTEST_IN_GROUP = 0.75
 """A segment joins an attention group if it has at least this share of the rows of the group's longest segment. So
@@ -22,36 +22,20 @@ padding is at most a third of the real rows."""
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """The rows before the segments of a group, in order: [first, first + length), or `rows`, int64 [length]."""
-
-    length: int
-    first: int
-    rows: Tensor | None
-
-    def last(self, count: int) -> Prefix | None:
-        """The last `count` of them, all if there are fewer; None for no rows."""
-        if count <= 0:
-            return None
-        skipped = max(0, self.length - count)
-        rows = None if self.rows is None else self.rows[skipped:]
-        return Prefix(self.length - skipped, self.first + skipped, rows)
-
-
-@dataclass(frozen=True)
 class AttentionGroup:
-    """`count` segments of similar length that attend together, right-padded to `longest`. They attend to `prefix`, too.
+    """`count` segments of similar length that attend together, right-padded to `longest`.
 
-    rows: int64 [segments' rows], their places in the micro-batch; cells: int64, the places of these rows in a flattened
-    [count, longest] grid. Both are None when the rows [first, first + count * longest) fill the grid exactly.
+    The groups of a slice cover its rows, in order. `pieces`: the rows of the group, cut into pieces: a segment that
+    others continue is a piece alone. `prefix`: the pieces of the slice, by number, that all segments of the group
+    continue, in order. cells: int64 [rows], the places of the rows in a flattened [count, longest] grid; None when they
+    fill it in order.
     """
 
     count: int
     longest: int
-    first: int
-    rows: Tensor | None
+    pieces: tuple[int, ...]
+    prefix: tuple[int, ...]
     cells: Tensor | None
-    prefix: Prefix | None
 
 
 @dataclass(frozen=True)
@@ -93,52 +77,51 @@ def pack(data: Sequence[Datum], layout: Layout, start: int, device: torch.device
         stop=start + len(tokens),
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
-        groups=tuple(_groups(layout, start, device)),
+        groups=tuple(_groups(layout, device)),
         layout=layout,
     )
 
 
-def _groups(layout: Layout, start: int, device: torch.device) -> Iterator[AttentionGroup]:
+def _groups(layout: Layout, device: torch.device) -> Iterator[AttentionGroup]:
     segments = layout.segments
-    of_parent: dict[int, list[int]] = {}
+    continued = {segment.parent for segment in segments}
+    piece_of: dict[int, int] = {}
+    pieces = 0
+    for members in _similar(segments):
+        sizes: list[int] = []
+        open_piece = False
+        for number in members:
+            if number in continued:
+                piece_of[number] = pieces + len(sizes)
+            if open_piece and number not in continued:
+                sizes[-1] += segments[number].rows
+            else:
+                sizes.append(segments[number].rows)
+            open_piece = number not in continued
+        pieces += len(sizes)
+        prefix: list[int] = []
+        parent = segments[members[0]].parent
+        while parent >= 0:
+            prefix.append(piece_of[parent])
+            parent = segments[parent].parent
+        lengths = [segments[number].rows for number in members]
+        yield AttentionGroup(len(members), lengths[0], tuple(sizes), tuple(prefix[::-1]), _cells(lengths, device))
+
+
+def _similar(segments: Sequence[Segment]) -> Iterator[list[int]]:
+    """Consecutive segments with one parent and similar lengths, the longest first."""
+    group: list[int] = []
     for number, segment in enumerate(segments):
-        of_parent.setdefault(segment.parent, []).append(number)
-    for siblings in of_parent.values():
-        prefix = _prefix(layout, siblings[0], start, device)
-        group: list[int] = []
-        for number in sorted(siblings, key=lambda number: -segments[number].rows):
-            if group and segments[number].rows < _SHORTEST_IN_GROUP * segments[group[0]].rows:
-                yield _group(group, layout, prefix, start, device)
-                group = []
-            group.append(number)
-        yield _group(group, layout, prefix, start, device)
+        longest = segments[group[0]] if group else segment
+        if segment.parent != longest.parent or segment.rows < _SHORTEST_IN_GROUP * longest.rows:
+            yield group
+            group = []
+        group.append(number)
+    yield group
 
 
-def _prefix(layout: Layout, segment: int, start: int, device: torch.device) -> Prefix | None:
-    rows = start + layout.path(segment)
-    if not len(rows):
+def _cells(lengths: Sequence[int], device: torch.device) -> Tensor | None:
+    if lengths[0] == lengths[-1]:
         return None
-    first = int(rows[0])
-    if np.array_equal(rows, np.arange(first, first + len(rows))):
-        return Prefix(len(rows), first, None)
-    return Prefix(len(rows), first, torch.from_numpy(rows).to(device))
-
-
-def _group(
-    members: list[int], layout: Layout, prefix: Prefix | None, start: int, device: torch.device
-) -> AttentionGroup:
-    segments = [layout.segments[number] for number in members]
-    longest = segments[0].rows
-    rows = np.concatenate([start + segment.first + np.arange(segment.rows) for segment in segments])
-    first = int(rows[0])
-    if np.array_equal(rows, np.arange(first, first + len(members) * longest)):
-        return AttentionGroup(len(members), longest, first, None, None, prefix)
-    cells = np.concatenate([place * longest + np.arange(segment.rows) for place, segment in enumerate(segments)])
-    return AttentionGroup(
-        len(members),
-        longest,
-        first,
-        torch.from_numpy(rows).to(device),
-        torch.from_numpy(cells).to(device),
-        prefix,
-    )
+    cells = np.concatenate([place * lengths[0] + np.arange(length) for place, length in enumerate(lengths)])
+    return torch.from_numpy(cells).to(device)

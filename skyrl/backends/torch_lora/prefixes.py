@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -183,8 +184,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of some sequences of a tree, each once. `segments`: they cover all rows, in order; parents come before
-    children. `rows_of`: for each sequence, int64 [N], its rows."""
+    """The rows of some sequences of a tree, each once. `segments`: they cover all rows, in order. Parents come before
+    children, and the children of one parent one after the other, the longest first. `rows_of`: for each sequence, int64
+    [N], its rows."""
 
     segments: tuple[Segment, ...]
     rows_of: tuple[npt.NDArray[np.int64], ...]
@@ -193,44 +195,51 @@ class Layout:
     def rows(self) -> int:
         return sum(segment.rows for segment in self.segments)
 
-    def of_rows(self, arrays: Sequence[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
+    def of_rows(self, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """Arrays [N, ...] of the sequences, equal where rows are shared, as one array [rows, ...]."""
         found = np.empty((self.rows, *arrays[0].shape[1:]), arrays[0].dtype)
         for rows, array in zip(self.rows_of, arrays, strict=True):
             found[rows] = array
         return found
 
-    def path(self, segment: int) -> npt.NDArray[np.int64]:
-        """The rows before a segment in its sequences, int64 [start]."""
-        found: list[npt.NDArray[np.int64]] = []
-        parent = self.segments[segment].parent
-        while parent >= 0:
-            of_parent = self.segments[parent]
-            found.append(np.arange(of_parent.first, of_parent.first + of_parent.rows))
-            parent = of_parent.parent
-        return np.concatenate([*found[::-1], np.empty(0, np.int64)])
-
 
 def lay_out(tree: PrefixTree, indices: Sequence[int]) -> Layout:
     """The rows of some sequences. A node with one branch makes one segment with it."""
     paths = [tree.path(index) for index in indices]
-    used = sorted({node for path in paths for node in path})
+    chains, parents = _chains(tree, sorted({node for path in paths for node in path}))
+    sizes = [sum(tree.nodes[node].rows for node in chain) for chain in chains]
+    children: dict[int, list[int]] = {}
+    for number, parent in enumerate(parents):
+        children.setdefault(parent, []).append(number)
+    segments: list[Segment] = []
+    rows: dict[int, npt.NDArray[np.int64]] = {}
+    first, waiting = 0, [(-1, -1)]
+    """The chains whose children have no segments yet, with their own segments."""
+    for chain, parent in waiting:
+        for number in sorted(children.get(chain, ()), key=lambda number: -sizes[number]):
+            waiting.append((number, len(segments)))
+            segments.append(Segment(first, sizes[number], parent, tree.nodes[chains[number][0]].start))
+            for node in chains[number]:
+                rows[node] = np.arange(first, first := first + tree.nodes[node].rows)
+    return Layout(tuple(segments), tuple(np.concatenate([rows[node] for node in path]) for path in paths))
+
+
+def _chains(tree: PrefixTree, used: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    """Nodes, ascending, as chains: a node's only child is in its chain. Returns chains and their parent chains."""
     branches = dict.fromkeys(used, 0)
     for node in used:
         if (parent := tree.nodes[node].parent) >= 0:
             branches[parent] += 1
-    segments: list[Segment] = []
-    of_node: dict[int, int] = {}
-    rows: dict[int, npt.NDArray[np.int64]] = {}
-    first = 0
-    for number in used:
-        node = tree.nodes[number]
-        rows[number] = np.arange(first, first + node.rows)
-        if node.parent >= 0 and branches[node.parent] == 1:  # its rows come right behind its parent's
-            before = segments.pop()
-            segments.append(Segment(before.first, before.rows + node.rows, before.parent, before.start))
+    chains: list[list[int]] = []
+    parents: list[int] = []
+    of_node: dict[int, int] = {-1: -1}
+    for node in used:
+        parent = tree.nodes[node].parent
+        if parent >= 0 and branches[parent] == 1:
+            of_node[node] = of_node[parent]
+            chains[of_node[node]].append(node)
         else:
-            segments.append(Segment(first, node.rows, of_node.get(node.parent, -1), node.start))
-        of_node[number] = len(segments) - 1
-        first += node.rows
-    return Layout(tuple(segments), tuple(np.concatenate([rows[node] for node in path]) for path in paths))
+            of_node[node] = len(chains)
+            chains.append([node])
+            parents.append(of_node[parent])
+    return chains, parents
