@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from skyrl.backends.base import Datum
 
-MIN_SAVED_ROWS = 32
+MIN_SAVED_ROWS = 16
 """A common prefix is shared if this saves at least this many rows. Each shared prefix costs every layer one more call
 of attention, which is about as dear as these rows."""
 
