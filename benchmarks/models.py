@@ -1,7 +1,9 @@
-"""Models with random weights and the layers of Qwen3-0.6B, for benchmarks. Float32; embeddings are tied."""
+"""Models for benchmarks: random float32 weights with the layers of Qwen3-0.6B and tied embeddings; and the tiny model
+with a longer context."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -21,6 +23,14 @@ def make_large(directory: Path) -> str:
     return path
 
 
+def make_long_tiny(directory: Path) -> str:
+    """The tiny model with a context of 16,384 tokens. Returns the path."""
+    shutil.copytree(model_path(), directory)
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 16_384}))
+    return str(directory)
+
+
 def _make(directory: Path, *, layers: int, vocabulary: int) -> str:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -33,7 +43,7 @@ def _make(directory: Path, *, layers: int, vocabulary: int) -> str:
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=4096,
+        max_position_embeddings=40_960,
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)

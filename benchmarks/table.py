@@ -76,6 +76,17 @@ def headers(compared: bool) -> list[str]:
     return [*COLUMNS[:4], "other", *COLUMNS[4:]] if compared else list(COLUMNS)
 
 
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells: the first column to the left, the others to the right. A line whose other cells are empty may be
+    as long as it likes."""
+    widths = [max(len(line[column]) for line in lines if column or any(line[1:])) for column in range(len(lines[0]))]
+    texts = []
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        texts.append("  ".join([line[0].ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(texts)
+
+
 def text_table(rows: Sequence[Row]) -> str:
     """The table as aligned lines; the note of a row follows the row."""
     compared = any(row.other is not None for row in rows)

@@ -1,0 +1,182 @@
+"""Compares training with plain PEFT loops: the backend without a server, the same through a whole server, a padded loop
+over PEFT, and a packed one. In turns, each in a process of its own.
+
+Usage: python -m benchmarks.trainer [--models tiny 0.6b] [--rows ROW ...] [--ways WAY ...] [--server] [--rounds N]
+                                    [--threads N] [--clock cpu] [--quick] [--out DIRECTORY]
+
+A row is a batch; a step is its forward_backward and optim_step, from arrays to results. On a CPU everything is float32;
+on CUDA, where there is one, bfloat16 with float32 adapters. On a CPU 0.6b (random weights in Qwen3-0.6B's shape) trains
+smaller batches of the same kinds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.models import make_large, make_long_tiny
+from benchmarks.series import without_nan
+from benchmarks.table import aligned, number
+from benchmarks.trainer_flops import model_flops, peak_flops
+from benchmarks.trainer_process import Step, WayProcess
+from benchmarks.trainer_rows import FULL, SMALL, BatchRow, TenantPass, rows_of, tokens_of
+from benchmarks.trainer_server import ServerWay
+from benchmarks.trainer_ways import PeftWay, SkyrlWay, Way, gaps
+
+MODELS = {"tiny": make_long_tiny, "0.6b": make_large}
+BASELINE = "peft"
+WAYS: dict[str, Callable[..., Way]] = {
+    "peft": functools.partial(PeftWay, packed=False),
+    "peft-packed": functools.partial(PeftWay, packed=True),
+    "skyrl": functools.partial(SkyrlWay, merge=False),
+    "skyrl-merged": functools.partial(SkyrlWay, merge=True),
+    "server": functools.partial(ServerWay, merge=False),
+    "server-merged": functools.partial(ServerWay, merge=True),
+}
+MERGED = ("skyrl-merged", "server-merged")
+"""Only for rows with several tenants."""
+OF_SERVER = ("server", "server-merged")
+COLUMNS = ("model, batch, way", "tokens/s", "÷ peft", "peak MiB", "gap of loss", "gap of logprobs")
+RESULTS = Path("out/trainer")
+ROUND_S = 0.3
+"""A way's turn in a round is one step, or as many as the slowest way makes in this time."""
+Result = dict[str, Any]
+
+
+def measure(model: str, row: BatchRow, ways: Sequence[str], rounds: int, threads: int, clock: str) -> list[Result]:
+    """One result for each way. The first way of a round is another one in each round."""
+    vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    passes = row.passes(vocabulary)
+    processes: dict[str, WayProcess] = {}
+    try:
+        for way in ways:
+            processes[way] = WayProcess(functools.partial(WAYS[way], model, threads), passes)
+        steps: dict[str, list[Step]] = {way: [] for way in ways}
+        repeats = min(process.call("steps_within", ROUND_S) for process in processes.values())
+        for process in processes.values():
+            process.call("watch_memory")
+        for round_ in range(rounds):
+            first = round_ % len(ways)
+            for way in [*ways[first:], *ways[:first]]:
+                steps[way].append(processes[way].call("step", repeats))
+        peaks = {way: process.call("peak_mb") for way, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.close()
+    return results(model, row, passes, steps, peaks, clock)
+
+
+def results(
+    model: str,
+    row: BatchRow,
+    passes: Sequence[TenantPass],
+    steps: dict[str, list[Step]],
+    peaks: dict[str, float | None],
+    clock: str,
+) -> list[Result]:
+    """The figures of each way. Ratios are medians over rounds; without the baseline there are none, and no gaps."""
+    seconds = {way: [getattr(step, f"{clock}_s") for step in of_way] for way, of_way in steps.items()}
+    tokens = tokens_of(passes)
+    device_flops = peak_flops()
+    found: list[Result] = []
+    for way, of_way in steps.items():
+        median = statistics.median(seconds[way])
+        result: Result = {
+            "batch": row.name,
+            "what": row.what,
+            "way": way,
+            "tokens": tokens,
+            "wall_s": [step.wall_s for step in of_way],
+            "cpu_s": [step.cpu_s for step in of_way],
+            "tokens_per_s": tokens / median,
+            "peak_mib": peaks[way],
+        }
+        if BASELINE in steps:
+            pairs = zip(seconds[BASELINE], seconds[way], strict=True)
+            result["ratio"] = statistics.median(theirs / ours for theirs, ours in pairs)
+            of_loss, of_logprobs = gaps(of_way[-1].trained, steps[BASELINE][-1].trained, passes)
+            result |= {"loss_gap": of_loss, "logprob_gap": of_logprobs}
+        if device_flops is not None:
+            result["mfu"] = model_flops(model, passes) / median / device_flops
+        found.append(result)
+    return found
+
+
+def table(by_model: dict[str, list[Result]]) -> str:
+    """A line for each batch, and one for each way below it."""
+    with_mfu = any("mfu" in result for found in by_model.values() for result in found)
+    lines = [[*COLUMNS, *(["MFU"] if with_mfu else [])]]
+    for model, found in by_model.items():
+        batch = None
+        for result in found:
+            if result["batch"] != batch:
+                batch = result["batch"]
+                said = f"{model}, {batch}: {result['what']} ({result['tokens']:,} tokens)"
+                lines.append([said, *[""] * (len(lines[0]) - 1)])
+            line = [f"  {result['way']}", number(result["tokens_per_s"]), number(result.get("ratio"))]
+            line += [number(result["peak_mib"]), *(_gap(result.get(name)) for name in ("loss_gap", "logprob_gap"))]
+            lines.append([*line, *([number(result["mfu"])] if with_mfu else [])])
+    return aligned(lines)
+
+
+def _gap(value: float | None) -> str:
+    return "" if value is None else f"{value:.1g}"
+
+
+def _arguments() -> argparse.Namespace:
+    names = list(dict.fromkeys(row.name for row in (*FULL, *SMALL)))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny"], metavar="MODEL", help="tiny, 0.6b")
+    parser.add_argument("--rows", nargs="+", choices=names, metavar="ROW", help=f"of: {', '.join(names)}")
+    default = [way for way in WAYS if way not in OF_SERVER]
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=default, metavar="WAY", help=f"of: {', '.join(WAYS)}"
+    )
+    parser.add_argument("--server", action="store_true", help="also the ways through a whole server")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each way (default: 5)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch in each way (default: 1)")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine that is busy")
+    parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for trainer.json (default: out/trainer)")
+    options = parser.parse_args()
+    options.ways = list(dict.fromkeys([*options.ways, *(OF_SERVER if options.server else ())]))
+    return options
+
+
+def main() -> None:
+    options = _arguments()
+    facts = machine.facts() | {"clock": options.clock, "threads": options.threads}
+    cuda = torch.cuda.is_available()
+    facts["device"] = torch.cuda.get_device_name() if cuda else "cpu"
+    by_model: dict[str, list[Result]] = {}
+    with TemporaryDirectory(prefix="skyrl-trainer-") as directory:
+        for name in options.models:
+            model = MODELS[name](Path(directory) / name)
+            for row in rows_of(name, cuda=cuda):
+                if options.rows and row.name not in options.rows:
+                    continue
+                ways = [way for way in options.ways if way not in MERGED or len(row.ranks) > 1]
+                rounds = 2 if options.quick else options.rounds
+                found = measure(model, row, ways, rounds, options.threads, options.clock)
+                by_model.setdefault(name, []).extend(found)
+                print(table({name: found}), flush=True)
+    print(f"\n{table(by_model)}\n\n{', '.join(f'{key} {value}' for key, value in facts.items())}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    written = options.out / "trainer.json"
+    written.write_text(json.dumps(without_nan({"facts": facts, "results": by_model}), indent=1) + "\n")
+    print(f"written: {written}")
+
+
+if __name__ == "__main__":
+    main()

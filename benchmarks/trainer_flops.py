@@ -1,0 +1,48 @@
+"""The operations of a training step, and those that a GPU can do: what `benchmarks.trainer` needs for the MFU.
+
+Formula: "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311), appendix B. Per token 6N for the N
+parameters of matrix products (2N forward, 2N for the gradients of activations, 2N for those of weights) and 12 L H Q T
+for attention: L layers, H heads, Q numbers of a head, T tokens of the sequence. The base model is frozen, so its
+weights have no gradients: 4N of the base and 6N of the adapter. Nothing is subtracted for shared prompts, for masked
+rows or for the causal half of attention, and nothing is added for recomputation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.trainer_rows import TenantPass
+
+DENSE_BF16_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362}
+"""By a part of CUDA's name of a GPU: NVIDIA's data sheets, without sparsity. The first part that fits counts."""
+
+
+def peak_flops() -> float | None:
+    """bfloat16 operations per second of the GPU; None without a GPU or for one that is not known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((tflops * 1e12 for part, tflops in DENSE_BF16_TFLOPS.items() if part in name), None)
+
+
+def model_flops(model: str, passes: Sequence[TenantPass]) -> float:
+    """Operations of one step of all passes. `model`: a directory with config.json."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    layers, hidden, between = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
+    heads, head = config["num_attention_heads"], config["head_dim"]
+    keys = config["num_key_value_heads"] * head
+    per_layer = [(hidden, heads * head), (hidden, keys), (hidden, keys), (heads * head, hidden)]
+    per_layer += [(hidden, between), (hidden, between), (between, hidden)]
+    linears = [*per_layer * layers, (hidden, config["vocab_size"])]
+    base = sum(ins * outs for ins, outs in linears)
+    total = 0.0
+    for each in passes:
+        adapter = each.rank * sum(ins + outs for ins, outs in linears)
+        lengths = [len(datum.tokens) for datum in each.data]
+        total += sum(lengths) * (4 * base + 6 * adapter)
+        total += sum(12 * layers * heads * head * length * length for length in lengths)
+    return total

@@ -1,0 +1,151 @@
+"""The batches of `benchmarks.trainer`: which passes a row has, and their random tokens.
+
+Knows lengths and losses. Knows nothing of models or of how a batch is trained.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl.backends.base import Datum
+
+RANK = 8
+MIXED_RANKS = (4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class TenantPass:
+    """What one tenant trains in a step: a pass over `data` with an adapter of this rank, then an optimizer step."""
+
+    rank: int
+    loss_fn: str
+    data: list[Datum]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(datum.tokens) for datum in self.data)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of one tenant: `groups` prompts with `samples` answers each. Lengths are drawn from ranges, both ends
+    included. Answers have advantages; without a prompt, all tokens have weight 1."""
+
+    groups: int
+    samples: int
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+
+    @property
+    def loss_fn(self) -> str:
+        return "importance_sampling" if self.prompt[1] else "cross_entropy"
+
+    def data(self, vocabulary: int, seed: int) -> list[Datum]:
+        rng = np.random.default_rng(seed)
+        found: list[Datum] = []
+        for _ in range(self.groups):
+            prompt = rng.integers(0, vocabulary, rng.integers(*self.prompt, endpoint=True))
+            for _ in range(self.samples):
+                answer = rng.integers(0, vocabulary, rng.integers(*self.answer, endpoint=True))
+                if self.prompt[1]:
+                    found.append(_sampled(rng, prompt, answer, vocabulary))
+                else:
+                    weights = np.ones(len(answer), np.float32)
+                    targets = np.append(answer[1:], answer[0])
+                    found.append(Datum(answer, {"target_tokens": targets, "weights": weights}))
+        return found
+
+
+def _sampled(rng: np.random.Generator, prompt: np.ndarray, answer: np.ndarray, vocabulary: int) -> Datum:
+    """A sampled sequence: advantages of the answer's tokens, and logprobs near those of a random model."""
+    text = np.concatenate([prompt, answer])
+    is_answer = np.arange(1, len(text)) >= len(prompt)
+    logprobs = np.where(is_answer, -np.log(vocabulary) + 0.1 * rng.normal(size=len(text) - 1), 0)
+    advantages = np.where(is_answer, rng.normal(), 0)
+    return Datum(
+        text[:-1],
+        {
+            "target_tokens": text[1:],
+            "logprobs": logprobs.astype(np.float32),
+            "advantages": advantages.astype(np.float32),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """A row of the table: one pass of this shape for each of `ranks`."""
+
+    name: str
+    what: str
+    shape: Shape
+    ranks: tuple[int, ...] = (RANK,)
+
+    def passes(self, vocabulary: int) -> list[TenantPass]:
+        seed = zlib.crc32(self.name.encode())
+        return [
+            TenantPass(rank, self.shape.loss_fn, self.shape.data(vocabulary, seed + number))
+            for number, rank in enumerate(self.ranks)
+        ]
+
+
+def _uniform(sequences: int, tokens: int) -> BatchRow:
+    shape = Shape(1, sequences, (0, 0), (tokens, tokens))
+    return BatchRow(f"uniform-{sequences}x{tokens}", f"{sequences} × {tokens}", shape)
+
+
+def _groups(name: str, groups: int, samples: int, prompt: tuple[int, int], answer: tuple[int, int]) -> BatchRow:
+    lengths = ", ".join(f"{what} {_range(ends)}" for what, ends in (("prompt", prompt), ("answers", answer)))
+    what = f"{groups} groups × {samples}, {lengths}"
+    return BatchRow(name, what, Shape(groups, samples, prompt, answer))
+
+
+def _long(tokens: int, answer: int) -> BatchRow:
+    shape = Shape(1, 1, (tokens - answer + 1, tokens - answer + 1), (answer, answer))
+    return BatchRow(f"long-{tokens}", f"1 × {tokens:,}, answer {answer:,}", shape)
+
+
+def _tenants(sequences: int, tokens: int) -> BatchRow:
+    ranks = "/".join(map(str, MIXED_RANKS))
+    what = f"4 tenants of ranks {ranks}, each {sequences} × {tokens}"
+    shape = Shape(1, sequences, (0, 0), (tokens, tokens))
+    return BatchRow(f"tenants-{sequences * tokens}", what, shape, MIXED_RANKS)
+
+
+def _range(ends: tuple[int, int]) -> str:
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}–{ends[1]}"
+
+
+FULL = (
+    _uniform(8, 128),
+    _uniform(32, 256),
+    _groups("grpo-8x8", 8, 8, (256, 256), (32, 64)),
+    _groups("grpo-4x16", 4, 16, (512, 512), (32, 64)),
+    _groups("grpo-mixed", 8, 8, (256, 1024), (32, 256)),
+    _long(8192, 2048),
+    _tenants(1, 16),
+    _tenants(2, 32),
+    _tenants(4, 64),
+    _tenants(8, 128),
+)
+SMALL = (
+    _uniform(2, 64),
+    _groups("grpo-1x8", 1, 8, (128, 128), (8, 16)),
+    _groups("grpo-mixed-2x4", 2, 4, (64, 128), (8, 32)),
+    _long(1024, 256),
+    _tenants(1, 16),
+    _tenants(1, 64),
+)
+"""Batches of the same kinds for a model with 0.6 billion parameters on a CPU, where a row should end in a minute."""
+
+
+def rows_of(model: str, *, cuda: bool) -> tuple[BatchRow, ...]:
+    return SMALL if model == "0.6b" and not cuda else FULL
+
+
+def tokens_of(passes: Iterable[TenantPass]) -> int:
+    return sum(each.tokens for each in passes)

@@ -1,0 +1,77 @@
+"""A way of `benchmarks.trainer` through a whole server: the Tinker SDK, the API, the engine and its backend.
+
+The server would forward samples to a null upstream, so no vLLM runs. Every tenant has an API key of its own, and all
+tenants submit their pass and their step before anyone waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import tinker
+from tinker import types
+
+from benchmarks.processes import parts_of
+from benchmarks.stage import NullUpstream
+from benchmarks.trainer_rows import TenantPass
+from benchmarks.trainer_ways import STEP, Trained
+from skyrl.backends.base import Datum
+from skyrl.demo.server import DemoServer
+
+
+class ServerWay:
+    """`merge`: passes of several tenants share the base model's work."""
+
+    def __init__(self, model: str, threads: int, *, merge: bool) -> None:
+        self._model = model
+        self._stack = ExitStack()
+        state = Path(self._stack.enter_context(TemporaryDirectory(prefix="skyrl-trainer-")))
+        upstream = self._stack.enter_context(NullUpstream())
+        flags = ("--external-inference-url", upstream.url, "--base-model", model)
+        config = state / "config.toml"
+        config.write_text(f"threads = {threads}\n")
+        self._server = DemoServer(
+            state, "--config", str(config), *flags, backend_config={"trainer.merge_passes": merge}
+        )
+        self._server.start()
+        self._stack.callback(self._server.stop)
+        self._server.wait_ready()
+
+    def start(self, passes: Sequence[TenantPass]) -> None:
+        self._data = [(each.loss_fn, [_sdk_datum(datum) for datum in each.data]) for each in passes]
+        self._clients: list[Any] = []
+        for number, each in enumerate(passes):
+            service = tinker.ServiceClient(base_url=self._server.url, api_key=f"tml-tenant-{number}")
+            self._stack.enter_context(service)
+            client = service.create_lora_training_client(base_model=self._model, rank=each.rank, seed=number)
+            self._clients.append(client.result())
+
+    def step(self) -> list[Trained]:
+        adam = types.AdamParams(learning_rate=STEP.learning_rate, eps=STEP.eps)
+        submitted = [
+            (client.forward_backward(data, loss_fn), client.optim_step(adam))
+            for client, (loss_fn, data) in zip(self._clients, self._data, strict=True)
+        ]
+        found: list[Trained] = []
+        for training_pass, step in submitted:
+            result = training_pass.result()
+            logprobs = [np.asarray(each["logprobs"].data, np.float32) for each in result.loss_fn_outputs]
+            found.append(Trained(result.metrics["loss:sum"], np.concatenate(logprobs)))
+            step.result()
+        return found
+
+    def pids(self) -> list[int]:
+        return list(parts_of(self._server.pid).values())
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _sdk_datum(datum: Datum) -> types.Datum:
+    inputs = {name: types.TensorData.from_numpy(value) for name, value in datum.loss_inputs.items()}
+    return types.Datum(model_input=types.ModelInput.from_ints(datum.tokens.tolist()), loss_fn_inputs=inputs)
