@@ -1,7 +1,7 @@
 """Causal attention over packed rows, registered with transformers under the name "skyrl_segments".
 
 Each attention group of each slice is padded and computed alone, so that a slice's result does not depend on other
-slices. Supports the variants of scaled_dot_product_attention, and sliding windows. Knows nothing of adapters.
+slices. Supports sliding windows, soft-capping and sinks (`attention_kernels`). Knows nothing of adapters.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from skyrl.backends.torch_lora.attention_kernels import attend
 from skyrl.backends.torch_lora.packing import AttentionGroup
 
 NAME = "skyrl_segments"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("position_bias",)
 
 
 def segments_attention(
@@ -29,19 +30,21 @@ def segments_attention(
     attention_groups: Sequence[AttentionGroup],
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]; returns [1, rows, heads,
     head_dim].
 
-    Each row belongs to one of `attention_groups`. Dropout is never applied. Raises ValueError for variants that would
-    need another kernel (soft-capping, sinks, position biases).
+    Each row belongs to one of `attention_groups`. `s_aux`: the heads' sinks [heads]. Dropout is never applied. Raises
+    ValueError for position biases, which would need another kernel.
     """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported")
     by_row = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    parts = [_attend(group, by_row, scaling, sliding_window) for group in attention_groups]
+    parts = [_attend(group, by_row, scaling, sliding_window, softcap, s_aux) for group in attention_groups]
     if all(group.rows is None for group in attention_groups):
         in_order = sorted(range(len(parts)), key=lambda index: attention_groups[index].first)
         return torch.cat([parts[index] for index in in_order])[None], None
@@ -57,7 +60,12 @@ def _rows(group: AttentionGroup, device: torch.device) -> Tensor:
 
 
 def _attend(
-    group: AttentionGroup, by_row: tuple[Tensor, Tensor, Tensor], scaling: float | None, window: int | None
+    group: AttentionGroup,
+    by_row: tuple[Tensor, Tensor, Tensor],
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The attention of one group, [tokens, heads, head_dim]. by_row: q, k and v, each [rows, heads, head_dim]."""
     query, key, value = by_row
@@ -67,14 +75,15 @@ def _attend(
         place = torch.arange(length, device=query.device)
         distance = place[:, None] - place[None, :]
         mask = (distance >= 0) & (distance < window)
-    output = torch.nn.functional.scaled_dot_product_attention(
+    output = attend(
         _grid(group, query),
         _grid(group, key),
         _grid(group, value),
-        attn_mask=mask,
-        is_causal=mask is None,
+        mask=mask,
+        causal=mask is None,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        softcap=softcap,
+        sinks=sinks,
     )
     output = output.transpose(1, 2).reshape(group.count * length, query.shape[1], value.shape[-1])
     return output if group.cells is None else output.index_select(0, group.cells)
