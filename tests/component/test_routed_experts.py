@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 
 KEY = "test-key"
 BLOCK, BLOCKS = 32, 16
-PREEMPTIONS = "vllm:num_preemptions_total{"
+PREEMPTIONS, GENERATED = "vllm:num_preemptions_total{", "vllm:generation_tokens_total{"
 
 
 class Served(RunningSidecar):
@@ -130,10 +130,12 @@ async def test_a_later_start_leaves_rows_out(served: Served) -> None:
 
 async def test_an_aborted_sample_has_its_rows_and_its_continuation_has_all(served: Served) -> None:
     prompt = prompt_of(6, 50)
+    before = await served.metric(GENERATED)
     sample = asyncio.create_task(served.sampled(prompt, 200))
-    while not await served.metric("vllm:num_requests_running{"):
+    while True:
+        if await served.metric(GENERATED) > before:
+            break
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.3)
     await served.post("/abort_request", {"abort_all": True})
     aborted = await sample
     assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
