@@ -14,6 +14,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.outputs import LogprobsTensors
 
 from skyrl.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
+from skyrl.vllm_plugin.routed_experts_cpu import return_routed_experts
 
 WRAPPER = "skyrl.vllm_plugin.punica_cpu.GroupedPunicaWrapperCPU"
 
@@ -24,6 +25,7 @@ def apply(*, fork_engine: bool) -> None:
         return
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)  # type: ignore[method-assign]
     _patch_prompt_logprobs()
+    return_routed_experts()
     if fork_engine:
         _patch_start_method()
 

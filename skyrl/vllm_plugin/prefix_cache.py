@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector, PackedBlockHashes
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.engine.core import EngineCore
@@ -39,6 +41,8 @@ def forget(scheduler: Any) -> None:
     pool.cached_block_hashes_by_block.clear()
     for block in pool.blocks:
         block.reset_hash()
+    if scheduler.aux_output_connector is not None:
+        name_rows_anew(scheduler.aux_output_connector)
     if pool.enable_kv_cache_events:
         pool.kv_event_queue.append(AllBlocksCleared())
     for request in scheduler.requests.values():
@@ -46,3 +50,21 @@ def forget(scheduler: Any) -> None:
             request.cache_salt = secrets.token_hex(16)
             request.block_hashes = []
             request.update_block_hashes()
+
+
+def name_rows_anew(connector: Any) -> None:
+    """Let rows of routed experts that are stored from now on have other names than before.
+
+    vLLM stores them by the block's hash, and keeps what it has under a name. So a block that is computed again with new
+    weights would get the experts of the old ones. Its own reset drops what running requests have not stored yet, and
+    frozen requests need that. Names that a running request has sent before stay: no other request looks for them."""
+    salt = secrets.token_bytes(8)
+
+    def packed(hashes: Sequence[bytes], sent: int) -> PackedBlockHashes | None:
+        found = AuxOutputSchedulerConnector._pack_new_hashes(hashes, sent)
+        if found is None:
+            return None
+        salted = [block_hash + salt for block_hash in found]
+        return PackedBlockHashes(b"".join(salted), len(salted[0]))
+
+    connector._pack_new_hashes = packed

@@ -59,7 +59,10 @@ def test_base_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
     mixture = {"num_experts": 4, "num_experts_per_tok": 2}
     experts = AutoConfig.for_model("qwen3_moe", **heads, **sizes, **mixture, **small)
-    for config, words in ((fused, "no linear layers of a known name"), (experts, "mixtures of experts")):
+    for config, words in (
+        (fused, "no linear layers of a known name"),
+        (experts, "the MLP of model.layers.0 .* mlp.experts"),
+    ):
         path = tmp_path / config.model_type
         AutoModelForCausalLM.from_config(config).save_pretrained(path)
         with pytest.raises(ConfigError, match=words):

@@ -17,20 +17,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from skyrl.backends.torch_full.gradients import GradientSink
 from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_lora.device import base_dtype
-from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment
+from skyrl.backends.torch_lora.lora import ActiveSegments
 from skyrl.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config
+from skyrl.backends.torch_lora.output_layer import OutputLayer
 from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.config.server import ConfigError
-
-
-class _Head:
-    """The output layer as `target_logprobs` calls it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        self.base = base
-
-    def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
-        return self.base(rows)
 
 
 class PlainModel(PackedModel):
@@ -43,8 +34,9 @@ class PlainModel(PackedModel):
         self.model = model
 
     @property
-    def lm_head(self) -> Any:
-        return _Head(self.model.get_output_embeddings())
+    def lm_head(self) -> OutputLayer:
+        head = self.model.get_output_embeddings()
+        return OutputLayer(lambda rows, segment: head(rows), head, self.transform)
 
 
 def check_all_trained(path: str, model: Any) -> None:
@@ -69,7 +61,7 @@ class FullModel:
         self.dtype = base_dtype(device)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=self.dtype, attn_implementation="sdpa", use_safetensors=True, output_loading_info=True
+                path, dtype=self.dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True
             )
         except LOADING_ERRORS as error:
             raise ConfigError(f"base_model: cannot load {path}: {error}") from error
@@ -83,6 +75,7 @@ class FullModel:
         self._model = model.to(device).eval()
         packed = PlainModel(self._model)
         self.base = BaseModel(path, device, packed, model.config)
+        self.base.check_stock()
         with torch.no_grad():
             expected = packed.stock_logits(self.base.probe_rows())
         packed.use_packed_attention()
@@ -100,7 +93,7 @@ class FullModel:
             directory,
             config=copy.deepcopy(self._model.config),
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation="eager",
             output_loading_info=True,
             use_safetensors=True,
         )

@@ -1,23 +1,25 @@
 """Causal attention over packed rows, registered with transformers under the name "skyrl_segments".
 
 Each attention group of each slice is padded and computed alone, so that a slice's result does not depend on other
-slices. Every segment reads the keys and values of the prefix that it continues. Supports the variants of
-scaled_dot_product_attention, and sliding windows. Knows nothing of adapters.
+slices. Every segment reads the keys and values of the prefix that it continues. Supports sliding windows, soft-capping
+and sinks (`attention_kernels`). Knows nothing of adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from skyrl.backends.torch_lora.attention_kernels import attend
 from skyrl.backends.torch_lora.packing import AttentionGroup
 
 NAME = "skyrl_segments"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("position_bias",)
 
 
 def segments_attention(
@@ -30,17 +32,20 @@ def segments_attention(
     attention_groups: Sequence[Sequence[AttentionGroup]],
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]; returns [1, rows, heads,
     head_dim].
 
-    `attention_groups`: of each slice, which cover the rows in order. Dropout is never applied. Raises ValueError for
-    variants that would need another kernel (soft-capping, sinks, position biases).
+    `attention_groups`: of each slice, which cover the rows in order. `s_aux`: the heads' sinks [heads]. Dropout is
+    never applied. Raises ValueError for position biases, which would need another kernel.
     """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported")
+    kernel = partial(attend, scale=scaling, softcap=softcap, sinks=s_aux)
     # Cut into pieces once: backward then puts their gradients together once, in place of a sum over all rows for each
     sizes = [size for groups in attention_groups for group in groups for size in group.pieces]
     pieces = [states[0].transpose(0, 1).split(sizes) for states in (query, key, value)]
@@ -48,16 +53,19 @@ def segments_attention(
     start = 0
     for groups in attention_groups:
         count = sum(len(group.pieces) for group in groups)
-        outputs += _attend_slice(groups, [states[start : start + count] for states in pieces], scaling, sliding_window)
+        outputs += _attend_slice(groups, [states[start : start + count] for states in pieces], kernel, sliding_window)
         start += count
     return torch.cat(outputs)[None], None
 
 
 def _attend_slice(
-    groups: Sequence[AttentionGroup], pieces: Sequence[Sequence[Tensor]], scaling: float | None, window: int | None
+    groups: Sequence[AttentionGroup],
+    pieces: Sequence[Sequence[Tensor]],
+    kernel: Callable[..., Tensor],
+    window: int | None,
 ) -> Iterator[Tensor]:
     """The attention of each group, [rows, heads, head_dim]. pieces: of the slice's q, k and v, each [rows, heads,
-    head_dim]."""
+    head_dim]. kernel: `attend` with the layer's scale, soft-capping and sinks."""
     start = 0
     for group in groups:
         stop = start + len(group.pieces)
@@ -71,14 +79,8 @@ def _attend_slice(
                 for states, grid in zip(pieces[1:], (key, value), strict=True)
             )
         mask = _mask(group.longest, before, window, query.device)
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[2] != key.shape[2],
+        output = kernel(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask=mask, causal=mask is None
         )
         output = output.transpose(1, 2).reshape(group.count * group.longest, query.shape[2], value.shape[-1])
         yield output if group.cells is None else output.index_select(0, group.cells)

@@ -21,12 +21,12 @@ from skyrl.backends.base import (
 from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter
 from skyrl.backends.torch_lora.device import command_on, prepare_device
-from skyrl.backends.torch_lora.lora import trained_targets
 from skyrl.backends.torch_lora.losses import served_losses
 from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.optimizer import adamw_step
 from skyrl.backends.torch_lora.packing import cut
 from skyrl.backends.torch_lora.passes import RunningPass, run_micro_batch, slices_of
+from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from skyrl.backends.torch_lora.lora import LoraSegment, MultiLoraLinear
+from skyrl.backends.torch_lora.lora import LoraSegment
+from skyrl.backends.torch_lora.output_layer import OutputLayer
 
 LOGITS_BYTES = 128 * 2**20
 """Size of one chunk of float32 logits. Backward needs the memory of about two chunks."""
@@ -74,7 +75,7 @@ def _row_targets(rows: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], device
     return RowTargets(torch.from_numpy(own).to(device), owners, torch.from_numpy(ids).to(device))
 
 
-def target_logprobs(hidden: Tensor, targets: Targets, lm_head: MultiLoraLinear, segment: LoraSegment) -> Tensor:
+def target_logprobs(hidden: Tensor, targets: Targets, lm_head: OutputLayer, segment: LoraSegment) -> Tensor:
     """log softmax(lm_head(hidden)) at the targets, temperature 1. hidden: [rows, hidden]; returns float32 [M].
 
     With gradients and more than one chunk, each chunk's logits are computed again in backward.

@@ -67,6 +67,29 @@ class BaseModel:
                 f"(relative difference {worst:.2g}, allowed {tolerance:g}); its architecture is not supported"
             )
 
+    @torch.no_grad()
+    def check_stock(self) -> None:
+        """Raise ConfigError unless packed rows would get the masks of transformers' own layers, and logprobs its change
+        of logits after the output layer. The attention must be transformers' own.
+
+        `verify` cannot tell: a soft-capping far above the probe's logits, and a window longer than the probe, hardly
+        change its logits."""
+        row = self.probe_rows()[0]
+        try:
+            for call in self.packed.attention_calls(row):
+                call.check()
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"base_model: {self.path} cannot run on packed rows: {error}") from error
+        given, changed = self.packed.changed_logits(row)
+        tolerance = 1e-3 if base_dtype(self.device) == torch.float32 else 0.1
+        worst = float((self.packed.transform(given) - changed).abs().max() / changed.abs().max().clamp(min=1e-6))
+        if not worst <= tolerance:
+            raise ConfigError(
+                f"base_model: {self.path} makes other numbers of its output layer's logits than logit_scale, "
+                f"logits_scaling and final_logit_softcapping of its config.json say (relative difference {worst:.2g}, "
+                f"allowed {tolerance:g}); its architecture is not supported"
+            )
+
 
 def load_base_model(path: str, device: torch.device, *, gradient_checkpointing: bool) -> BaseModel:
     """The whole model on one device.
@@ -75,13 +98,14 @@ def load_base_model(path: str, device: torch.device, *, gradient_checkpointing: 
     position embeddings that depend on the batch, or other logits on packed rows than in transformers.
     """
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=base_dtype(device), attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=base_dtype(device), attn_implementation="eager")
     except LOADING_ERRORS as error:
         raise ConfigError(f"base_model: cannot load {path}: {error}") from error
     model.to(device).eval().requires_grad_(False)
     check_config(path, model.config)
     packed = wrap(path, model)
     base = BaseModel(path, device, packed, model.config)
+    base.check_stock()
     with torch.no_grad():
         expected = packed.stock_logits(base.probe_rows())
     packed.use_packed_attention()
@@ -94,8 +118,11 @@ def load_base_model(path: str, device: torch.device, *, gradient_checkpointing: 
 def check_config(path: str, config: Any) -> None:
     """Raise ConfigError for a model whose position embeddings depend on the batch."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-        raise ConfigError(f"base_model: {path} has {rope['rope_type']} position embeddings, which depend on the batch")
+    for kind in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # Gemma 3 has one for each kind
+        if kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            raise ConfigError(
+                f"base_model: {path} has {kind['rope_type']} position embeddings, which depend on the batch"
+            )
 
 
 def wrap(path: str, model: Any) -> PackedModel:

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from skyrl.backends.torch_lora import attention
+from skyrl.backends.torch_lora.attention_checks import AttentionCall, noted_calls
 from skyrl.backends.torch_lora.logprobs import Targets, target_logprobs
-from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear, wrap_linears
+from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
+from skyrl.backends.torch_lora.output_layer import LogitTransform, OutputLayer, given_logits
 from skyrl.backends.torch_lora.packing import PackedSlice
+from skyrl.backends.torch_lora.projections import wrap_linears
 
 
 class PackedModel(nn.Module):
@@ -34,8 +37,13 @@ class PackedModel(nn.Module):
         self.model = model
 
     @property
-    def lm_head(self) -> MultiLoraLinear:
-        return next(linear for name, linear in self.linears.items() if name.rsplit(".", 1)[-1] == "lm_head")
+    def lm_head(self) -> OutputLayer:
+        linear = next(linear for name, linear in self.linears.items() if name.rsplit(".", 1)[-1] == "lm_head")
+        return OutputLayer(linear.for_segment, linear.base, self.transform)
+
+    @property
+    def transform(self) -> LogitTransform:
+        return LogitTransform.of(self.model.config.get_text_config())
 
     @property
     def decoder_layers(self) -> nn.ModuleList:
@@ -65,6 +73,19 @@ class PackedModel(nn.Module):
 
         rows: int64 [1, tokens] of each sequence. The attention must be transformers' own."""
         return torch.cat([self.model(input_ids=row, use_cache=False).logits[0].float() for row in rows])
+
+    def changed_logits(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Evenly spaced numbers, and what the model makes of them as the output layer's result. row: int64 [1, tokens];
+        both float32 [tokens, vocabulary]. The attention must be transformers' own."""
+        with given_logits(self.model.get_output_embeddings()) as given:
+            made = self.model(input_ids=row, use_cache=False).logits
+        return given[0][0].float(), made[0].float()
+
+    def attention_calls(self, row: Tensor) -> list[AttentionCall]:
+        """What each layer asks its attention for. row: int64 [1, tokens]."""
+        with noted_calls(self.model) as calls:
+            self.model(input_ids=row, use_cache=False)
+        return calls
 
     @contextmanager
     def embeddings_in_graph(self) -> Iterator[list[Tensor]]:

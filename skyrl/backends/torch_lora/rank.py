@@ -25,10 +25,10 @@ from skyrl.backends.torch_lora.collectives import (
     summed_in_rank_order,
 )
 from skyrl.backends.torch_lora.device import command_on
-from skyrl.backends.torch_lora.lora import trained_targets
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, compute_step, take_step
 from skyrl.backends.torch_lora.passes import MicroBatch, RunningPass, Slice, slice_gradients
 from skyrl.backends.torch_lora.plan import Plan
+from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
 from skyrl.backends.torch_lora.sharding import FROZEN, reshard
 from skyrl.types.lora import LoraSpec

@@ -18,9 +18,9 @@ from skyrl.backends.base import AdapterDtype, InvalidRequest, PassResult, Traini
 from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.group import RankGroup, results_of
-from skyrl.backends.torch_lora.lora import trained_targets
 from skyrl.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
 from skyrl.backends.torch_lora.plan import make_plan
+from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.rank import AdapterBuffers, AdapterFacts
 from skyrl.backends.torch_lora.rank_base import PieceResult
 from skyrl.config.server import ServerConfig

@@ -95,12 +95,13 @@ def load_sharded_model(
     agree(failure)
     assert base is not None
     packed = base.packed
-    for method in ("stock_logits", "packed_logits"):
+    for method in ("stock_logits", "changed_logits", "attention_calls", "packed_logits"):
         register_fsdp_forward_method(packed, method)
-    with torch.no_grad():
-        expected = packed.stock_logits(base.probe_rows())
-    packed.use_packed_attention()
     try:
+        base.check_stock()
+        with torch.no_grad():
+            expected = packed.stock_logits(base.probe_rows())
+        packed.use_packed_attention()
         base.verify(expected)
     except ConfigError as error:
         failure = error
@@ -129,7 +130,7 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) ->
     held = torch.float32 if form.trained else computed
     policy = MixedPrecisionPolicy(None if held == computed else computed, reduce_dtype=torch.float32)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=held, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=held, attn_implementation="eager")
     model.eval().requires_grad_(form.trained)
     packed = form.wrap(path, model)
     for layer in packed.decoder_layers:

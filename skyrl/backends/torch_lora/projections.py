@@ -1,0 +1,103 @@
+"""Which linear layers of a base model adapters can train: their names, and how they are found and wrapped.
+
+Knows transformers' names of projections. Knows nothing of adapters' weights or of how a wrapped layer computes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from skyrl.backends.torch_lora.adapter import Target
+from skyrl.backends.torch_lora.lora import ActiveSegments, MultiLoraLinear
+from skyrl.types.lora import LoraSpec
+
+ATTENTION_FORMS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("qkv_proj", "o_proj"),  # Phi-3
+    ("q_proj", "k_proj", "v_proj", "dense"),  # Phi
+)
+MLP_FORMS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),  # Phi-3, GLM-4
+    ("fc1", "fc2"),  # Phi
+)
+"""A decoder layer has the projections of one form of attention and of one form of MLP, each projection once. A fused
+projection is one layer with one pair of matrices, as PEFT and vLLM have it."""
+
+UNEMBED = ("lm_head",)
+ATTENTION = tuple(dict.fromkeys(leaf for form in ATTENTION_FORMS for leaf in form))
+MLP = tuple(dict.fromkeys(leaf for form in MLP_FORMS for leaf in form))
+_LAYER = re.compile(r"^(.*\blayers\.\d+)\.")
+
+
+def wrap_linears(model: nn.Module, active: ActiveSegments) -> dict[str, MultiLoraLinear]:
+    """Replace every linear layer that adapters can train by a MultiLoraLinear. Returns the new layers in module order.
+
+    Raises ValueError unless each decoder layer has the projections of one of `ATTENTION_FORMS` and one of `MLP_FORMS`,
+    and the model has one lm_head: otherwise other projections and mixtures of experts would silently stay untrained.
+    """
+    found: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and _leaf(name) in ATTENTION + MLP + UNEMBED:
+            found[name] = module
+    _check_complete(model, list(found))
+    wrapped: dict[str, MultiLoraLinear] = {}
+    for name, linear in found.items():
+        parent, _, leaf = name.rpartition(".")
+        wrapped[name] = MultiLoraLinear(name, linear, active)
+        setattr(model.get_submodule(parent), leaf, wrapped[name])
+    return wrapped
+
+
+def _check_complete(model: nn.Module, names: Sequence[str]) -> None:
+    layers: dict[str, list[str]] = {}
+    heads: list[str] = []
+    for name in names:
+        match = _LAYER.match(name)
+        if match is not None:
+            layers.setdefault(match.group(1), []).append(_leaf(name))
+        elif _leaf(name) in UNEMBED:
+            heads.append(name)
+    if not layers:
+        raise ValueError(f"no linear layers of a known name found; LoRA can train {_known()}")
+    if len(heads) != 1:
+        raise ValueError(f"needs one lm_head, found {len(heads)}")
+    for prefix, leaves in layers.items():
+        for part, known, forms in (("attention", ATTENTION, ATTENTION_FORMS), ("MLP", MLP, MLP_FORMS)):
+            if sorted(leaf for leaf in leaves if leaf in known) not in [sorted(form) for form in forms]:
+                raise ValueError(
+                    f"the {part} of {prefix} is none that LoRA can train: each layer needs once {_forms(forms)}; "
+                    f"this layer has {_weights(model.get_submodule(prefix))}"
+                )
+
+
+def _weights(layer: nn.Module) -> str:
+    """The submodules with matrices of their own, for example `mlp.experts (GptOssExperts)`."""
+    modules = ((name, each) for name, each in layer.named_modules() if name)
+    named = [
+        f"{name} ({type(each).__name__})"
+        for name, each in modules
+        if any(parameter.ndim > 1 for parameter in each.parameters(recurse=False))
+    ]
+    return ", ".join(named[:12]) + (f" and {len(named) - 12} more" if len(named) > 12 else "")
+
+
+def _known() -> str:
+    return f"{_forms(ATTENTION_FORMS)}, {_forms(MLP_FORMS)}, and lm_head"
+
+
+def _forms(forms: Sequence[Sequence[str]]) -> str:
+    return " or ".join(f"({', '.join(form)})" for form in forms)
+
+
+def _leaf(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def trained_targets(targets: Iterable[Target], spec: LoraSpec) -> list[Target]:
+    """The targets that the spec's train flags select, in the order given."""
+    leaves = ATTENTION * spec.train_attn + MLP * spec.train_mlp + UNEMBED * spec.train_unembed
+    return [target for target in targets if _leaf(target.name) in leaves]

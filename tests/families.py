@@ -1,0 +1,129 @@
+"""Tiny models of the architectures in docs/reference/architectures.md, made on the spot with random weights.
+
+The shapes suit vLLM's kernels for CPUs. Weights are large enough for soft-capping, windows and norms to show in logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB, CONTEXT, WINDOW = 128, 128, 8
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_WHOLE: dict[str, Any] = {"hidden_size": 128, "head_dim": None}
+"""Families whose heads divide the hidden size."""
+_MIXED = ["sliding_attention", "full_attention"]
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **_WHOLE},
+    "qwen2.5": {"model_type": "qwen2", "rope_parameters": _YARN, **_WHOLE},
+    "qwen3": {"model_type": "qwen3"},
+    "llama-3": {"model_type": "llama", "rope_parameters": _LLAMA3},
+    "mistral": {"model_type": "mistral", "sliding_window": WINDOW},
+    "gemma": {"model_type": "gemma", "tie_word_embeddings": True},
+    "gemma-2": {
+        "model_type": "gemma2",
+        "tie_word_embeddings": True,
+        "sliding_window": WINDOW,
+        "layer_types": _MIXED,
+        "query_pre_attn_scalar": 48,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma-3": {
+        "model_type": "gemma3_text",
+        "tie_word_embeddings": True,
+        "sliding_window": WINDOW,
+        "layer_types": _MIXED,
+        "query_pre_attn_scalar": 48,
+    },
+    "phi": {"model_type": "phi", "partial_rotary_factor": 0.5, **_WHOLE},
+    "phi-3": {"model_type": "phi3", "sliding_window": WINDOW, **_WHOLE},
+    "phi-4-mini": {"model_type": "phi3", "partial_rotary_factor": 0.75, "tie_word_embeddings": True, **_WHOLE},
+    "olmo": {"model_type": "olmo", "clip_qkv": 1.5, **_WHOLE},
+    "olmo-2": {"model_type": "olmo2", **_WHOLE},
+    "olmo-3": {"model_type": "olmo3", "sliding_window": WINDOW, "layer_types": _MIXED, **_WHOLE},
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.5,
+        **_WHOLE,
+    },
+    "command-r": {
+        "model_type": "cohere",
+        "logit_scale": 0.25,
+        "use_qk_norm": True,
+        "tie_word_embeddings": True,
+        **_WHOLE,
+    },
+    "command-a": {
+        "model_type": "cohere2",
+        "logit_scale": 0.25,
+        "sliding_window": WINDOW,
+        "layer_types": _MIXED,
+        "tie_word_embeddings": True,
+    },
+    "glm-4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": False, **_WHOLE},
+}
+"""Those that adapters can train, by the family's name in the documentation."""
+
+GPT_OSS: dict[str, Any] = {
+    **_SHAPE,
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "layer_types": _MIXED,
+    "rope_parameters": _YARN,
+}
+"""A mixture of experts whose attention has sinks. Only full fine-tuning trains it."""
+
+
+def make_family(name: str, directory: Path) -> str:
+    """Save a random float32 model of the family. Norm weights and biases are random too. Returns its path."""
+    settings = {key: value for key, value in {**_SHAPE, **FAMILIES[name]}.items() if (key, value) != ("head_dim", None)}
+    return save_random(settings, directory / name)
+
+
+def save_random(settings: dict[str, Any], path: Path) -> str:
+    """Save a random model of these settings of transformers' configuration, `model_type` among them."""
+    settings = dict(settings)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return str(path)

@@ -1,0 +1,145 @@
+"""The plugin's part in vLLM's capture of routed experts, on vLLM's own store and scheduler's side, without a model."""
+
+from __future__ import annotations
+
+import warnings
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch, for what vLLM imports
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
+    from vllm.distributed.aux_output_connector.store import BackgroundBlockObjectStore, BlockObjectStore
+    from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+
+    from skyrl.vllm_plugin.prefix_cache import name_rows_anew
+    from skyrl.vllm_plugin.routed_experts_cpu import _add_rows, _AsVersion2
+
+BLOCK, SHAPE = 4, (3, 2)
+
+
+class Engine:
+    """Scheduler and worker of vLLM with a model whose routers choose `expert` for every token."""
+
+    def __init__(self) -> None:
+        self.expert = 0
+        self.scheduler = AuxOutputSchedulerConnector()
+        self.worker: Any = object.__new__(AuxOutputWorkerConnector)
+        store = BlockObjectStore(max_bytes=2**12, object_nbytes=BLOCK * SHAPE[0] * SHAPE[1])
+        self.worker._capturer = SimpleNamespace(snapshot_routing_data=self._rows)
+        self.worker._store = BackgroundBlockObjectStore(store, max_pending_batches=8)
+        self.worker._buffer = RoutedExpertsBuffer(np.dtype(np.uint8), SHAPE, BLOCK, 4, 32, 1)
+        self.worker._requests, self.worker._pending_outputs = {}, []
+        self.worker._generation, self.worker._max_concurrent_batches = 0, 1
+        self.worker._step_metadata, self.worker._lock = None, Lock()
+        self.requests: dict[str, Any] = {}
+
+    def _rows(self, count: int) -> torch.Tensor:
+        return torch.full((count, *SHAPE), self.expert, dtype=torch.uint8)
+
+    def add(self, name: str, hashes: list[bytes], tokens: int) -> None:
+        """A request with a prompt of this many tokens, whose whole blocks have these hashes."""
+        params = SimpleNamespace(routed_experts_prompt_start=0)
+        self.requests[name] = SimpleNamespace(
+            request_id=name,
+            block_hashes=list(hashes),
+            sampling_params=params,
+            num_prompt_tokens=tokens,
+            num_output_tokens=0,
+            num_tokens=tokens,
+            is_finished=lambda: False,
+        )
+
+    def step(self, **parts: tuple[int, int, bool]) -> dict[str, np.ndarray | None]:
+        """Compute for each request the tokens [first, last); the flag says whether it samples a token. Returns the
+        rows that each sampling request gets."""
+        counts = {name: last - first for name, (first, last, _) in parts.items()}
+        scheduled: Any = SimpleNamespace(num_scheduled_tokens=counts)
+        self.worker.begin_step(self.scheduler.build_connector_meta(scheduled, self.requests))
+        starts = np.array([first for first, _, _ in parts.values()])
+        runner = SimpleNamespace(
+            input_batch=SimpleNamespace(num_reqs=len(parts), num_computed_tokens_cpu=np.append(starts, 99)),
+            query_start_loc=SimpleNamespace(np=np.cumsum([0, *counts.values(), 0])),
+        )
+        output: Any = SimpleNamespace(
+            req_ids=list(parts), sampled_token_ids=[[7] if samples else [] for _, _, samples in parts.values()]
+        )
+        _add_rows(self.worker, runner, output)
+        rows: dict[str, np.ndarray | None] = {}
+        for name, (_, _, samples) in parts.items():
+            if samples:
+                request = self.requests[name]
+                request.num_tokens += 1
+                request.num_output_tokens += 1
+                rows[name] = self.scheduler.take_output(request, output.aux_output_connector_output)
+        return rows
+
+    def end(self, name: str) -> None:
+        self.scheduler.request_finished(self.requests.pop(name))
+
+    def experts(self, rows: np.ndarray | None) -> list[int]:
+        """The expert of each row."""
+        assert rows is not None
+        assert rows.shape[1:] == SHAPE
+        assert (rows == rows[:, :1, :1]).all()
+        return rows[:, 0, 0].tolist()
+
+
+@pytest.fixture
+def engine() -> Any:
+    engine = Engine()
+    yield engine
+    engine.worker.close()
+
+
+def test_each_request_gets_the_rows_of_its_own_tokens(engine: Engine) -> None:
+    engine.add("a", [b"a0"], 6)
+    engine.add("b", [], 3)
+    engine.expert = 1
+    assert engine.step(a=(0, 5, False)) == {}  # a part of the prompt
+    engine.expert = 2
+    rows = engine.step(b=(0, 3, True), a=(5, 6, True))
+    assert engine.experts(rows["b"]) == [2, 2, 2]
+    assert engine.experts(rows["a"]) == [1, 1, 1, 1, 1, 2]
+    engine.expert = 3
+    assert engine.experts(engine.step(a=(6, 7, True))["a"]) == [3]
+
+
+def test_blocks_of_the_prefix_cache_have_the_rows_of_who_computed_them(engine: Engine) -> None:
+    engine.add("a", [b"shared"], 5)
+    engine.expert = 1
+    engine.step(a=(0, 5, True))
+    engine.end("a")
+    engine.add("b", [b"shared"], 6)
+    engine.expert = 2
+    assert engine.experts(engine.step(b=(4, 6, True))["b"]) == [1, 1, 1, 1, 2, 2]
+
+
+def test_a_block_computed_with_new_weights_has_their_rows(engine: Engine) -> None:
+    """Without new names vLLM would keep what it stored under the block's hash."""
+    engine.add("a", [b"shared"], 5)
+    engine.add("frozen", [], 6)
+    engine.expert = 1
+    engine.step(a=(0, 5, True), frozen=(0, 6, True))
+    engine.end("a")
+    name_rows_anew(engine.scheduler)
+    engine.expert = 2
+    engine.add("b", [b"shared"], 5)
+    engine.step(b=(0, 5, True), frozen=(6, 7, True))
+    engine.end("b")
+    engine.add("c", [b"shared"], 5)
+    engine.expert = 3
+    rows = engine.step(c=(4, 5, True), frozen=(7, 8, True))
+    assert engine.experts(rows["c"]) == [2, 2, 2, 2, 3]
+    assert engine.experts(rows["frozen"]) == [3]
+
+
+def test_vllms_checks_see_the_configuration_with_another_runner() -> None:
+    config = _AsVersion2(SimpleNamespace(use_v2_model_runner=False, other=1))
+    assert (config.use_v2_model_runner, config.other) == (True, 1)

@@ -1,0 +1,79 @@
+"""Every architecture of docs/reference/architectures.md against transformers (eager attention) and PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch_lora_support import assert_close, files_saved, make_full, ok, saved, sft, spec, train
+from transformers import AutoModelForCausalLM
+
+from skyrl.backends.base import AdamParams, Backend, TrainingPass
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.config.loading import load_config
+from skyrl.types.lora import LoraSpec
+from tests.families import FAMILIES, GPT_OSS, make_family, save_random
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+LENGTHS = (7, 31, 1, 18)
+LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_equal_transformers_and_peft(tmp_path: Path, family: str) -> None:
+    path = make_family(family, tmp_path)
+    backend = TorchLoraBackend(load_config({"base_model": path}))
+    backend.create_model("m", spec(4, 11))
+    ok(backend.run([train("m", sft(0, *LENGTHS))]))
+    backend.optim_step("m", AdamParams(learning_rate=1e-2))  # so that lora_B is not 0
+    (tmp_path / "adapter").mkdir()
+    backend.save_adapter("m", tmp_path / "adapter")
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    model = PeftModel.from_pretrained(stock, str(tmp_path / "adapter"), is_trainable=True).eval()
+
+    _compare_a_pass(backend, model)
+    theirs = {
+        "gradient." + name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    stored = saved(backend, "m", tmp_path / "state")
+    ours = {name: tensor for name, tensor in stored.items() if name.startswith("gradient.")}
+    assert_close(ours, theirs, GRADIENT_BOUND)
+    assert all(bool(tensor.any()) for tensor in ours.values())
+
+
+def test_full_finetuning_trains_sinks(tmp_path: Path) -> None:
+    path = save_random(GPT_OSS, tmp_path / "gpt-oss")
+    backend = make_full(path=path)
+    backend.create_model("m", LoraSpec(rank=0, alpha=1.0, seed=0))
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    _compare_a_pass(backend, stock)
+    stored = files_saved(backend, "m", tmp_path / "state")
+    theirs = {f"gradient.{name}": parameter.grad for name, parameter in stock.named_parameters()}
+    sinks = {name: gradient for name, gradient in theirs.items() if "sinks" in name and gradient is not None}
+    assert len(sinks) == 2
+    assert_close({name: stored[name] for name in sinks}, sinks, GRADIENT_BOUND)
+
+
+def _compare_a_pass(backend: Backend, model: Any) -> None:
+    """Run the same pass on the backend's model "m" and on `model`, whose parameters get their gradients. Logprobs must
+    agree."""
+    data = sft(1, *LENGTHS)
+    (result,) = ok(backend.run([TrainingPass("m", data, "cross_entropy")]))
+    loss = torch.zeros(())
+    for datum, logprobs in zip(data, result.logprobs, strict=True):
+        expected = _logprobs(model, datum)
+        np.testing.assert_allclose(logprobs, expected.detach(), atol=LOGPROB_BOUND)
+        loss = loss - (torch.from_numpy(datum.loss_inputs["weights"]) * expected).sum()
+    loss.backward()
+
+
+def _logprobs(model: Any, datum: Any) -> torch.Tensor:
+    logits = model(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0]
+    targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]

@@ -1,0 +1,154 @@
+"""Base models that packed rows or adapters cannot serve are refused at start-up, with what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from skyrl.backends.torch_full.backend import TorchFullBackend
+from skyrl.backends.torch_lora.attention_checks import AttentionCall
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.torch_lora.output_layer import LogitTransform
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
+from tests.families import make_family, save_random
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt-oss": (
+        {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
+        r"GptOssForCausalLM.*: the MLP of model.layers.0 .* mlp.experts \(GptOssExperts\)",
+    ),
+    "gpt-neox": (
+        {"model_type": "gpt_neox"},
+        r"GPTNeoXForCausalLM.*: the attention of gpt_neox.layers.0 .* attention.query_key_value \(Linear\)",
+    ),
+    "starcoder2": ({"model_type": "starcoder2"}, r"Starcoder2.*: the MLP of model.layers.0 .* mlp.c_fc \(Linear\)"),
+    "phi-3 with longrope": (
+        {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
+        "longrope position embeddings",
+    ),
+    "gemma-3 with dynamic rope": (
+        {"model_type": "gemma3_text", "rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": PLAIN}},
+        "dynamic position embeddings",
+    ),
+    "gemma-3 for embeddings": (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        r"layer 0 \(Gemma3Attention\): the mask is not that of a causal window",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_architecture_is_refused_with_what_is_missing(tmp_path: Path, name: str) -> None:
+    settings, words = REFUSED[name]
+    path = save_random({**SMALL, **settings}, tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"^base_model: .*{words}"):
+        TorchLoraBackend(load_config({"base_model": path}))
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("family", ["gemma-2", "granite", "command-r"])
+def test_logits_that_the_model_changes_in_an_unknown_way_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, full: bool
+) -> None:
+    """These models would train with wrong logprobs if the change of their logits were not known."""
+    path = make_family(family, tmp_path)
+    config = load_config({"base_model": path, "backend_config": {"trainer.full_finetuning": full}})
+    backend = TorchFullBackend if full else TorchLoraBackend
+    backend(config)
+    monkeypatch.setattr(LogitTransform, "of", lambda _: LogitTransform())
+    with pytest.raises(ConfigError, match="makes other numbers of its output layer's logits than logit_scale"):
+        backend(config)
+
+
+def test_a_softcap_far_above_all_logits_is_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Released models have a final softcap of 30: it hardly changes the logits of a tiny model."""
+    path = save_random({**SMALL, "model_type": "gemma2", "final_logit_softcapping": 30.0}, tmp_path / "model")
+    monkeypatch.setattr(LogitTransform, "of", lambda _: LogitTransform())
+    with pytest.raises(ConfigError, match="logits than logit_scale"):
+        TorchLoraBackend(load_config({"base_model": path}))
+
+
+def test_a_layer_that_does_not_ask_for_its_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_random({**SMALL, "model_type": "mistral", "sliding_window": 4096}, tmp_path / "model")
+    TorchLoraBackend(load_config({"base_model": path}))
+    stock = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def without_window(*args: Any) -> Callable[..., Any]:
+        return lambda *given, sliding_window, **kwargs: stock(*args)(*given, **kwargs)
+
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", without_window)
+    with pytest.raises(ConfigError, match=r"layer 0 .* causal attention: token 4096 does not see token 0"):
+        TorchLoraBackend(load_config({"base_model": path}))
+
+
+@pytest.mark.parametrize(
+    ("window", "sees", "words"),
+    [
+        (None, bidirectional_mask_function, "token 0 sees token 1;"),
+        (None, sliding_window_causal_mask_function(16), "token 4095 does not see token 0"),
+        (16, causal_mask_function, "token 16 sees token 0"),
+        (16, sliding_window_causal_mask_function(17), "token 16 sees token 0"),
+        (16, sliding_window_causal_mask_function(15), "token 15 does not see token 0"),
+        (None, None, "without a causal mask"),
+    ],
+)
+def test_other_masks_than_the_packed_rows_are_refused(window: int | None, sees: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AttentionCall("layer 0", window, sees, ()).check()
+
+
+def test_chunked_attention_is_refused() -> None:
+    chunked = chunked_causal_mask_function(512, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="does not see"):
+        AttentionCall("layer 0", None, chunked, ()).check()
+
+
+@pytest.mark.parametrize(
+    ("window", "sees"),
+    [
+        (None, causal_mask_function),
+        (1, sliding_window_causal_mask_function(1)),
+        (7, sliding_window_causal_mask_function(7)),
+    ],
+)
+def test_masks_of_packed_rows_pass(window: int | None, sees: Any) -> None:
+    AttentionCall("layer 0", window, sees, ()).check()
+
+
+def test_options_of_attention_that_packed_rows_do_not_compute_are_refused() -> None:
+    with pytest.raises(ValueError, match="layer 0: attention with position_bias is not supported"):
+        AttentionCall("layer 0", None, causal_mask_function, ("position_bias",)).check()
