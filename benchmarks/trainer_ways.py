@@ -20,7 +20,7 @@ from skyrl.backends.base import AdamParams, TrainingPass
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.device import base_dtype, prepare_device, synchronize
-from skyrl.backends.torch_lora.lora import ATTENTION, MLP, UNEMBED
+from skyrl.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
 from skyrl.config.loading import load_config
 from skyrl.types.lora import LoraSpec
 

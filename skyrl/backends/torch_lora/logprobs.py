@@ -86,7 +86,7 @@ def target_logprobs(hidden: Tensor, targets: Targets, lm_head: OutputLayer, segm
     return torch.cat([trained, other]).index_select(0, targets.entries)
 
 
-def _pair_logprobs(hidden: Tensor, targets: RowTargets, lm_head: MultiLoraLinear, segment: LoraSegment) -> Tensor:
+def _pair_logprobs(hidden: Tensor, targets: RowTargets, lm_head: OutputLayer, segment: LoraSegment) -> Tensor:
     """float32 [pairs]"""
 
     def logprobs(rows: Tensor, owners: Tensor, ids: Tensor) -> Tensor:
