@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from skyrl.backends.torch_lora.lora import LoraSegment, MultiLoraLinear
 
 LOGITS_BYTES = 128 * 2**20
-"""Size of one chunk of float32 logits. Backward needs the memory of about two chunks."""
+"""Size of one chunk of float32 logits. Backward needs the memory of about three chunks."""
 
 
 @dataclass(frozen=True)
