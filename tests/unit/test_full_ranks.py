@@ -16,6 +16,7 @@ from torch_lora_support import (
     assert_same,
     base_path,
     files_saved,
+    grpo,
     make_backend,
     make_full,
     ok,
@@ -57,11 +58,12 @@ def make() -> Iterator[Make]:
 
 
 def _passes(step: int) -> list[TrainingPass]:
-    """Passes of uneven sequences; the last has one sequence, fewer than there are ranks."""
+    """Passes of uneven sequences, one with shared prompts; the last has one sequence, fewer than there are ranks."""
     seed = 100 * step
     return [
         train("m", sft(seed, 3, 17, 1, 40)),
         train("m", rl(seed + 10, 12, 5, 30, 30, 2), "ppo"),
+        train("m", grpo(seed + 15, 3, 4, 20), "importance_sampling"),
         TrainingPass("m", sft(seed + 20, 8, 20), "cross_entropy", backward=False),
         train("m", sft(seed + 30, 11)),
     ]

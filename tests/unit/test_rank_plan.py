@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_lora_support import sft, train
+from torch_lora_support import grpo, sft, train
 
 from skyrl.backends.base import TrainingPass
-from skyrl.backends.torch_lora.packing import cut
 from skyrl.backends.torch_lora.plan import Plan, cut_evenly, make_plan
+from skyrl.backends.torch_lora.prefixes import prefix_tree
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 RANKS = st.integers(1, 5)
@@ -28,14 +28,14 @@ def test_every_sequence_is_in_one_piece_and_micro_batches_keep_the_budget(
     for number, each in enumerate(lengths):
         pieces = [piece for _, piece in plan.pieces_of(number)]
         assert sorted(index for piece in pieces for index in piece.data) == list(range(len(each)))
-        assert all(piece.tokens == sum(each[index] for index in piece.data) for piece in pieces)
+        assert all(piece.rows == sum(each[index] for index in piece.data) for piece in pieces)
         assert all(list(piece.data) == sorted(piece.data) for piece in pieces)
     for rank in range(ranks):
         assert len(plan.of(rank)) == plan.count
         for batch in plan.of(rank):
             assert merge or len(batch) <= 1
             sequences = sum(len(piece.data) for piece in batch)
-            assert sum(piece.tokens for piece in batch) <= BUDGET or sequences == 1
+            assert sum(piece.rows for piece in batch) <= BUDGET or sequences == 1
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=4), RANKS)
@@ -61,13 +61,14 @@ def test_other_passes_do_not_change_where_a_pass_runs(lengths: list[int], others
 
 @given(LENGTHS)
 def test_one_rank_cuts_as_training_without_ranks_does(lengths: list[int]) -> None:
-    assert cut_evenly(lengths, 1, BUDGET) == [[list(part)] for part in cut(lengths, BUDGET)]
+    tree = prefix_tree(sft(0, *lengths))
+    assert cut_evenly(tree, 1, BUDGET) == [[part] for part in tree.cut(BUDGET)]
 
 
 def test_a_pass_is_cut_finer_than_the_budget_so_that_all_ranks_work() -> None:
-    (parts,) = cut_evenly([5] * 12, 4, 4096)
+    (parts,) = cut_evenly(prefix_tree(sft(0, *[5] * 12)), 4, 4096)
     assert [len(part) for part in parts] == [3, 3, 3, 3]
-    (parts,) = cut_evenly([40, 10, 10, 10, 10], 2, 4096)
+    (parts,) = cut_evenly(prefix_tree(sft(0, 40, 10, 10, 10, 10)), 2, 4096)
     assert [sum(([40, 10, 10, 10, 10])[index] for index in part) for part in parts] == [40, 40]
 
 
@@ -76,5 +77,25 @@ def test_small_passes_spread_over_the_ranks() -> None:
     counts = [sum(bool(batch) for batch in plan.of(rank)) for rank in range(4)]
     assert min(counts) >= 8
     merged = _plan([train("m", sft(number, 9)) for number in range(64)], 4, merge=True)
-    assert {sum(piece.tokens for batch in merged.of(rank) for piece in batch) for rank in range(4)} == {16 * 9}
+    assert {sum(piece.rows for batch in merged.of(rank) for piece in batch) for rank in range(4)} == {16 * 9}
     assert np.ptp([len(merged.of(rank)) for rank in range(4)]) == 0
+
+
+def test_samples_of_a_prompt_stay_on_one_rank_where_the_balance_allows_it() -> None:
+    data = grpo(0, 4, 6, 40, answer=5)
+    tree = prefix_tree(data)
+    assert sorted(map(len, tree.families)) == [6] * 4
+    (parts,) = cut_evenly(tree, 2, 4096)
+    assert sum(tree.rows(part) for part in parts) == tree.rows(range(len(data))), "no prompt is on two ranks"
+    one_group = prefix_tree(grpo(0, 1, 6, 40, answer=5))
+    (parts,) = cut_evenly(one_group, 2, 4096)
+    assert [len(part) for part in parts] == [3, 3], "the only group is cut, so that both ranks work"
+
+
+@given(st.integers(1, 4), st.integers(1, 6), RANKS)
+def test_rows_are_counted_once_for_each_piece(groups: int, samples: int, ranks: int) -> None:
+    training_pass = train("m", grpo(1, groups, samples, 30), "ppo")
+    tree = prefix_tree(training_pass.data)
+    for _, piece in _plan([training_pass], ranks).pieces_of(0):
+        assert piece.rows == tree.rows(piece.data)
+        assert piece.rows <= BUDGET or len(piece.data) == 1

@@ -14,6 +14,7 @@ from torch_lora_support import (
     VOCAB,
     assert_close,
     assert_same,
+    grpo,
     make_backend,
     make_ranks,
     ok,
@@ -44,11 +45,12 @@ Run = tuple[list[PassResult], list[dict[str, float]], dict[str, Any]]
 
 
 def _passes(model_id: str, step: int) -> list[TrainingPass]:
-    """Passes of uneven sequences; the last has one sequence, fewer than there are ranks."""
+    """Passes of uneven sequences, one with shared prompts; the last has one sequence, fewer than there are ranks."""
     seed = 100 * step + list(SPECS).index(model_id)
     return [
         train(model_id, sft(seed, 3, 17, 1, 40)),
         train(model_id, rl(seed + 10, 12, 5, 30, 30, 2), "ppo"),
+        train(model_id, grpo(seed + 15, 3, 4, 20), "importance_sampling"),
         TrainingPass(model_id, sft(seed + 20, 8, 20), "cross_entropy", backward=False),
         train(model_id, sft(seed + 30, 11)),
     ]

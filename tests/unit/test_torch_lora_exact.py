@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
+from torch_lora_support import assert_close, assert_same, grpo, make_backend, ok, rl, saved, sft, spec, train
 
 from skyrl.backends.base import AdamParams, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
@@ -26,6 +26,7 @@ def _passes(model_id: str, step: int) -> list[TrainingPass]:
         train(model_id, sft(seed, 3, 17, 1, 40)),
         train(model_id, rl(seed + 10, 12, 5), "ppo"),
         train(model_id, rl(seed + 20, 1, 2, 30), "importance_sampling"),
+        train(model_id, grpo(seed + 30, 2, 3, 20), "importance_sampling"),
     ]
 
 

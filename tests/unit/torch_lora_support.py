@@ -170,6 +170,21 @@ def rl(seed: int, *lengths: int) -> list[Datum]:
     return data
 
 
+def grpo(seed: int, groups: int, samples: int, prompt: int, answer: int = 7) -> list[Datum]:
+    """Samples of several prompts, in mixed order. Answers have 1 to `answer` tokens; a prompt has advantage 0."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(0, VOCAB, (groups, prompt))
+    data = []
+    for group in rng.permutation(np.repeat(np.arange(groups), samples)):
+        text = np.concatenate([prompts[group], rng.integers(0, VOCAB, rng.integers(1, answer + 1))])
+        sampled = np.arange(len(text) - 1) >= prompt - 1
+        logprobs = np.where(sampled, -5 + rng.normal(size=len(text) - 1), 0).astype(np.float32)
+        advantages = np.where(sampled, rng.normal(), 0).astype(np.float32)
+        inputs = {"target_tokens": text[1:], "logprobs": logprobs, "advantages": advantages}
+        data.append(Datum(text[:-1], inputs))
+    return data
+
+
 def overflowing() -> list[Datum]:
     """Sampled data with one ratio of e^70 and more: in float32 the loss is finite, the gradient's square is not."""
     data = rl(1, 20, 20)

@@ -20,7 +20,7 @@ from skyrl.backends.torch_lora.lora import LoraSegment
 from skyrl.backends.torch_lora.output_layer import OutputLayer
 
 LOGITS_BYTES = 128 * 2**20
-"""Size of one chunk of float32 logits. Backward needs the memory of about two chunks."""
+"""Size of one chunk of float32 logits. Backward needs the memory of about three chunks."""
 
 
 @dataclass(frozen=True)

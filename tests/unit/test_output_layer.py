@@ -1,0 +1,128 @@
+"""The output layer computes each row once, without a gradient where no loss has one, and its memory goes by chunk."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_lora_support import VOCAB, grpo, make_backend, make_full, ok, rl, spec, train
+
+from skyrl.backends.base import AdamParams, TrainingPass
+from skyrl.backends.torch_lora import logprobs as logprobs_module
+from skyrl.backends.torch_lora.logprobs import Targets, target_logprobs
+from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
+from skyrl.types.lora import LoraSpec
+
+CPU = torch.device("cpu")
+
+
+class _Rows:
+    """Counts the rows that go through a backend's output layer: with a gradient, and without."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trained, self.other = 0, 0
+        layer = MultiLoraLinear.for_segment
+
+        def counting(linear: MultiLoraLinear, rows: Tensor, segment: LoraSegment) -> Tensor:
+            if torch.is_grad_enabled():
+                self.trained += len(rows)
+            else:
+                self.other += len(rows)
+            return layer(linear, rows, segment)
+
+        monkeypatch.setattr(MultiLoraLinear, "for_segment", counting)
+
+
+def test_each_row_goes_through_the_output_layer_once_and_prompts_without_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = make_backend()
+    backend.create_model("m", spec())
+    data = grpo(1, 2, 6, 30)
+    rows = _Rows(monkeypatch)
+    (result,) = ok(backend.run([train("m", data, "ppo")]))
+    answers = sum(int((datum.loss_inputs["advantages"] != 0).sum()) for datum in data)
+    assert rows.trained == answers - 2 * 5, "the last row of a prompt predicts the first tokens of six answers"
+    assert rows.trained + rows.other == result.metrics["computed_tokens:sum"]
+    rows = _Rows(monkeypatch)
+    ok(backend.run([TrainingPass("m", data, "ppo", backward=False)]))
+    assert rows.trained == 0
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["adapter", "whole model"])
+def test_a_pass_without_any_advantage_has_true_logprobs_and_a_gradient_of_zeros(whole: bool) -> None:
+    backend = make_full() if whole else make_backend()
+    backend.create_model("m", LoraSpec(rank=0, alpha=32.0, seed=0) if whole else spec())
+    data = grpo(1, 2, 3, 10)
+    for datum in data:
+        datum.loss_inputs["advantages"] = np.zeros(len(datum.tokens), np.float32)
+    forward, both = ok(backend.run([TrainingPass("m", data, "ppo", backward=False), train("m", data, "ppo")]))
+    for one, other in zip(forward.logprobs, both.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+        assert (one < 0).all()
+    assert both.metrics["loss:sum"] == 0
+    assert backend.optim_step("m", AdamParams())["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("rows_of_a_chunk", [10_000, 7, 1])
+def test_logprobs_and_gradients_are_those_of_a_plain_log_softmax(
+    monkeypatch: pytest.MonkeyPatch, rows_of_a_chunk: int
+) -> None:
+    monkeypatch.setattr(logprobs_module, "LOGITS_BYTES", rows_of_a_chunk * VOCAB * 4)
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    head = MultiLoraLinear("lm_head", torch.nn.Linear(16, VOCAB), ActiveSegments())
+    pair = (torch.randn(3, 16, requires_grad=True), torch.randn(VOCAB, 3, requires_grad=True))
+    segment = LoraSegment(0, 40, 2.0, {"lm_head": pair})
+    rows_of = [np.r_[0:20], np.r_[0:10, 20:30], np.r_[0:10, 30:40]]
+    arrays = [rng.integers(0, VOCAB, shape) for shape in ((20,), (20, 3), (20, 2))]
+    trained = rng.random(20 + 60 + 40) < 0.3
+    hidden = torch.randn(40, 16, requires_grad=True)
+    targets = Targets.of(arrays, rows_of, trained, CPU)
+    weights = torch.from_numpy(rng.normal(size=120).astype(np.float32) * trained)
+    leaves = [hidden, *pair, *head.base.parameters()]
+    chosen = target_logprobs(hidden, targets, head, segment)
+    gradients = torch.autograd.grad((chosen * weights).sum(), leaves)
+    all_rows = np.concatenate([np.repeat(rows, a[0].size) for rows, a in zip(rows_of, arrays, strict=True)])
+    ids = np.concatenate([array.reshape(-1) for array in arrays])
+    expected = head.for_segment(hidden, segment).log_softmax(-1)[all_rows, ids]
+    torch.testing.assert_close(chosen, expected)
+    for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), leaves), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+class _Peak(TorchDispatchMode):
+    """The largest number of bytes of living tensors [rows, vocabulary], without transposed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(tensor, Tensor) and tensor.shape[1:] == (VOCAB,) and tensor.is_contiguous():
+                storage = tensor.untyped_storage()
+                self._alive[storage.data_ptr()] = (weakref.ref(tensor), storage.nbytes())
+        self._alive = {pointer: each for pointer, each in self._alive.items() if each[0]() is not None}
+        self.bytes = max(self.bytes, sum(size for _, size in self._alive.values()))
+        return made
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["adapter", "whole model"])
+def test_logits_take_the_memory_of_few_chunks_in_backward_too(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    chunk = 64 * VOCAB * 4
+    monkeypatch.setattr(logprobs_module, "LOGITS_BYTES", chunk)
+    backend = make_full(micro_batch_tokens=4096) if whole else make_backend()
+    backend.create_model("m", LoraSpec(rank=0, alpha=32.0, seed=0) if whole else spec())
+    peak = _Peak()
+    data = rl(0, *[60] * 10)
+    with peak:
+        ok(backend.run([train("m", data, "dro")]))
+    assert chunk <= peak.bytes <= 3 * chunk, "all logits have 9.4 chunks"
