@@ -26,7 +26,12 @@ from skyrl.vllm_plugin.incarnation import IncarnationHeader
 from skyrl.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
 
 HOST = "127.0.0.1"
-CPU_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+CPU_LORA_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2"),
+    "lm_head",
+)
+"""The layers that the trainer's adapters change, in all architectures."""
 CPU_CONTEXT = 4096
 CPU_BLOCK_TOKENS = 128
 CPU_KV_BYTES = 256 * 2**20

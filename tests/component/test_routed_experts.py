@@ -19,6 +19,9 @@ import pytest_asyncio
 from skyrl.config.loading import load_config
 from skyrl.inference.placement import LocalPlacement, free_port
 from skyrl.inference.vllm_command import vllm_spec
+from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams
+from skyrl.tiny import model_path
+from tests.component.router_world import running_router
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 from tests.mixture import LAYERS, TOP_K, chosen_experts, make_mixture
 
@@ -144,6 +147,36 @@ async def test_an_aborted_sample_has_its_rows_and_its_continuation_has_all(serve
     check(served, prompt, aborted)
     longer = [*prompt, *done]
     check(served, longer, await served.sampled(longer, 8))
+
+
+class WorkerOf:
+    """A running sidecar as a worker of the router."""
+
+    def __init__(self, sidecar: RunningSidecar) -> None:
+        self.url = sidecar.url
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+async def test_a_rollout_client_gets_them_through_router_and_radix_cache(served: Served) -> None:
+    """Each turn's rows cover the whole trajectory: nothing has to be put together."""
+    params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    worker: Any = WorkerOf(served)
+    async with running_router(worker, middleware=("radix",), tokenizer=model_path()) as router:
+        host, _, port = router.url.removeprefix("http://").partition(":")
+        config = RolloutConfig(rollout_router_ip=host, rollout_router_port=int(port))
+        async with RolloutClient(config) as client:
+            text = "The sum of 2 and 3 is "
+            for _ in range(3):
+                prompt = (await client.retrieve(text)).tokens
+                answer = await client.generate(RolloutRequest(text=text, params=params, return_routed_experts=True))
+                flat = np.frombuffer(base64.b64decode(answer.routed_experts), "<i4")
+                rows = np.sort(flat.reshape(-1, LAYERS, TOP_K), axis=2)
+                tokens = [*prompt, *answer.tokens]
+                np.testing.assert_array_equal(rows, chosen_experts(served.model, tokens)[:-1])
+                text += answer.text + "\nAnd then?\n"
 
 
 async def test_requests_that_ask_for_no_experts_get_none(served: Served) -> None:

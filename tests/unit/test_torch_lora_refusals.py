@@ -20,8 +20,10 @@ from skyrl.backends.torch_full.backend import TorchFullBackend
 from skyrl.backends.torch_lora.attention_checks import AttentionCall
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.output_layer import LogitTransform
+from skyrl.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError
+from skyrl.inference.vllm_command import CPU_LORA_TARGETS
 from tests.families import make_family, save_random
 
 SMALL: dict[str, Any] = {
@@ -152,3 +154,7 @@ def test_masks_of_packed_rows_pass(window: int | None, sees: Any) -> None:
 def test_options_of_attention_that_packed_rows_do_not_compute_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 0: attention with position_bias is not supported"):
         AttentionCall("layer 0", None, causal_mask_function, ("position_bias",)).check()
+
+
+def test_vllm_on_a_cpu_takes_adapters_on_all_layers_that_are_trained() -> None:
+    assert set(CPU_LORA_TARGETS) == {*ATTENTION, *MLP, *UNEMBED}

@@ -1,0 +1,108 @@
+"""Each architecture of docs/reference/architectures.md in a real vLLM on a CPU: base model and a trained adapter.
+
+vLLM's logprobs of given tokens are compared with the trainer's. One start of vLLM for each family: about 15 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from skyrl.backends.base import AdamParams, Datum, TrainingPass
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.config.loading import load_config
+from skyrl.inference.placement import LocalPlacement, LocalServer, free_port
+from skyrl.inference.vllm_command import vllm_spec
+from skyrl.tiny import model_path
+from skyrl.types.lora import LoraSpec
+from tests.families import FAMILIES, VOCAB, make_family
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+KEY = "test-key"
+BOUND = 1e-4
+"""Of the difference between a logprob of vLLM and the trainer's."""
+NOT_SAMPLED: dict[str, str] = {}
+"""Families that vLLM does not serve right on a CPU, and what it says or does."""
+
+
+def _trained(path: str, directory: Path) -> TorchLoraBackend:
+    """A backend with the untrained adapter "base" and the trained "m". The export of "m" is in `directory`."""
+    backend = TorchLoraBackend(load_config({"base_model": path}))
+    for name in ("base", "m"):
+        backend.create_model(name, LoraSpec(rank=8, alpha=32.0, seed=3))
+    backend.run([TrainingPass("m", [_datum(1)], "cross_entropy")])
+    backend.optim_step("m", AdamParams(learning_rate=1e-2))
+    directory.mkdir()
+    backend.save_adapter("m", directory)
+    return backend
+
+
+def _datum(seed: int, length: int = 40) -> Datum:
+    text = np.random.default_rng(seed).integers(0, VOCAB, length)
+    return Datum(text[:-1], {"target_tokens": text[1:], "weights": np.ones(length - 1, np.float32)})
+
+
+def _of_trainer(backend: TorchLoraBackend, name: str) -> npt.NDArray[np.float32]:
+    (result,) = backend.run([TrainingPass(name, [_datum(2)], "cross_entropy", backward=False)])
+    assert not isinstance(result, Exception), result
+    return result.logprobs[0]
+
+
+async def _of_vllm(http: httpx.AsyncClient, name: str) -> npt.NDArray[np.float32]:
+    datum = _datum(2)
+    prompt = [*datum.tokens.tolist(), int(datum.loss_inputs["target_tokens"][-1])]
+    body = {"model": name, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
+    return np.array([row[str(token)]["logprob"] for row, token in zip(rows, prompt[1:], strict=True)], np.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_vllm_and_the_trainer_agree_on_base_model_and_adapter(tmp_path: Path, family: str) -> None:
+    path = make_family(family, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model_path() / name, Path(path) / name)
+    backend = _trained(path, tmp_path / "adapter")
+    config = load_config({"base_model": path})
+    spec = vllm_spec(config, free_port(), KEY, cuda=False)
+    server = LocalPlacement(tmp_path).run(spec)
+    try:
+        async with httpx.AsyncClient(base_url=spec.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as http:
+            await _until_up(http, server)
+            adapter = {"lora_name": "m", "lora_path": str(tmp_path / "adapter")}
+            loaded = await http.post("/v1/load_lora_adapter", json=adapter)
+            assert loaded.status_code == 200, loaded.text
+            gaps = {}
+            for served, trained in ((config.served_names[0], "base"), ("m", "m")):
+                gaps[trained] = float(np.abs(await _of_vllm(http, served) - _of_trainer(backend, trained)).max())
+            print(f"{family}: largest gap of a logprob {gaps['base']:.1e}, with the adapter {gaps['m']:.1e}")
+            assert max(gaps.values()) <= BOUND
+            assert np.abs(_of_trainer(backend, "m") - _of_trainer(backend, "base")).max() > 0.01
+    finally:
+        await server.stop()
+
+
+async def _until_up(http: httpx.AsyncClient, server: LocalServer) -> None:
+    starts: set[str] = set()
+    end = time.monotonic() + 200
+    while not await _is_up(http):
+        starts |= {server.incarnation} if server.incarnation else set()
+        assert time.monotonic() < end, server.log_tail(40)
+        assert len(starts) <= 1, server.log_tail(80)  # it has ended, and was started again
+        await asyncio.sleep(0.3)
+
+
+async def _is_up(http: httpx.AsyncClient) -> bool:
+    try:
+        return (await http.get("/health")).status_code == 200
+    except httpx.TransportError:
+        return False
