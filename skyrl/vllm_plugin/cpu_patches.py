@@ -13,6 +13,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.outputs import LogprobsTensors
 
+from skyrl.vllm_plugin.experts_cpu import keep_cpu_kernels
 from skyrl.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
 
 WRAPPER = "skyrl.vllm_plugin.punica_cpu.GroupedPunicaWrapperCPU"
@@ -24,6 +25,7 @@ def apply(*, fork_engine: bool) -> None:
         return
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)  # type: ignore[method-assign]
     _patch_prompt_logprobs()
+    keep_cpu_kernels()
     if fork_engine:
         _patch_start_method()
 

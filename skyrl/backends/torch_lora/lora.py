@@ -95,17 +95,19 @@ class MultiLoraLinear(nn.Module):
         return y + segment.update(self.name, rows) if self.name in segment.pairs else y
 
 
-def wrap_linears(model: nn.Module, active: ActiveSegments) -> dict[str, MultiLoraLinear]:
+def wrap_linears(model: nn.Module, active: ActiveSegments, *, mlp: bool = True) -> dict[str, MultiLoraLinear]:
     """Replace every linear layer that adapters can train by a MultiLoraLinear. Returns the new layers in module order.
+    Without `mlp`, for mixtures of experts, the MLPs of all layers stay as they are.
 
     Raises ValueError unless each decoder layer has each attention and MLP projection once, and the model has one
-    lm_head: otherwise fused projections and mixtures of experts would silently stay untrained.
+    lm_head: otherwise fused projections would silently stay untrained.
     """
+    in_layers = ATTENTION + MLP if mlp else ATTENTION
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in ATTENTION + MLP + UNEMBED:
+        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in in_layers + UNEMBED:
             found[name] = module
-    _check_complete(list(found))
+    _check_complete(list(found), in_layers)
     wrapped: dict[str, MultiLoraLinear] = {}
     for name, linear in found.items():
         parent, _, leaf = name.rpartition(".")
@@ -114,8 +116,8 @@ def wrap_linears(model: nn.Module, active: ActiveSegments) -> dict[str, MultiLor
     return wrapped
 
 
-def _check_complete(names: Sequence[str]) -> None:
-    known = ", ".join(ATTENTION + MLP + UNEMBED)
+def _check_complete(names: Sequence[str], in_layers: Sequence[str]) -> None:
+    known = ", ".join((*in_layers, *UNEMBED))
     layers: dict[str, list[str]] = {}
     heads: list[str] = []
     for name in names:
@@ -130,11 +132,11 @@ def _check_complete(names: Sequence[str]) -> None:
     if len(heads) != 1:
         raise ValueError(f"needs one lm_head, found {len(heads)}")
     for number, leaves in layers.items():
-        for leaf in ATTENTION + MLP:
+        for leaf in in_layers:
             if leaves.count(leaf) != 1:
                 raise ValueError(
                     f"layer {number} has {leaves.count(leaf)} linear layers named {leaf}, needs 1: fused "
-                    f"projections and mixtures of experts cannot be trained; every layer must have {known}"
+                    f"projections cannot be trained; every layer must have {known}"
                 )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skyrl.backends.base import Datum
+from skyrl.backends.torch_lora.routed_experts import experts_of_rows
 
 _SHORTEST_IN_GROUP = 0.75
 """A sequence joins an attention group if it has at least this share of the length of the group's longest sequence. So
@@ -37,13 +38,15 @@ class AttentionGroup:
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """Rows [start, stop) of a micro-batch, which hold one slice. tokens, positions: int64 [stop - start]."""
+    """Rows [start, stop) of a micro-batch, which hold one slice. tokens, positions: int64 [stop - start]. experts: int32
+    [stop - start, layers, k], the experts that each row must use (-1: any); None if no sequence names any."""
 
     start: int
     stop: int
     tokens: Tensor
     positions: Tensor
     groups: tuple[AttentionGroup, ...]
+    experts: Tensor | None = None
 
 
 def cut(lengths: Sequence[int], budget: int) -> list[range]:
@@ -63,12 +66,14 @@ def pack(data: Sequence[Datum], start: int, device: torch.device) -> PackedSlice
     lengths = [len(datum.tokens) for datum in data]
     tokens = np.concatenate([datum.tokens for datum in data])
     positions = np.concatenate([np.arange(length) for length in lengths])
+    experts = experts_of_rows(data)
     return PackedSlice(
         start=start,
         stop=start + len(tokens),
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
         groups=tuple(_groups(lengths, start, device)),
+        experts=None if experts is None else torch.from_numpy(experts).to(device),
     )
 
 
