@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from skyrl.config.mixtures import FROZEN_WARNING, is_mixture
 from skyrl.config.server import ServerConfig
 from skyrl.wire.errors import RequestError
 
@@ -39,11 +40,24 @@ class Served:
         path = self._config.base_model_path
         return path if "/" not in base_model and Path(path).is_dir() else base_model
 
+    @property
+    def refuses_mlp(self) -> bool:
+        """Whether adapters may not ask for `train_mlp`. False also for a model of the hub that is not on this machine
+        yet; the trainer then refuses."""
+        return self._config.backend_config.lora.train_mlp_of_mixtures == "refuse" and self._is_mixture
+
+    @property
+    def _is_mixture(self) -> bool:
+        return self._config.modes.trains and is_mixture(self._config.base_model_path)
+
     def session_warning(self) -> str | None:
         """What a client should know before it trains; None if there is nothing."""
+        warnings: list[str] = []
         if self._config.losses.stable_reinforce == "cispo":
-            return (
+            warnings.append(
                 "stable_reinforce has no published formula: this server computes cispo for it, with cispo's clip "
                 "thresholds and without its per-sequence terms (metric stable_reinforce_is_cispo:max)"
             )
-        return None
+        if not self._config.full_finetuning and not self.refuses_mlp and self._is_mixture:
+            warnings.append(FROZEN_WARNING)
+        return "; ".join(warnings) or None

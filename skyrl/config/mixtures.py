@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import try_to_load_from_cache
+
+TrainMlpOfMixtures = Literal["refuse", "leave_out"]
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which configurations count experts. Qwen3-MoE writes the second one, and means the first."""
 
 TRAIN_MLP_REFUSED = (
-    "must be false: the base model is a mixture of experts, whose experts cannot be trained by adapters; send "
-    "train_mlp=False, or ask the operator for trainer.policy.model.lora.train_mlp_of_mixtures = leave_out, which trains "
-    "the other layers"
+    "must be false: the base model is a mixture of experts, and adapters do not train experts; send train_mlp=False, "
+    "or ask the operator for trainer.policy.model.lora.train_mlp_of_mixtures = leave_out, which trains the other layers"
+)
+FROZEN_WARNING = (
+    "the base model is a mixture of experts: with train_mlp (the default) this server trains attention and "
+    "unembedding, and leaves the experts as they are (metric experts_are_frozen:max)"
 )
 FROZEN_EXPERTS = "experts_are_frozen:max"
 """A metric, 1.0 in every pass of an adapter that asked for `train_mlp` and does not train the experts."""

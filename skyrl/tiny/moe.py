@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ SEED = 21
 
 def make(out: Path) -> None:
     """Write the model (3 layers, 8 experts, 2 per token, 2.9 M parameters, bfloat16) and its tokenizer into `out`."""
-    dense = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    dense: Any = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
     shape = dense.config
     config = Qwen3MoeConfig(
         vocab_size=shape.vocab_size,
@@ -36,7 +37,6 @@ def make(out: Path) -> None:
         num_hidden_layers=shape.num_hidden_layers,
         num_attention_heads=shape.num_attention_heads,
         num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
         max_position_embeddings=shape.max_position_embeddings,
         rope_parameters=shape.rope_parameters,
         rms_norm_eps=shape.rms_norm_eps,
@@ -50,6 +50,7 @@ def make(out: Path) -> None:
         eos_token_id=shape.eos_token_id,
         pad_token_id=shape.pad_token_id,
     )
+    config.head_dim = shape.head_dim
     model = Qwen3MoeForCausalLM(config)
     generator = torch.Generator().manual_seed(SEED)
     weights = {name: tensor for name, tensor in dense.state_dict().items() if ".mlp." not in name}

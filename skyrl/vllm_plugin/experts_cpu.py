@@ -1,7 +1,7 @@
 """Lets vLLM 0.32 serve adapters on mixtures of experts on a CPU: the experts keep the CPU's own kernels.
 
-With LoRA enabled vLLM computes experts with Triton's kernels, which can add adapters to experts. A CPU has no Triton, so
-the first request ends the engine. skyrl never sends adapters on experts, and tells vLLM so by `lora_target_modules`.
+With LoRA enabled vLLM computes experts with Triton's kernels, which can add adapters to experts. A CPU has no Triton,
+so the first request ends the engine. skyrl trains no adapters on experts, and `lora_target_modules` tells vLLM so.
 
 Knows one field of vLLM's configuration of experts. Knows nothing of adapters.
 """

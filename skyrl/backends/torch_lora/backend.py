@@ -29,6 +29,7 @@ from skyrl.backends.torch_lora.optimizer import adamw_step
 from skyrl.backends.torch_lora.packing import cut
 from skyrl.backends.torch_lora.passes import RunningPass, run_micro_batch, slices_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
+from skyrl.config.mixtures import TrainMlpOfMixtures
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
@@ -47,7 +48,7 @@ class TorchLoraBackend(StateSnapshots):
     def __init__(self, config: ServerConfig) -> None:
         self._budget = config.backend_config.trainer.micro_batch_tokens
         self._max_rank = config.backend_config.lora.max_lora_rank
-        self._train_mlp_of_mixtures = config.backend_config.lora.train_mlp_of_mixtures
+        self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
         self._device = prepare_device(config.threads)
         merge = config.backend_config.trainer.merge_passes
         self._merge = self._device.type == "cuda" if merge is None else merge

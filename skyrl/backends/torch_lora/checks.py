@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, Mixture, ModelLimits, TrainingPass
 from skyrl.backends.torch_lora.losses import REFUSED, Loss
 from skyrl.backends.torch_lora.routed_experts import FIELD, check_routed_experts
-from skyrl.config.mixtures import TRAIN_MLP_REFUSED
+from skyrl.config.mixtures import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
 from skyrl.types.lora import LoraSpec
 
 
@@ -133,7 +132,7 @@ def _check_inputs(datum: Datum, name: str, loss: Loss) -> None:
 
 
 def check_spec(
-    spec: LoraSpec, max_rank: int, mixture: Mixture | None, train_mlp_of_mixtures: Literal["refuse", "leave_out"]
+    spec: LoraSpec, max_rank: int, mixture: Mixture | None, train_mlp_of_mixtures: TrainMlpOfMixtures
 ) -> None:
     """Raise InvalidRequest for an adapter that this backend cannot train."""
     if spec.rank == 0:

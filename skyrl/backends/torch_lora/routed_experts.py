@@ -1,7 +1,7 @@
 """Routed experts that a datum brings with it: which experts the sampler used for each token and layer.
 
-The loss input `routed_experts` is int [N, layers, k]: for each token of `model_input` and each layer with experts, the k
-experts that the sampler has used. k times -1 means that nothing was recorded there; the trainer's router then chooses.
+The loss input `routed_experts` is int64 [N, layers, k]: for each token of `model_input` and each layer with experts,
+the k experts that the sampler has used. k times -1 means that nothing was recorded there: the trainer's router chooses.
 Knows arrays. Knows no model.
 """
 

@@ -24,6 +24,7 @@ from skyrl.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
 from skyrl.backends.torch_lora.plan import make_plan
 from skyrl.backends.torch_lora.rank import AdapterBuffers, AdapterFacts
 from skyrl.backends.torch_lora.rank_base import PieceResult
+from skyrl.config.mixtures import TrainMlpOfMixtures
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
@@ -48,7 +49,7 @@ class ShardedBackend(BackendOverRanks):
         facts: AdapterFacts = self._facts
         self._targets = facts.targets
         self._max_rank = config.backend_config.lora.max_lora_rank
-        self._train_mlp_of_mixtures = config.backend_config.lora.train_mlp_of_mixtures
+        self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
         merge = config.backend_config.trainer.merge_passes
         self._merge = not self._on_cpu if merge is None else merge
         self._models: dict[str, tuple[LoraSpec, tuple[Target, ...]]] = {}
