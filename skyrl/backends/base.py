@@ -79,7 +79,7 @@ class ModelLimits:
 @dataclass(frozen=True)
 class Datum:
     """One sequence. `tokens`: int64 [N]. `loss_inputs`: name -> int64 or float32, [N] or [N, K], dense. Besides the
-    inputs of the loss, a datum for a mixture of experts may have `routed_experts`, int64 [N, layers, k]."""
+    inputs of the loss, a datum for a mixture of experts may have `routed_experts`, int64 [N, layers, k] or packed."""
 
     tokens: npt.NDArray[np.int64]
     loss_inputs: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float32]]

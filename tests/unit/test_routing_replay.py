@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch_lora_support import base_path, make_backend, make_full, make_ranks, ok, rl, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.losses import LOSSES
+from skyrl.backends.torch_lora.routed_experts import check_routed_experts
 from skyrl.backends.torch_lora.routing import own_experts
 
 LENGTHS = (7, 31, 1, 18)
@@ -175,11 +176,42 @@ def _changed(place: tuple[int, ...], value: int) -> np.ndarray:
     return experts
 
 
+def packed(experts: np.ndarray) -> np.ndarray:
+    """An eighth of the bytes of [N, layers, k]: int64 [N, ceil(layers * k / 8)]."""
+    flat = experts.astype(np.uint8).reshape(len(experts), -1)
+    return np.pad(flat, ((0, 0), (0, -flat.shape[1] % 8))).view(np.int64)
+
+
+def test_packed_experts_are_the_same_experts() -> None:
+    data = sft(3, 20, 9)
+    experts = [_random_experts(1, 20), _random_experts(2, 9)]
+    experts[0][4:7] = -1
+    experts[1][3, 1] = -1
+    assert packed(experts[0]).shape == (20, 1)
+    backend = _backend()
+    plain = _forward(backend, [_with(*each) for each in zip(data, experts, strict=True)])
+    both = [_with(data[0], packed(experts[0])), _with(data[1], experts[1])]
+    as_bytes = [_with(datum, packed(each)) for datum, each in zip(data, experts, strict=True)]
+    for other in (as_bytes, both):
+        for one, two in zip(plain.logprobs, _forward(backend, other).logprobs, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_packed_experts_are_checked_too() -> None:
+    limits = Mixture(layers=2, experts=300, per_token=2)
+    datum = sft(0, 6)[0]
+    with pytest.raises(InvalidRequest, match=r"300 experts, too many for bytes; send \[6, 2, 2\]"):
+        check_routed_experts(_with(datum, packed(_random_experts(0, 6))), limits)
+    check_routed_experts(_with(datum, packed(_random_experts(0, 6))), Mixture(2, 254, 2))
+    with pytest.raises(InvalidRequest, match=r"\[5, 1\] names an expert twice: \[3, 3\]"):
+        check_routed_experts(_with(datum, packed(_changed((5, 1), 3))), Mixture(2, 8, 2))
+
+
 WRONG: dict[str, tuple[np.ndarray, list[str]]] = {
     "floats": (_random_experts(0, 6).astype(F32), ["must be int64, got float32"]),
     "a token too few": (_random_experts(0, 5), ["[N, layers, k] = [6, 2, 2]", "got [5, 2, 2]"]),
     "a layer too many": (_random_experts(0, 6, 3), ["2 layers with experts", "got [6, 3, 2]"]),
-    "flat": (_random_experts(0, 6).reshape(6, 4), ["got [6, 4]"]),
+    "flat": (_random_experts(0, 6).reshape(6, 4), ["or packed [6, 1]", "got [6, 4]"]),
     "an unknown expert": (_changed((3, 1, 0), 8), ["[3, 1] holds [8, ", "experts are in [0, 8)"]),
     "a negative expert": (_changed((2, 0), -2), ["[2, 0] holds [-2, -2]", "all -1"]),
     "half a record": (_changed((4, 0, 1), -1), ["[4, 0] holds [", "-1]"]),

@@ -57,7 +57,8 @@ class Routing:
             self._chosen.append(experts)
         if self._given is None:
             return output
-        given = self._given[:, layer].long()
+        count = experts.shape[1]
+        given = self._given[:, layer * count : (layer + 1) * count].long()
         experts = torch.where(given[:, :1] < 0, experts, given)
         weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
         if router.norm_topk_prob:
@@ -66,16 +67,19 @@ class Routing:
 
 
 def _joined(slices: Sequence[PackedSlice]) -> Tensor | None:
-    """The experts of a micro-batch's rows, int32 [rows, layers, k]; -1 for slices without. None if no slice has any."""
-    example = next((packed.experts for packed in slices if packed.experts is not None), None)
-    if example is None:
+    """The experts of a micro-batch's rows, int32 [rows, at least layers * k]; -1 for slices without. None if no slice
+    has any."""
+    found = [packed.experts for packed in slices if packed.experts is not None]
+    if not found:
         return None
-    return torch.cat(
-        [
-            example.new_full((len(packed.tokens), *example.shape[1:]), -1) if packed.experts is None else packed.experts
-            for packed in slices
-        ]
-    )
+    width = max(experts.shape[1] for experts in found)
+    joined = found[0].new_full((sum(len(packed.tokens) for packed in slices), width), -1)
+    start = 0
+    for packed in slices:
+        if packed.experts is not None:
+            joined[start : start + len(packed.tokens), : packed.experts.shape[1]] = packed.experts
+        start += len(packed.tokens)
+    return joined
 
 
 @torch.no_grad()
