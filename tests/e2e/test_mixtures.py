@@ -26,7 +26,7 @@ from skyrl.tiny import moe
 from .conftest import SLOW_START_S, ask, cross_entropy, find_process
 from .test_checkpoints import archive_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 KEY = "tml-mixture"
 TEXT = "The old fox watches the river at dawn, and a small boat goes down to the sea."

@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types.forward_backward_request import ForwardBackwardRequest
 from torch import Tensor, nn
 from torch_lora_support import base_path, make_backend, make_full, make_ranks, ok, rl, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
@@ -16,6 +19,10 @@ from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.losses import LOSSES
 from skyrl.backends.torch_lora.routed_experts import check_routed_experts
 from skyrl.backends.torch_lora.routing import own_experts
+from skyrl.engine.passes import run_passes
+from skyrl.types.command import Command
+from skyrl.types.kinds import Kind
+from skyrl.wire import tinker_pb2 as pb
 
 LENGTHS = (7, 31, 1, 18)
 NO_MLP = {"train_mlp": False}
@@ -168,6 +175,24 @@ def test_ranks_replay_the_routing() -> None:
             np.testing.assert_allclose(logprobs, _forced_logprobs("mixture", datum).detach(), atol=5e-5)
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_body_of_the_sdk_replays_the_routing(compact: bool) -> None:
+    """From the bytes that the SDK sends to the logprobs, as the engine runs them."""
+    experts = _random_experts(0, 20)
+    (datum,) = sft(3, 20)
+    sent = {**datum.loss_inputs, "routed_experts": packed(experts) if compact else experts}
+    inputs = {name: types.TensorData.from_numpy(array) for name, array in sent.items()}
+    data = [types.Datum(model_input=types.ModelInput.from_ints(datum.tokens.tolist()), loss_fn_inputs=inputs)]
+    request = ForwardBackwardRequest(types.ForwardBackwardInput(data, "cross_entropy"), "m", 1)
+    body = forward_backward_request_to_proto(request).SerializeToString()
+    command = Command(1, "r", Kind.FORWARD, "t", "s", "m", 1, None, None, "proto", len(body))
+    ((_, outcome),) = run_passes([command], {"r": body}, _backend()).outcomes
+    output = pb.ForwardBackwardOutput.FromString(outcome.result)
+    (record,) = output.loss_fn_outputs
+    found = np.frombuffer(record.fields["logprobs"].data, F32)
+    np.testing.assert_allclose(found, _forced_logprobs("mixture", _with(datum, experts)).detach(), atol=2e-5)
 
 
 def _changed(place: tuple[int, ...], value: int) -> np.ndarray:
