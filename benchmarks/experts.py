@@ -1,8 +1,8 @@
-"""CPU time of a layer's experts, forward and backward, by transformers' implementations: `python -m benchmarks.experts`.
+"""CPU time of a layer's experts, forward and backward, with each of transformers' implementations.
 
+Run as `python -m benchmarks.experts`.
 The experts are frozen, as under adapters; `trained` has gradients of the experts, too, as in full fine-tuning.
-`batched_mm` copies an expert's weights for each row, so it is measured on the small shape alone. The last shape is that
-of Qwen3-30B-A3B.
+The last shape is that of Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 REPEATS = 3
 SHAPES = ((128, 320, 8, 2, 1024), (1024, 384, 64, 8, 1024), (1024, 384, 64, 8, 4096), (2048, 768, 128, 8, 512))
 """Hidden size, size of an expert, experts, experts per token, rows."""
+SMALL_ONLY = {False: ("batched_mm",), True: ("batched_mm", "eager")}
+"""Implementations that are measured on the first shape alone, for frozen and for trained experts. `batched_mm` copies
+an expert's weights for each row, and `eager` makes a gradient of all experts for each expert."""
 
 
 def seconds(experts: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
@@ -46,9 +49,7 @@ def main() -> None:
             best: dict[str, float] = {}
             for _ in range(REPEATS):
                 for name in ("eager", "grouped_mm", "batched_mm"):
-                    if (name == "batched_mm" and (hidden > 128 or trained)) or (
-                        name == "eager" and trained and hidden > 128
-                    ):
+                    if name in SMALL_ONLY[trained] and hidden > 128:
                         continue
                     config._experts_implementation = name
                     best[name] = min(best.get(name, 1e9), seconds(experts, rows, chosen, weights))
