@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 KEY = "tml-mixture"
 TEXT = "The old fox watches the river at dawn, and a small boat goes down to the sea."
 STEP = types.AdamParams(learning_rate=1e-2)
-LARGEST_GAP = 2e-3
-"""Nats. Trainer and sampler compute in float32 with different kernels; measured 1e-5 to 1e-4 on such text."""
+LARGEST_GAP = 1e-4
+"""Nats. Trainer and sampler compute in float32 with different kernels; measured: 3e-6."""
 
 
 @pytest.fixture(scope="module")

@@ -270,6 +270,10 @@ def _filled(gradient: Tensor | None) -> Tensor:
     return gradient
 
 
+def test_experts_make_one_product_for_each_used_expert() -> None:
+    assert make_backend("mixture")._base.packed.model.config._experts_implementation == "grouped_mm"
+
+
 def test_the_weights_of_a_trained_mixture_are_saved_as_vllm_reads_them(full: Backend, tmp_path: Path) -> None:
     ok(full.run([train("m", sft(3, *LENGTHS))]))
     full.optim_step("m", AdamParams(learning_rate=1e-2))
