@@ -14,6 +14,7 @@ class Served:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
+        self._is_mixture = config.modes.trains and is_mixture(config.base_model_path)
 
     def check_base_model(self, name: str, field: str = "base_model") -> str:
         """The name, if this server serves it. Raises RequestError naming `field` and listing the names that are
@@ -42,13 +43,9 @@ class Served:
 
     @property
     def refuses_mlp(self) -> bool:
-        """Whether adapters may not ask for `train_mlp`. False also for a model of the hub that is not on this machine
-        yet; the trainer then refuses."""
+        """Whether adapters may not ask for `train_mlp`. False also for a model of the hub that was not on this machine
+        when this process started; the trainer then refuses."""
         return self._config.backend_config.lora.train_mlp_of_mixtures == "refuse" and self._is_mixture
-
-    @property
-    def _is_mixture(self) -> bool:
-        return self._config.modes.trains and is_mixture(self._config.base_model_path)
 
     def session_warning(self) -> str | None:
         """What a client should know before it trains; None if there is nothing."""

@@ -9,8 +9,6 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import try_to_load_from_cache
-
 TrainMlpOfMixtures = Literal["refuse", "leave_out"]
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -32,6 +30,8 @@ def is_mixture(base_model: str) -> bool:
     """Whether a directory, or a model of the hub that is on this machine, has experts. False if it cannot be read."""
     path: Any = Path(base_model) / "config.json"
     if not Path(base_model).is_dir():
+        from huggingface_hub import try_to_load_from_cache  # takes 0.14 s, which most commands need not wait
+
         path = try_to_load_from_cache(base_model, "config.json")
     try:
         values: dict[str, Any] = json.loads(Path(path).read_text())

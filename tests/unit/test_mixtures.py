@@ -192,14 +192,11 @@ def test_train_mlp_is_refused_with_what_to_send_instead() -> None:
     make_backend().create_model("m", spec())
 
 
-def _leave_out(architecture: str = "mixture") -> TorchLoraBackend:
-    key = "trainer.policy.model.lora.train_mlp_of_mixtures"
-    settings = {"base_model": base_path(architecture), "backend_config": {key: "leave_out"}}
-    return TorchLoraBackend(load_config(settings))
+LEAVE_OUT: dict[str, Any] = {"policy.model.lora.train_mlp_of_mixtures": "leave_out"}
 
 
 def test_the_operator_may_let_train_mlp_train_the_other_layers_and_a_metric_says_so(tmp_path: Path) -> None:
-    backend = _leave_out()
+    backend = make_backend("mixture", **LEAVE_OUT)
     backend.create_model("default", spec(8, 1))
     backend.create_model("said", spec(8, 1, **NO_MLP))
     default, said = ok(backend.run([train("default", sft(2, 20)), train("said", sft(2, 20))]))
@@ -209,10 +206,29 @@ def test_the_operator_may_let_train_mlp_train_the_other_layers_and_a_metric_says
     assert_same(saved(backend, "default", tmp_path / "default"), saved(backend, "said", tmp_path / "said"))
     with pytest.raises(InvalidRequest, match="train_attn or train_unembed must be true"):
         backend.create_model("nothing", spec(train_attn=False, train_unembed=False))
-    dense = _leave_out("qwen3")
+
+
+def test_ranks_refuse_and_leave_out_experts_as_one_device_does() -> None:
+    for more in ({}, LEAVE_OUT):
+        ranks = make_ranks(1, "mixture", **more)
+        try:
+            if not more:
+                with pytest.raises(InvalidRequest, match="lora_config.train_mlp"):
+                    ranks.create_model("m", spec())
+                continue
+            ranks.create_model("m", spec())
+            (result,) = ok(ranks.run([train("m", sft(2, 20))]))
+            assert result.metrics[FROZEN_EXPERTS] == 1.0
+        finally:
+            ranks.close()
+
+
+def test_a_dense_model_trains_its_mlp_whatever_the_operator_says_of_mixtures() -> None:
+    dense = make_backend(**LEAVE_OUT)
     dense.create_model("m", spec())
     (result,) = ok(dense.run([train("m", sft(2, 20))]))
     assert FROZEN_EXPERTS not in result.metrics
+    assert "model.layers.0.mlp.up_proj.lora_A" in dense._adapters["m"].shapes
 
 
 @pytest.fixture(scope="module")
