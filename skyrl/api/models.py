@@ -13,6 +13,7 @@ from skyrl.api.reply import reply
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.training import submit
+from skyrl.config.mixtures import TRAIN_MLP_REFUSED
 from skyrl.db.database import Connection
 from skyrl.db.full_weights import check_place
 from skyrl.db.models import Model, add_model
@@ -46,6 +47,8 @@ def _lora_spec(lora: LoraConfig, services: Services) -> LoraSpec:
         )
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise RequestError("at least one of train_attn, train_mlp, train_unembed must be true", field="lora_config")
+    if lora.train_mlp and services.served.refuses_mlp:
+        raise RequestError(TRAIN_MLP_REFUSED, field="lora_config.train_mlp")
     if lora.seed is not None and not -(2**63) <= lora.seed < 2**63:
         raise RequestError("must fit signed 64 bits", field="lora_config.seed")
     return LoraSpec(

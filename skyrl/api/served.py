@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from skyrl.config.mixtures import FROZEN_WARNING, is_mixture
 from skyrl.config.server import ServerConfig
 from skyrl.wire.errors import RequestError
 
@@ -13,6 +14,7 @@ class Served:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
+        self._is_mixture = config.modes.trains and is_mixture(config.base_model_path)
 
     def check_base_model(self, name: str, field: str = "base_model") -> str:
         """The name, if this server serves it. Raises RequestError naming `field` and listing the names that are
@@ -39,11 +41,20 @@ class Served:
         path = self._config.base_model_path
         return path if "/" not in base_model and Path(path).is_dir() else base_model
 
+    @property
+    def refuses_mlp(self) -> bool:
+        """Whether adapters may not ask for `train_mlp`. False also for a model of the hub that was not on this machine
+        when this process started; the trainer then refuses."""
+        return self._config.backend_config.lora.train_mlp_of_mixtures == "refuse" and self._is_mixture
+
     def session_warning(self) -> str | None:
         """What a client should know before it trains; None if there is nothing."""
+        warnings: list[str] = []
         if self._config.losses.stable_reinforce == "cispo":
-            return (
+            warnings.append(
                 "stable_reinforce has no published formula: this server computes cispo for it, with cispo's clip "
                 "thresholds and without its per-sequence terms (metric stable_reinforce_is_cispo:max)"
             )
-        return None
+        if not self._config.full_finetuning and not self.refuses_mlp and self._is_mixture:
+            warnings.append(FROZEN_WARNING)
+        return "; ".join(warnings) or None

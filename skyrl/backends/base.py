@@ -58,16 +58,28 @@ class RankDied(BackendLost):
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The experts of a base model: `layers` of its layers have `experts` each, of which a token uses `per_token`."""
+
+    layers: int
+    experts: int
+    per_token: int
+
+
+@dataclass(frozen=True)
 class ModelLimits:
-    """Limits of the base model: token ids are in [0, vocab_size), sequences have at most max_context tokens."""
+    """Limits of the base model: token ids are in [0, vocab_size), sequences have at most max_context tokens. `mixture`:
+    its experts; None for a dense model."""
 
     vocab_size: int
     max_context: int
+    mixture: Mixture | None = None
 
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence. `tokens`: int64 [N]. `loss_inputs`: name -> int64 or float32, [N] or [N, K], dense."""
+    """One sequence. `tokens`: int64 [N]. `loss_inputs`: name -> int64 or float32, [N] or [N, K], dense. Besides the
+    inputs of the loss, a datum for a mixture of experts may have `routed_experts`, int64 [N, layers, k] or packed."""
 
     tokens: npt.NDArray[np.int64]
     loss_inputs: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float32]]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyrl.config import skyrl_keys
+from skyrl.config.mixtures import TrainMlpOfMixtures
 
 LAST_PORT = 65535
 
@@ -61,12 +62,16 @@ class PlacementConfig(Strict):
 
 class LoraConfig(Strict):
     """Limits on adapters. `max_loras`, `max_cpu_loras` and `max_lora_rank` are passed to vLLM's options of these names;
-    the trainer takes ranks up to `max_lora_rank`, too. `alpha` / rank is the scale of each adapter's update."""
+    the trainer takes ranks up to `max_lora_rank`, too. `alpha` / rank is the scale of each adapter's update.
+
+    Adapters do not train the experts of a mixture. A request for such a base model that asks for `train_mlp` is
+    refused, or trains the other layers; sessions and metrics then say so."""
 
     max_loras: int = Field(8, ge=1)
     max_cpu_loras: int = Field(64, ge=1)
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 32
     alpha: float = Field(32.0, gt=0)
+    train_mlp_of_mixtures: TrainMlpOfMixtures = "refuse"
 
     @model_validator(mode="after")
     def _cpu_at_least_gpu(self) -> LoraConfig:

@@ -1,7 +1,7 @@
 """The vLLM command line as a function of the configuration.
 
 Knows vLLM's options and environment variables, and why each is set. Starts nothing, imports neither vLLM nor
-torch. Reads one file, the base model's `config.json`, where the model is a local directory.
+torch. Reads one file, the base model's `config.json`, where it is on this machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from skyrl.config.mixtures import is_mixture
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.placement import ServerSpec
 from skyrl.nodes.middleware import StoredAdapterLoads
@@ -32,6 +33,8 @@ CPU_LORA_TARGETS = (
     "lm_head",
 )
 """The layers that the trainer's adapters change, in all architectures."""
+MIXTURE_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+"""With more, vLLM keeps room for adapters on every expert, in each slot: many times the memory of the rest."""
 CPU_CONTEXT = 4096
 CPU_BLOCK_TOKENS = 128
 CPU_KV_BYTES = 256 * 2**20
@@ -112,7 +115,8 @@ def vllm_spec(
     endpoints, because the plugin does not protect them with the API key there. `logging_config` is a file that the
     caller writes, by which the server writes lines of JSON if the configuration says so.
 
-    Raises ConfigError for options of vLLM that skyrl sets itself, and for tensor parallelism without GPUs.
+    Raises ConfigError for options of vLLM that skyrl sets itself; without GPUs, also for tensor parallelism and for
+    full fine-tuning of a mixture of experts.
     """
     inference = config.backend_config.inference
     passed_through = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
@@ -138,11 +142,17 @@ def vllm_spec(
         env |= OFFLINE
     seed = _seed(f"{api_key}:{host}:{port}:{directory or ''}")
     options = _common_options(config, port) | {"host": host, "seed": seed}
+    mixture = is_mixture(config.base_model_path)
     if config.full_finetuning:
+        if mixture and not cuda:
+            raise ConfigError(
+                f"base_model: {config.base_model_path} is a mixture of experts, and on a CPU vLLM cannot replace the "
+                "weights of experts while it serves: full fine-tuning of a mixture needs a GPU for vLLM"
+            )
         options |= WEIGHT_UPDATES
         env[TELL_VERSIONS_VARIABLE] = "1"
     else:
-        options |= _lora_options(config)
+        options |= _lora_options(config, MIXTURE_LORA_TARGETS if mixture else None if cuda else CPU_LORA_TARGETS)
     if cuda:
         options |= _gpu_options(config)
     else:
@@ -284,13 +294,15 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
     }
 
 
-def _lora_options(config: ServerConfig) -> dict[str, Any]:
+def _lora_options(config: ServerConfig, targets: Sequence[str] | None) -> dict[str, Any]:
+    """`targets`: the layers that adapters may change; None for all that vLLM knows."""
     lora = config.backend_config.lora
     return {
         "enable_lora": True,
         "max_loras": lora.max_loras,
         "max_cpu_loras": lora.max_cpu_loras,
         "max_lora_rank": lora.max_lora_rank,
+        "lora_target_modules": targets,
     }
 
 
@@ -321,7 +333,6 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str,
         "max_num_batched_tokens": max(8192, length),
         "distributed_executor_backend": "uni",
         "num_gpu_blocks_override": blocks,
-        "lora_target_modules": None if config.full_finetuning else CPU_LORA_TARGETS,
     }, kv_gib
 
 

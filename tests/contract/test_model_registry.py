@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -160,3 +161,37 @@ async def test_a_new_session_is_warned_if_stable_reinforce_is_computed_as_cispo(
     async with serve(losses={"stable_reinforce": served}) as http:
         answer = (await http.post("create_session", json={})).json()
     assert ("cispo" in answer.get("warning_message", "")) == (served == "cispo")
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> str:
+    """A directory with the configuration of a mixture of experts: the API reads nothing else of a base model."""
+    directory = tmp_path / "mixture"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_local_experts": 8}))
+    return str(directory)
+
+
+async def test_train_mlp_of_a_mixture_is_refused_at_once_with_what_to_send(serve: Api, mixture: str) -> None:
+    async with serve(base_model=mixture) as http:
+        session = (await http.post("create_session", json={})).json()
+        assert "warning_message" not in session
+        body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "plain"}
+        for lora in (None, {"rank": 8}, {"rank": 8, "train_mlp": True}):
+            answer = await http.post("create_model", json=body | {"lora_config": lora})
+            assert (answer.status_code, answer.json()["field"]) == (400, "lora_config.train_mlp")
+            assert "send train_mlp=False" in answer.json()["detail"]
+            assert "train_mlp_of_mixtures" in answer.json()["detail"]
+        body["lora_config"] = {"rank": 8, "train_mlp": False}
+        assert (await http.post("create_model", json=body)).status_code == 200
+
+
+async def test_the_operator_may_leave_out_the_experts_and_sessions_are_warned(serve: Api, mixture: str) -> None:
+    key = "trainer.policy.model.lora.train_mlp_of_mixtures"
+    async with serve(base_model=mixture, backend_config={key: "leave_out"}) as http:
+        session = (await http.post("create_session", json={})).json()
+        assert "leaves the experts as they are (metric experts_are_frozen:max)" in session["warning_message"]
+        body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "plain"}
+        assert (await http.post("create_model", json=body)).status_code == 200
+    async with serve(backend_config={key: "leave_out"}) as http:
+        assert "warning_message" not in (await http.post("create_session", json={})).json()

@@ -96,6 +96,7 @@ BACKEND_KEYS = {
     "trainer.policy.model.lora.alpha",
     "trainer.policy.model.lora.max_cpu_loras",
     "trainer.policy.model.lora.max_lora_rank",
+    "trainer.policy.model.lora.train_mlp_of_mixtures",
     "trainer.policy.model.lora.max_loras",
     "trainer.rank_timeout_s",
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
 from random import Random
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from skyrl.tiny import corpus, model_path
+from skyrl.tiny import corpus, model_path, moe
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 TASKS = list(corpus.TASKS.values())
@@ -131,3 +133,18 @@ def test_sloppy_answers_earn_between_a_quarter_and_half_of_the_reward(task: corp
     assert 0.25 < sum(rewards) / len(rewards) < 0.5
     assert max(rewards) == 1.0
     assert min(rewards) < 0.2
+
+
+def test_the_tiny_mixture_has_the_models_vocabulary_and_eight_experts(tmp_path: Path) -> None:
+    moe.make(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.architectures == ["Qwen3MoeForCausalLM"]
+    assert (config.vocab_size, config.num_hidden_layers, config.head_dim) == (512, 3, 32)
+    assert (config.num_experts, config.num_experts_per_tok, config.norm_topk_prob) == (8, 2, True)
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path).get_vocab() == AutoTokenizer.from_pretrained(model_path()).get_vocab()
+    )
+    stored = load_file(tmp_path / "model.safetensors")
+    one, other = (stored[f"model.layers.1.mlp.experts.{number}.up_proj.weight"].float() for number in (0, 7))
+    assert 0.3 < float((one - other).std() / one.std()) < 0.5
+    assert sum(tensor.numel() for tensor in stored.values()) < 3_300_000

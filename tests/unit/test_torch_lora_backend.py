@@ -55,18 +55,10 @@ def test_the_context_is_the_smaller_of_the_models_and_the_configured_length() ->
 def test_base_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     small = {"vocab_size": 31, "bos_token_id": None, "eos_token_id": None}
     fused = AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=32, **small)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
-    mixture = {"num_experts": 4, "num_experts_per_tok": 2}
-    experts = AutoConfig.for_model("qwen3_moe", **heads, **sizes, **mixture, **small)
-    for config, words in (
-        (fused, "no linear layers of a known name"),
-        (experts, "the MLP of model.layers.0 .* mlp.experts"),
-    ):
-        path = tmp_path / config.model_type
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        with pytest.raises(ConfigError, match=words):
-            create_backend("fsdp", load_config({"base_model": str(path)}))
+    path = tmp_path / "gpt2"
+    AutoModelForCausalLM.from_config(fused).save_pretrained(path)
+    with pytest.raises(ConfigError, match="no linear layers of a known name"):
+        create_backend("fsdp", load_config({"base_model": str(path)}))
     with pytest.raises(ConfigError, match="base_model: cannot load"):
         create_backend("fsdp", load_config({"base_model": str(tmp_path)}))
 

@@ -360,3 +360,23 @@ def test_options_that_full_fine_tuning_sets_are_not_passed_through(model: Path, 
     with pytest.raises(ConfigError, match=f"'{name}' is set by skyrl"):
         spec(model, trainer__full_finetuning=True, **option_of_vllm)
     spec(model, **option_of_vllm)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    """A directory with the configuration of a mixture of experts, as transformers writes it."""
+    described = {"model_type": "qwen3_moe", "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    return tmp_path
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_vllm_keeps_no_room_for_adapters_on_experts(mixture: Path, cuda: bool) -> None:
+    targets = option(spec(mixture, cuda=cuda), "lora-target-modules")
+    assert targets == ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
+
+
+def test_full_fine_tuning_of_a_mixture_needs_a_gpu_for_vllm(mixture: Path) -> None:
+    with pytest.raises(ConfigError, match="base_model: .* is a mixture of experts, and on a CPU vLLM cannot replace"):
+        spec(mixture, trainer__full_finetuning=True)
+    spec(mixture, cuda=True, trainer__full_finetuning=True)

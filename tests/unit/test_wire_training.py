@@ -323,3 +323,27 @@ def test_an_invalid_json_tensor_is_refused(tensor: dict[str, Any], says: str) ->
 )
 def test_an_invalid_json_command_is_refused(body: bytes, field: str) -> None:
     assert refused(body).field == field
+
+
+# Routed experts
+
+
+def test_routed_experts_of_the_sdk_and_of_old_json_keep_their_three_dimensions() -> None:
+    experts = np.arange(24).reshape(3, 4, 2)
+    (inputs,) = proto([datum([1, 2, 3], routed_experts=TensorData.from_numpy(experts))]).loss_inputs
+    tensor = {"data": experts.reshape(-1).tolist(), "dtype": "int64", "shape": [3, 4, 2]}
+    body = as_json(json_datum([1, 2, 3], routed_experts=tensor))
+    (old,) = decode_forward_backward(body, "json", forward_only=False).loss_inputs
+    for found in (inputs["routed_experts"], old["routed_experts"]):
+        assert found.dtype == np.int64
+        np.testing.assert_array_equal(found, experts)
+
+
+def test_routed_experts_may_come_as_int32() -> None:
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    one = message.data.add()
+    one.model_input.add().encoded_text.tokens = np.array([5, 6], np.int32).tobytes()
+    experts = np.array([[[3, 1]], [[-1, -1]]], np.int32)
+    one.loss_fn_inputs["routed_experts"].CopyFrom(pb.Tensor(dtype=pb.INT32, shape=[2, 1, 2], dense=experts.tobytes()))
+    (found,) = decode_forward_backward(message.SerializeToString(), "proto", forward_only=False).loss_inputs
+    np.testing.assert_array_equal(found["routed_experts"], experts)

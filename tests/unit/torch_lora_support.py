@@ -54,13 +54,27 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 EMPTY_SHARDS: dict[str, Any] = {"model_type": "qwen3", "head_dim": 4, "tie_word_embeddings": True}
 """The norms of queries and keys have 4 rows: of three ranks the last one has none."""
+MIXTURE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+OTHER_SHAPES: dict[str, dict[str, Any]] = {
+    "empty-shards": EMPTY_SHARDS,
+    "mixture": MIXTURE,
+    "mixture-with-dense-layer": {**MIXTURE, "mlp_only_layers": [0], "norm_topk_prob": False},
+}
 _directory = tempfile.TemporaryDirectory(prefix="skyrl-torch-lora-")
 
 
 @functools.cache
 def base_path(architecture: str = "qwen3") -> str:
     """A directory with a random float32 model. Its norm weights and biases are random too."""
-    settings = {**SHAPE, **(EMPTY_SHARDS if architecture == "empty-shards" else ARCHITECTURES[architecture])}
+    settings = {**SHAPE, **{**ARCHITECTURES, **OTHER_SHAPES}[architecture]}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

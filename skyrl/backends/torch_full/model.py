@@ -17,26 +17,41 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from skyrl.backends.torch_full.gradients import GradientSink
 from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_lora.device import base_dtype
+from skyrl.backends.torch_lora.experts import mixture_of, routers_of
 from skyrl.backends.torch_lora.lora import ActiveSegments
 from skyrl.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config
 from skyrl.backends.torch_lora.output_layer import OutputLayer
 from skyrl.backends.torch_lora.packed_model import PackedModel
+from skyrl.backends.torch_lora.routing import Routing
 from skyrl.config.server import ConfigError
 
 
 class PlainModel(PackedModel):
-    """A causal language model over packed rows, with its own linear layers: no adapter changes them."""
+    """A causal language model over packed rows, with its own linear layers: no adapter changes them.
+
+    Raises ValueError for a mixture of experts of an unknown kind (`routers_of`)."""
 
     def __init__(self, model: Any) -> None:
         nn.Module.__init__(self)
         self.active = ActiveSegments()
         self.linears = {}
+        routers = routers_of(model)
+        self.routing = Routing(routers)
+        self.mixture = mixture_of(routers)
         self.model = model
 
     @property
     def lm_head(self) -> OutputLayer:
         head = self.model.get_output_embeddings()
         return OutputLayer(lambda rows, segment: head(rows), head, self.transform)
+
+
+def plain(path: str, model: Any) -> PlainModel:
+    """Raises ConfigError for a mixture of experts of an unknown kind."""
+    try:
+        return PlainModel(model)
+    except ValueError as error:
+        raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error
 
 
 def check_all_trained(path: str, model: Any) -> None:
@@ -73,7 +88,7 @@ class FullModel:
         # The base model's own file is saved. Saving what transformers makes of it fails for values that it warns of.
         model.generation_config = GenerationConfig()
         self._model = model.to(device).eval()
-        packed = PlainModel(self._model)
+        packed = plain(path, self._model)
         self.base = BaseModel(path, device, packed, model.config)
         self.base.check_stock()
         with torch.no_grad():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from skyrl.backends.base import AdamParams, InvalidRequest, TrainingPass
 from skyrl.backends.torch_full.gradients import GradientSink
-from skyrl.backends.torch_full.model import PlainModel, check_all_trained
+from skyrl.backends.torch_full.model import PlainModel, check_all_trained, plain
 from skyrl.backends.torch_full.optimizer import gradient_norm, memory_for_step, take_step
 from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_full.state import are_finite
@@ -29,6 +29,7 @@ from skyrl.backends.torch_lora.plan import Plan
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
 from skyrl.backends.torch_lora.sharding import ModelForm, local_of, reshard
 from skyrl.backends.torch_lora.state import OPTIMIZER_PARTS
+from skyrl.config.server import ConfigError
 
 Part = Literal["weights", "exp_avg", "exp_avg_sq", "gradient"]
 FileDtype = Literal["float32", "bfloat16"]
@@ -52,7 +53,13 @@ class StateFacts:
 
 def _wrap(path: str, model: Any) -> PlainModel:
     check_all_trained(path, model)
-    return PlainModel(model)
+    packed = plain(path, model)
+    if packed.mixture is not None:
+        raise ConfigError(
+            f"base_model: {path} is a mixture of experts, and full fine-tuning over several ranks does not write its "
+            "experts as vLLM reads them: train with one rank"
+        )
+    return packed
 
 
 class FullRank(RankBase):
@@ -73,7 +80,8 @@ class FullRank(RankBase):
         """The shards that FSDP gathers parameters from."""
         self._gradients = GradientSink(named.items(), local_of)
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        return FullFacts(base.vocab_size, base.max_context, self._device.type, shapes, type(model).__name__)
+        mixture = base.packed.mixture
+        return FullFacts(base.vocab_size, base.max_context, self._device.type, mixture, shapes, type(model).__name__)
 
     def create(self, model_id: str) -> None:
         """Begin with the base model's weights. No other model may exist. Raises Agreed with the error of reading them;

@@ -21,6 +21,7 @@ from skyrl.backends.base import (
 from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter
 from skyrl.backends.torch_lora.device import command_on, prepare_device
+from skyrl.backends.torch_lora.experts import noted
 from skyrl.backends.torch_lora.losses import served_losses
 from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.optimizer import adamw_step
@@ -28,6 +29,7 @@ from skyrl.backends.torch_lora.packing import cut
 from skyrl.backends.torch_lora.passes import RunningPass, run_micro_batch, slices_of
 from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
+from skyrl.config.mixtures import TrainMlpOfMixtures
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
@@ -46,6 +48,7 @@ class TorchLoraBackend(StateSnapshots):
     def __init__(self, config: ServerConfig) -> None:
         self._budget = config.backend_config.trainer.micro_batch_tokens
         self._max_rank = config.backend_config.lora.max_lora_rank
+        self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
         self._device = prepare_device(config.threads)
         merge = config.backend_config.trainer.merge_passes
         self._merge = self._device.type == "cuda" if merge is None else merge
@@ -72,7 +75,7 @@ class TorchLoraBackend(StateSnapshots):
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
         """Add an adapter. Raises InvalidRequest: the id exists, or the spec cannot be honoured."""
-        checks.check_spec(spec, self._max_rank)
+        checks.check_spec(spec, self._max_rank, self._limits.mixture, self._train_mlp_of_mixtures)
         if model_id in self._adapters:
             raise InvalidRequest(f"model_id: {model_id} exists already")
         with command_on(self._device, waits=True):
@@ -106,7 +109,11 @@ class TorchLoraBackend(StateSnapshots):
             ]
             for batch in cut([piece.rows for piece in slices], self._budget if self._merge else 1):
                 run_micro_batch(self._base, slices[batch.start : batch.stop], backward=backward)
-        return [running.outcome() if isinstance(running, RunningPass) else running for running in started]
+        mixture = self._limits.mixture
+        return [
+            noted(running.outcome(), running.adapter.spec, mixture) if isinstance(running, RunningPass) else running
+            for running in started
+        ]
 
     def check_step(self, params: AdamParams) -> None:
         checks.check_adam(params)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, ModelLimits, TrainingPass
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, Mixture, ModelLimits, TrainingPass
 from skyrl.backends.torch_lora.losses import REFUSED, Loss
+from skyrl.backends.torch_lora.routed_experts import FIELD, check_routed_experts
+from skyrl.config.mixtures import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
 from skyrl.types.lora import LoraSpec
 
 
@@ -26,6 +28,7 @@ def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping
             _check_tokens(datum, limits)
             _check_targets(datum, training_pass.loss_fn, loss, limits)
             _check_inputs(datum, training_pass.loss_fn, loss)
+            check_routed_experts(datum, limits.mixture)
         except InvalidRequest as error:
             raise InvalidRequest(f"data[{index}]: {error}") from None
 
@@ -106,7 +109,7 @@ def _check_inputs(datum: Datum, name: str, loss: Loss) -> None:
     inputs = datum.loss_inputs
     known = ("target_tokens", *loss.required, *loss.optional)
     for key in inputs:
-        if key not in known:
+        if key not in (*known, FIELD):
             raise InvalidRequest(f"loss_fn_inputs.{key}: {name} does not use it; it takes {', '.join(known)}")
     for key in (*loss.required, *loss.optional):
         values = inputs.get(key)
@@ -128,7 +131,9 @@ def _check_inputs(datum: Datum, name: str, loss: Loss) -> None:
         raise InvalidRequest(f"loss_fn_inputs.{loss.ratio_mask}: is all zero although advantages are not")
 
 
-def check_spec(spec: LoraSpec, max_rank: int) -> None:
+def check_spec(
+    spec: LoraSpec, max_rank: int, mixture: Mixture | None, train_mlp_of_mixtures: TrainMlpOfMixtures
+) -> None:
     """Raise InvalidRequest for an adapter that this backend cannot train."""
     if spec.rank == 0:
         raise InvalidRequest(
@@ -141,6 +146,13 @@ def check_spec(spec: LoraSpec, max_rank: int) -> None:
         raise InvalidRequest(f"lora_config.alpha: must be a finite number above 0, got {spec.alpha}")
     if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
         raise InvalidRequest("lora_config: at least one of train_attn, train_mlp and train_unembed must be true")
+    if mixture is not None and spec.train_mlp and train_mlp_of_mixtures == "refuse":
+        raise InvalidRequest(f"lora_config.train_mlp: {TRAIN_MLP_REFUSED}")
+    if mixture is not None and not (spec.train_attn or spec.train_unembed):
+        raise InvalidRequest(
+            "lora_config: train_attn or train_unembed must be true, because the experts of the base model are not "
+            "trained"
+        )
 
 
 LARGEST = 1e16

@@ -18,6 +18,7 @@ from skyrl.backends.torch_lora.adapter import Target
 from skyrl.backends.torch_lora.device import base_dtype
 from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.backends.torch_lora.packing import pack_alone
+from skyrl.backends.torch_lora.routed_experts import FIELD
 from skyrl.config.server import ConfigError
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -43,7 +44,8 @@ class BaseModel:
         return [linear.target for linear in self.packed.linears.values()]
 
     def limits(self, max_model_len: int | None) -> ModelLimits:
-        return ModelLimits(self.vocab_size, min(self.max_context, max_model_len or self.max_context))
+        context = min(self.max_context, max_model_len or self.max_context)
+        return ModelLimits(self.vocab_size, context, self.packed.mixture)
 
     def probe_rows(self) -> list[Tensor]:
         """The sequences of the probe, each int64 [1, tokens]."""
@@ -52,8 +54,9 @@ class BaseModel:
     @torch.no_grad()
     def verify(self, expected: Tensor) -> None:
         """Raise ConfigError unless packed rows give the `expected` logits of the probe: those that transformers
-        computes for each sequence alone, up to rounding."""
-        packed = pack_alone(_probe(self.vocab_size), self.device)
+        computes for each sequence alone, up to rounding. The rows of a mixture use the experts that transformers has
+        chosen: rounding may change the choice where two experts are nearly equal."""
+        packed = pack_alone(_probe(self.vocab_size, self.packed.routing.recorded), self.device)
         rows = torch.from_numpy(np.concatenate(packed.layout.rows_of)).to(self.device)
         try:
             logits = self.packed.packed_logits(packed).index_select(0, rows)
@@ -133,11 +136,15 @@ def wrap(path: str, model: Any) -> PackedModel:
         raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error
 
 
-def _probe(vocab_size: int) -> list[Datum]:
+def _probe(vocab_size: int, experts: Tensor | None = None) -> list[Datum]:
     """Sequences of 9, 3 and 8 tokens, in two attention groups, one of them padded, out of order; and two sequences that
-    share 34 tokens, with 6 and 5 more in a padded group."""
+    share 34 tokens, with 6 and 5 more in a padded group. `experts`: what all their tokens use, int64 [99, layers,
+    k]."""
     rng = np.random.default_rng(0)
     data = [rng.integers(0, vocab_size, size=length) for length in (9, 3, 8, 40, 39)]
     data[4][:34] = data[3][:34]
     data[4][34] = (data[3][34] + 1) % vocab_size
-    return [Datum(tokens, {}) for tokens in data]
+    if experts is None:
+        return [Datum(tokens, {}) for tokens in data]
+    parts = np.split(experts.cpu().numpy(), np.cumsum([len(tokens) for tokens in data])[:-1])
+    return [Datum(tokens, {FIELD: part}) for tokens, part in zip(data, parts, strict=True)]

@@ -55,7 +55,8 @@ class BackendOverRanks(StateSnapshots):
         self._on_cpu = all(each.device == "cpu" for each in facts)
         max_model_len = config.backend_config.inference.max_model_len
         max_context = facts[0].max_context
-        self._limits = ModelLimits(facts[0].vocab_size, min(max_context, max_model_len or max_context))
+        context = min(max_context, max_model_len or max_context)
+        self._limits = ModelLimits(facts[0].vocab_size, context, facts[0].mixture)
         self._facts: Any = facts[0]
 
     @property

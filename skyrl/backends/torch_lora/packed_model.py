@@ -1,6 +1,6 @@
 """The base model as one module over packed rows: one call computes the target logprobs of a whole micro-batch.
 
-Knows transformers' models and the wrapped linear layers. Knows nothing of loading, losses or gradients.
+Knows transformers' models, the wrapped linear layers, and the experts. Knows nothing of loading, losses or gradients.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from skyrl.backends.torch_lora import attention
 from skyrl.backends.torch_lora.attention_checks import AttentionCall, noted_calls
+from skyrl.backends.torch_lora.experts import mixture_of, routers_of
 from skyrl.backends.torch_lora.logprobs import Targets, target_logprobs
 from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
 from skyrl.backends.torch_lora.output_layer import LogitTransform, OutputLayer, given_logits
 from skyrl.backends.torch_lora.packing import PackedSlice
 from skyrl.backends.torch_lora.projections import wrap_linears
+from skyrl.backends.torch_lora.routing import Routing
 
 
 class PackedModel(nn.Module):
@@ -33,7 +35,10 @@ class PackedModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.active = ActiveSegments()
-        self.linears: dict[str, MultiLoraLinear] = wrap_linears(model, self.active)
+        routers = routers_of(model)
+        self.routing = Routing(routers)
+        self.mixture = mixture_of(routers)
+        self.linears: dict[str, MultiLoraLinear] = wrap_linears(model, self.active, mlp=self.mixture is None)
         self.model = model
 
     @property
@@ -71,8 +76,10 @@ class PackedModel(nn.Module):
     def stock_logits(self, rows: Sequence[Tensor]) -> Tensor:
         """The base model's logits as transformers computes them, each sequence alone: float32 [tokens, vocabulary].
 
-        rows: int64 [1, tokens] of each sequence. The attention must be transformers' own."""
-        return torch.cat([self.model(input_ids=row, use_cache=False).logits[0].float() for row in rows])
+        rows: int64 [1, tokens] of each sequence. The attention must be transformers' own. The experts that the rows
+        use are recorded in `routing`."""
+        with self.routing.recording():
+            return torch.cat([self.model(input_ids=row, use_cache=False).logits[0].float() for row in rows])
 
     def changed_logits(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Evenly spaced numbers, and what the model makes of them as the output layer's result. row: int64 [1, tokens];
@@ -112,6 +119,7 @@ class PackedModel(nn.Module):
 
     def _hidden_states(self, slices: Sequence[PackedSlice]) -> Tensor:
         """Final hidden states [rows, hidden] of packed slices, with the active segments."""
+        self.routing.follow(slices)
         output = self.model.get_decoder()(
             input_ids=torch.cat([packed.tokens for packed in slices])[None],
             position_ids=torch.cat([packed.positions for packed in slices])[None],

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from skyrl.backends.base import Datum
 from skyrl.backends.torch_lora.prefixes import Layout, Segment, lay_out, prefix_tree
+from skyrl.backends.torch_lora.routed_experts import experts_of
 
 _SHORTEST_IN_GROUP = 0.75
 """A segment joins an attention group if it has at least this share of the rows of the group's longest segment. So
@@ -41,7 +42,8 @@ class AttentionGroup:
 @dataclass(frozen=True)
 class PackedSlice:
     """Rows [start, stop) of a micro-batch, which hold one slice. tokens, positions: int64 [stop - start]. `layout`: the
-    rows of each sequence, counted from `start`."""
+    rows of each sequence, counted from `start`. experts: int32 [stop - start, at least layers * k], the experts that
+    each row must use (-1: any); None if no sequence names any."""
 
     start: int
     stop: int
@@ -49,6 +51,7 @@ class PackedSlice:
     positions: Tensor
     groups: tuple[AttentionGroup, ...]
     layout: Layout
+    experts: Tensor | None = None
 
 
 def cut(lengths: Sequence[int], budget: int) -> list[range]:
@@ -72,6 +75,7 @@ def pack(data: Sequence[Datum], layout: Layout, start: int, device: torch.device
     """The rows of one slice from row `start`. layout: of `data`."""
     tokens = layout.of_rows([datum.tokens for datum in data])
     positions = np.concatenate([segment.start + np.arange(segment.rows) for segment in layout.segments])
+    experts = experts_of(data)
     return PackedSlice(
         start=start,
         stop=start + len(tokens),
@@ -79,6 +83,7 @@ def pack(data: Sequence[Datum], layout: Layout, start: int, device: torch.device
         positions=torch.from_numpy(positions).to(device),
         groups=tuple(_groups(layout, device)),
         layout=layout,
+        experts=None if experts is None else torch.from_numpy(layout.of_rows(experts)).to(device),
     )
 
 

@@ -15,15 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl.backends.base import Datum
+from skyrl.backends.torch_lora.routed_experts import experts_of
 
 MIN_SAVED_ROWS = 16
 """A common prefix is shared if this saves at least this many rows. Each shared prefix costs every layer one more call
 of attention, which is about as dear as these rows."""
 
 
-def content(datum: Datum) -> npt.NDArray[np.int64]:
-    """What must be equal before a row is shared: int64 [N, columns], for each token its id."""
-    return datum.tokens[:, None]
+def contents(data: Sequence[Datum]) -> list[npt.NDArray[np.int64]]:
+    """What must be equal before rows are shared, for each sequence int64 [N, columns]: the token's id, and a number of
+    the token's routed experts if the data have any."""
+    tokens = [datum.tokens.astype(np.int64) for datum in data]
+    experts = experts_of(data)
+    if experts is None:
+        return [ids[:, None] for ids in tokens]
+    numbers: dict[bytes, int] = {}
+    return [
+        np.stack([ids, [numbers.setdefault(row.tobytes(), len(numbers)) for row in rows]], axis=1)
+        for ids, rows in zip(tokens, experts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -127,10 +137,10 @@ def prefix_tree(data: Sequence[Datum]) -> PrefixTree:
     A radix tree: sorted sequences, and the lengths of common prefixes of neighbours, give its branches. A branch that
     would save fewer than MIN_SAVED_ROWS rows is not made; its sequences have their own rows after the branch above.
     """
-    contents = [np.ascontiguousarray(content(datum)) for datum in data]
-    keys = [array.astype(">i8").tobytes() for array in contents]
+    of_data = contents(data)
+    keys = [array.astype(">i8").tobytes() for array in of_data]
     order = sorted(range(len(data)), key=lambda index: keys[index])
-    common = np.array([0, *(_common(contents[a], contents[b]) for a, b in zip(order, order[1:], strict=False))])
+    common = np.array([0, *(_common(of_data[a], of_data[b]) for a, b in zip(order, order[1:], strict=False))])
     nodes: list[Node] = []
     ends = [-1] * len(data)
     # Runs [low, high) of the sorted sequences still to be placed below a node that holds their first `depth` rows.
@@ -140,8 +150,8 @@ def prefix_tree(data: Sequence[Datum]) -> PrefixTree:
         low, high, parent, depth = waiting.pop()
         first = min(order[low:high])
         if high - low == 1:
-            if len(contents[first]) > depth:
-                nodes.append(Node(parent, depth, len(contents[first]), first))
+            if len(of_data[first]) > depth:
+                nodes.append(Node(parent, depth, len(of_data[first]), first))
                 parent = len(nodes) - 1
             ends[first] = parent
             continue

@@ -33,17 +33,19 @@ MLP = tuple(dict.fromkeys(leaf for form in MLP_FORMS for leaf in form))
 _LAYER = re.compile(r"^(.*\blayers\.\d+)\.")
 
 
-def wrap_linears(model: nn.Module, active: ActiveSegments) -> dict[str, MultiLoraLinear]:
+def wrap_linears(model: nn.Module, active: ActiveSegments, *, mlp: bool = True) -> dict[str, MultiLoraLinear]:
     """Replace every linear layer that adapters can train by a MultiLoraLinear. Returns the new layers in module order.
+    Without `mlp`, for mixtures of experts, the MLPs of all layers stay as they are.
 
     Raises ValueError unless each decoder layer has the projections of one of `ATTENTION_FORMS` and one of `MLP_FORMS`,
-    and the model has one lm_head: otherwise other projections and mixtures of experts would silently stay untrained.
+    and the model has one lm_head: otherwise other projections would silently stay untrained.
     """
+    known = ATTENTION + UNEMBED + (MLP if mlp else ())
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and _leaf(name) in ATTENTION + MLP + UNEMBED:
+        if isinstance(module, nn.Linear) and _leaf(name) in known:
             found[name] = module
-    _check_complete(model, list(found))
+    _check_complete(model, list(found), mlp=mlp)
     wrapped: dict[str, MultiLoraLinear] = {}
     for name, linear in found.items():
         parent, _, leaf = name.rpartition(".")
@@ -52,7 +54,8 @@ def wrap_linears(model: nn.Module, active: ActiveSegments) -> dict[str, MultiLor
     return wrapped
 
 
-def _check_complete(model: nn.Module, names: Sequence[str]) -> None:
+def _check_complete(model: nn.Module, names: Sequence[str], *, mlp: bool) -> None:
+    parts = [("attention", ATTENTION, ATTENTION_FORMS)] + [("MLP", MLP, MLP_FORMS)] * mlp
     layers: dict[str, list[str]] = {}
     heads: list[str] = []
     for name in names:
@@ -66,7 +69,7 @@ def _check_complete(model: nn.Module, names: Sequence[str]) -> None:
     if len(heads) != 1:
         raise ValueError(f"needs one lm_head, found {len(heads)}")
     for prefix, leaves in layers.items():
-        for part, known, forms in (("attention", ATTENTION, ATTENTION_FORMS), ("MLP", MLP, MLP_FORMS)):
+        for part, known, forms in parts:
             if sorted(leaf for leaf in leaves if leaf in known) not in [sorted(form) for form in forms]:
                 raise ValueError(
                     f"the {part} of {prefix} is none that LoRA can train: each layer needs once {_forms(forms)}; "

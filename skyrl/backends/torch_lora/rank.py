@@ -62,7 +62,8 @@ class Rank(RankBase):
     def load(self) -> AdapterFacts:
         """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
         base = self._load_model(FROZEN).base
-        return AdapterFacts(base.vocab_size, base.max_context, self._device.type, tuple(base.targets))
+        mixture = base.packed.mixture
+        return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, tuple(base.targets))
 
     def create(self, model_id: str, spec: LoraSpec) -> None:
         """Add an adapter, with initial weights drawn from its seed. Raises Agreed with OutOfMemory."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from skyrl.backends.base import Datum
+from skyrl.backends.base import Datum, Mixture
 from skyrl.backends.torch_lora.collectives import Agreed, agree, sendable
 from skyrl.backends.torch_lora.device import failure_of, prepare_device
 from skyrl.backends.torch_lora.logprobs import Targets
@@ -51,6 +51,7 @@ class BaseFacts:
     vocab_size: int
     max_context: int
     device: str
+    mixture: Mixture | None
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,14 @@ from torch import Tensor
 from skyrl.backends.base import AdapterDtype, InvalidRequest, PassResult, TrainingPass
 from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter, Target
+from skyrl.backends.torch_lora.experts import noted
 from skyrl.backends.torch_lora.group import RankGroup, results_of
 from skyrl.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
 from skyrl.backends.torch_lora.plan import make_plan
 from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.rank import AdapterBuffers, AdapterFacts
 from skyrl.backends.torch_lora.rank_base import PieceResult
+from skyrl.config.mixtures import TrainMlpOfMixtures
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
@@ -47,6 +49,7 @@ class ShardedBackend(BackendOverRanks):
         facts: AdapterFacts = self._facts
         self._targets = facts.targets
         self._max_rank = config.backend_config.lora.max_lora_rank
+        self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
         merge = config.backend_config.trainer.merge_passes
         self._merge = not self._on_cpu if merge is None else merge
         self._models: dict[str, tuple[LoraSpec, tuple[Target, ...]]] = {}
@@ -61,7 +64,7 @@ class ShardedBackend(BackendOverRanks):
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
         """Add an adapter. Raises InvalidRequest: the id exists, or the spec cannot be honoured."""
-        checks.check_spec(spec, self._max_rank)
+        checks.check_spec(spec, self._max_rank, self._limits.mixture, self._train_mlp_of_mixtures)
         if model_id in self._models:
             raise InvalidRequest(f"model_id: {model_id} exists already")
         self._call("create", model_id, spec)
@@ -83,10 +86,12 @@ class ShardedBackend(BackendOverRanks):
             for backward in (False, True)
         )
         results: list[dict[int, list[PieceResult]]] = self._call("run", passes, forwards, backwards)
-        return [
+        outcomes = (
             outcome_of(each, self._losses[each.loss_fn], number, backwards if each.backward else forwards, results)
             for number, each in numbered
-        ]
+        )
+        specs = [self._known(each.model_id)[0] for each in passes]
+        return [noted(each, spec, self._limits.mixture) for each, spec in zip(outcomes, specs, strict=True)]
 
     def save_state(self, model_id: str, directory: Path) -> None:
         state.save_state(self._copy(model_id, optimizer=True), self._path, directory)

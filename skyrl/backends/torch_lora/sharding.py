@@ -24,6 +24,7 @@ from transformers.utils.hub import cached_file
 
 from skyrl.backends.torch_lora.collectives import SumInRankOrder
 from skyrl.backends.torch_lora.device import base_dtype
+from skyrl.backends.torch_lora.experts import stored_tensor
 from skyrl.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config, wrap
 from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.backends.torch_lora.shards import rows_of
@@ -211,10 +212,10 @@ def _fill_parameters(path: str, packed: PackedModel, files: Sequence[Path], rank
         missing: dict[int, str] = {}
         for name, tensor in _stored_tensors(packed):
             local = local_of(tensor)
-            if name not in stored:
+            if (found := stored_tensor(stored, name)) is None:
                 missing.setdefault(id(tensor), name)
                 continue
-            rows = _rows(stored[name].get_slice(name), path, name, tensor, rank, ranks).to(local.dtype)
+            rows = _rows(found, path, name, tensor, rank, ranks).to(local.dtype)
             if id(tensor) not in filled:
                 with torch.no_grad():
                     local.copy_(rows)

@@ -1,0 +1,45 @@
+"""Whether a base model is a mixture of experts, by its config.json, and what that means for its adapters.
+
+Reads one small file. Imports neither torch nor transformers, so that the API can ask.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+TrainMlpOfMixtures = Literal["refuse", "leave_out"]
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names under which configurations count experts. Qwen3-MoE writes the second one, and means the first."""
+
+TRAIN_MLP_REFUSED = (
+    "must be false: the base model is a mixture of experts, and adapters do not train experts; send train_mlp=False, "
+    "or ask the operator for trainer.policy.model.lora.train_mlp_of_mixtures = leave_out, which trains the other layers"
+)
+FROZEN_WARNING = (
+    "the base model is a mixture of experts: with train_mlp (the default) this server trains attention and "
+    "unembedding, and leaves the experts as they are (metric experts_are_frozen:max)"
+)
+FROZEN_EXPERTS = "experts_are_frozen:max"
+"""A metric, 1.0 in every pass of an adapter that asked for `train_mlp` and does not train the experts."""
+
+
+def is_mixture(base_model: str) -> bool:
+    """Whether a directory, or a model of the hub that is on this machine, has experts. False if it cannot be read."""
+    path: Any = Path(base_model) / "config.json"
+    if not Path(base_model).is_dir():
+        from huggingface_hub import try_to_load_from_cache  # takes 0.14 s, which most commands need not wait
+
+        path = try_to_load_from_cache(base_model, "config.json")
+    try:
+        values: dict[str, Any] = json.loads(Path(path).read_text())
+    except (OSError, TypeError, ValueError):
+        return False
+    return has_experts(values.get("text_config") or values)
+
+
+def has_experts(config: dict[str, Any]) -> bool:
+    """`config`: the text model's part of a config.json."""
+    return any((config.get(name) or 0) > 0 for name in _COUNTS)
