@@ -91,7 +91,7 @@ class PolicyConfig(Strict):
 class TrainerConfig(Strict):
     """With `full_finetuning` the server trains all parameters of one model at a time, and no adapters.
 
-    `micro_batch_tokens` bounds the tokens of one forward/backward pass over the base model.
+    `micro_batch_tokens` bounds the tokens of one forward/backward pass over the base model; shared prompts count once.
 
     With `merge_passes` (None: only on CUDA), requests of several tenants share one pass over the base model. Then, and
     on CUDA in any case, other tenants' training changes a tenant's weights by rounding. On a CPU without

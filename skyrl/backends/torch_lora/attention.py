@@ -20,6 +20,8 @@ from skyrl.backends.torch_lora.packing import AttentionGroup
 
 NAME = "skyrl_segments"
 _UNSUPPORTED = ("position_bias",)
+_BUNDLE = 3 / 8
+"""Segments after a shared prefix are bundled up to this share of the prefix's rows."""
 
 
 def segments_attention(
@@ -73,33 +75,54 @@ def _attend_slice(
         before = sum(len(pieces[1][number]) for number in group.prefix)
         if window is not None:
             before = min(before, window - 1)
+        bundled = 1
         if before:
+            bundled = _bundled(group, before)
+            query, key, value = (_in_bundles(grid, bundled) for grid in (query, key, value))
             key, value = (
                 _after([states[number] for number in group.prefix], before, grid)
                 for states, grid in zip(pieces[1:], (key, value), strict=True)
             )
-        mask = _mask(group.longest, before, window, query.device)
+        mask = _mask(group.longest, bundled, before, window, query.device)
         output = kernel(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask=mask, causal=mask is None
         )
-        output = output.transpose(1, 2).reshape(group.count * group.longest, query.shape[2], value.shape[-1])
+        output = output.transpose(1, 2).flatten(0, 1)[: group.count * group.longest]
         yield output if group.cells is None else output.index_select(0, group.cells)
         start = stop
 
 
-def _mask(length: int, before: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which of `before` + `length` keys each of the last `length` rows attends to: bool [length, before + length].
-    None: row i attends to the first i + 1 keys."""
+def _bundled(group: AttentionGroup, before: int) -> int:
+    """How many segments form a bundle. Each bundle has a copy of the keys and values of the prefix, and its segments'
+    rows are masked from each other: more segments need less memory for copies and more products for nothing."""
+    bundles = -(-group.count // max(1, round(_BUNDLE * before / group.longest)))
+    return -(-group.count // bundles)
+
+
+def _in_bundles(grid: Tensor, bundled: int) -> Tensor:
+    """[count, longest, ...] as [bundles, bundled * longest, ...], with zeros in the place of segments that lack."""
+    lacking = -len(grid) % bundled
+    if lacking:
+        grid = torch.cat([grid, grid.new_zeros(lacking, *grid.shape[1:])])
+    return grid.view(len(grid) // bundled, bundled * grid.shape[1], *grid.shape[2:])
+
+
+def _mask(length: int, bundled: int, before: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys each row of a bundle attends to: bool [bundled * length, before + bundled * length]. Those of the
+    prefix, and those of its own segment up to itself. None: row i attends to the first i + 1 keys."""
     if before == 0 and (window is None or length <= window):
         return None
     places = torch.arange(before + length, device=device)
     distance = places[before:, None] - places
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if bundled == 1:
+        return mask
+    own = torch.block_diag(*[mask[:, before:]] * bundled)
+    return torch.cat([mask[:, :before].repeat(bundled, 1), own], dim=1)
 
 
 def _after(prefix: Sequence[Tensor], count: int, grid: Tensor) -> Tensor:
-    """The last `count` rows of the prefix before those of each segment: [segments, count + longest, heads,
-    head_dim]."""
+    """The last `count` rows of the prefix before those of each bundle: [bundles, count + rows, heads, head_dim]."""
     rows = torch.cat(list(prefix)) if len(prefix) > 1 else prefix[0]
     rows = rows[len(rows) - count :]
     return torch.cat([rows.expand(len(grid), *rows.shape), grid], dim=1)
