@@ -1,9 +1,10 @@
 """vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
-Changes eight things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+Changes ten things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
 allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens
-(see `token_versions`); on a CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs than
-vLLM's own (see `xargs`), and the engine core is forked from the API server, which saves its imports.
+(see `token_versions`); adapters on lm_head work in more architectures (see `unembedding`); on a CPU, LoRA computes
+correct results (see `punica_cpu`), prompts get more logprobs than vLLM's own (see `xargs`), routed experts can be
+returned (see `routed_experts_cpu`), and the engine core is forked from the API server, which saves its imports.
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.
@@ -49,9 +50,11 @@ def register() -> None:
         return
     from skyrl.vllm_plugin.prefix_cache import forget_with_weights
     from skyrl.vllm_plugin.temperature import allow_any_temperature
+    from skyrl.vllm_plugin.unembedding import name_lm_head
 
     allow_any_temperature()
     forget_with_weights()
+    name_lm_head()
     if parent is None:
         from skyrl.vllm_plugin.token_versions import tell_versions
 

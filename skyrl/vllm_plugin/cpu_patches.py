@@ -1,7 +1,8 @@
-"""Installs skyrl's LoRA wrapper, its prompt logprobs and the forked engine core into vLLM 0.32 on a CPU.
+"""Installs skyrl's LoRA wrapper, prompt logprobs, routed experts and the forked engine core into vLLM 0.32 on a CPU.
 
 Knows three places inside vLLM: where the platform names its LoRA wrapper, how the runner scores prompt rows, and where
-the platform sets the start method of processes. `punica_cpu` has the LoRA arithmetic, `prompt_scores` the scores.
+the platform sets the start method of processes. `punica_cpu` has the LoRA arithmetic, `prompt_scores` the scores,
+`routed_experts_cpu` the experts.
 """
 
 from __future__ import annotations

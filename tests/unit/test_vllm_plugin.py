@@ -1,4 +1,4 @@
-"""The plugin's part in vLLM's capture of routed experts, on vLLM's own store and scheduler's side, without a model."""
+"""Parts of the plugin on vLLM's own classes, without a model: routed experts, and adapters on lm_head."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ with warnings.catch_warnings():
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
     from vllm.distributed.aux_output_connector.store import BackgroundBlockObjectStore, BlockObjectStore
     from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     from skyrl.vllm_plugin.prefix_cache import name_rows_anew
     from skyrl.vllm_plugin.routed_experts_cpu import _add_rows, _AsVersion2
+    from skyrl.vllm_plugin.unembedding import LARGEST_VOCABULARY, add_lm_head
 
 BLOCK, SHAPE = 4, (3, 2)
 
@@ -143,3 +146,26 @@ def test_a_block_computed_with_new_weights_has_their_rows(engine: Engine) -> Non
 def test_vllms_checks_see_the_configuration_with_another_runner() -> None:
     config = _AsVersion2(SimpleNamespace(use_v2_model_runner=False, other=1))
     assert (config.use_v2_model_runner, config.other) == (True, 1)
+
+
+def _model(vocabulary: int, **parts: Any) -> Any:
+    """What the plugin reads of a model. vLLM's layers cannot be made without its process groups."""
+    processor = LogitsProcessor.__new__(LogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.vocab_size = vocabulary
+    head = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    return SimpleNamespace(**{"lm_head": head, "logits_processor": processor, "embedding_modules": {"e": "i"}} | parts)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (_model(1000), {"e", "lm_head"}),
+        (_model(LARGEST_VOCABULARY + 1), {"e"}),  # vLLM would not start
+        (_model(1000, lm_head=None), {"e"}),
+        (_model(1000, logits_processor=None), {"e"}),
+    ],
+)
+def test_adapters_may_change_lm_head_where_vllm_can_wrap_it(model: Any, names: set[str]) -> None:
+    add_lm_head(model)
+    assert set(model.embedding_modules) == names
