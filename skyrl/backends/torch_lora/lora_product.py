@@ -1,4 +1,4 @@
-"""A frozen linear layer and the low-rank updates of several adapters, each on its own rows, as one operation of autograd.
+"""A frozen linear layer and the low-rank updates of adapters, each on its own rows, as one operation of autograd.
 
 The base model's product is one product over all rows. Each adapter's update is added to its slice of the result in
 place: no row is copied, and no zeros are computed for rows without an adapter. Only the input and the low-rank rows are
