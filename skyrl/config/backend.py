@@ -97,6 +97,9 @@ class TrainerConfig(Strict):
     on CUDA in any case, other tenants' training changes a tenant's weights by rounding. On a CPU without
     `merge_passes` it does not change them.
 
+    With `gradient_checkpointing` a micro-batch keeps only the inputs of the decoder layers, and computes the layers
+    again in its backward. "auto": only if its activations would take more than half of the free memory.
+
     A rank that waits `rank_timeout_s` for another rank, or does not answer the engine for so long, counts as dead. Then
     all ranks are started again. Loading the base model and one micro-batch must take less time."""
 
@@ -105,7 +108,7 @@ class TrainerConfig(Strict):
     full_finetuning: bool = Field(False, strict=True)
     micro_batch_tokens: int = Field(4096, ge=16)
     merge_passes: bool | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
     rank_timeout_s: float = Field(300.0, gt=0)
 
 

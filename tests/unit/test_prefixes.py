@@ -93,18 +93,17 @@ def test_a_long_chain_of_turns_is_one_segment() -> None:
     assert len(layout.segments) == 1
 
 
-def test_sequences_that_differ_in_their_content_share_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`content` may have more columns than token ids."""
-    data = _data(list(range(40)), list(range(40)))
-    assert prefix_tree(data).rows([0, 1]) == 40
-    kinds = {id(data[0]): 0, id(data[1]): 1}
-
-    def content(datum: Datum) -> np.ndarray:
-        later = np.arange(len(datum.tokens)) >= 30
-        return np.stack([datum.tokens, later * kinds[id(datum)]], axis=1)
-
-    monkeypatch.setattr(prefixes, "content", content)
-    assert prefix_tree(data).rows([0, 1]) == 30 + 10 + 10
+def test_rows_with_other_routed_experts_are_not_shared() -> None:
+    tokens = np.arange(40)
+    experts = np.tile(np.array([[[0, 1], [2, 3]]]), (40, 1, 1))
+    others = experts.copy()
+    others[30:, 1] = [3, 2]
+    same = [Datum(tokens, {"routed_experts": experts}) for _ in range(2)]
+    assert prefix_tree(same).rows([0, 1]) == 40
+    different = [same[0], Datum(tokens, {"routed_experts": others})]
+    assert prefix_tree(different).rows([0, 1]) == 30 + 10 + 10
+    without = [same[0], Datum(tokens, {})]
+    assert prefix_tree(without).rows([0, 1]) == 40 + 40
 
 
 def _alone(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:

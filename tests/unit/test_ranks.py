@@ -28,6 +28,7 @@ from torch_lora_support import (
 
 from skyrl.backends.base import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
 from skyrl.backends.torch_lora import logprobs as logprobs_module
+from skyrl.backends.torch_lora import recomputation
 from skyrl.backends.torch_lora.rank import Rank
 from skyrl.backends.torch_lora.sharded import ShardedBackend
 
@@ -133,6 +134,32 @@ def test_ranks_train_as_one_device_does(
 ) -> None:
     expected = _learn(make_backend(architecture, micro_batch_tokens=48), tmp_path / "one")
     _assert_close(_learn(ranks(count, architecture, **settings), tmp_path / "ranks"), expected)
+
+
+class ShortOfMemory(Rank):
+    """Rank 0 has no memory for activations, and the other has plenty."""
+
+    def load(self) -> Any:
+        recomputation.FREE_ANYHOW = 0
+        recomputation.free_host_bytes = lambda: 0.0 if self._rank == 0 else 1e15
+        facts = super().load()
+        chosen: Any = self._base.packed.recomputation
+        self._choices: list[bool] = []
+        pays = chosen.pays
+        chosen.pays = lambda rows: (self._choices.append(answer := pays(rows)), answer)[1]
+        return facts
+
+    def choices(self) -> list[bool]:
+        return self._choices
+
+
+def test_all_ranks_recompute_layers_when_one_has_too_little_memory(tmp_path: Path, ranks: Ranks) -> None:
+    expected = _learn(make_backend(micro_batch_tokens=48), tmp_path / "one", ("all",))
+    backend = ranks(2, rank_class=ShortOfMemory)
+    _assert_close(_learn(backend, tmp_path / "ranks", ("all",)), expected)
+    one, other = backend._group.call("choices")
+    assert one == other
+    assert set(one) == {True}
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-tied"])

@@ -22,6 +22,7 @@ from skyrl.backends.torch_lora.lora import ActiveSegments
 from skyrl.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config
 from skyrl.backends.torch_lora.output_layer import OutputLayer
 from skyrl.backends.torch_lora.packed_model import PackedModel
+from skyrl.backends.torch_lora.recomputation import Setting
 from skyrl.backends.torch_lora.routing import Routing
 from skyrl.config.server import ConfigError
 
@@ -72,7 +73,7 @@ class FullModel:
     batch, buffers that belong to the weights, or other logits on packed rows than in transformers.
     """
 
-    def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: bool) -> None:
+    def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: Setting) -> None:
         self.dtype = base_dtype(device)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -95,8 +96,7 @@ class FullModel:
             expected = packed.stock_logits(self.base.probe_rows())
         packed.use_packed_attention()
         self.base.verify(expected)
-        if gradient_checkpointing:
-            packed.enable_checkpointing()
+        packed.recompute(gradient_checkpointing)
         self.gradients = GradientSink(self._model.named_parameters())
 
     def read(self, directory: str | Path) -> dict[str, Tensor]:

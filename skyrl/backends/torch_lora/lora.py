@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from skyrl.backends.torch_lora.adapter import LoraPair, Target
+from skyrl.backends.torch_lora.lora_product import RowsUpdate, linear_with_updates
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,9 @@ class LoraSegment:
     scale: float
     pairs: Mapping[str, LoraPair] = field(default_factory=dict)
 
-    def update(self, name: str, rows: Tensor) -> Tensor:
-        """scale * (rows A^T) B^T in the rows' dtype. rows: [..., in_features]; returns [..., out_features]."""
-        lora_a, lora_b = self.pairs[name]
-        low = torch.nn.functional.linear(rows, lora_a.to(rows.dtype)) * self.scale
-        return torch.nn.functional.linear(low, lora_b.to(rows.dtype))
+    def update(self, name: str) -> RowsUpdate:
+        """The adapter's update of one layer on the segment's rows."""
+        return RowsUpdate(self.start, self.stop, self.scale, *self.pairs[name])
 
 
 class ActiveSegments:
@@ -68,21 +66,12 @@ class MultiLoraLinear(nn.Module):
         return Target(self.name, self.base.in_features, self.base.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        segments = self.active.segments
-        if not any(self.name in segment.pairs for segment in segments):
-            return y
-        if len(segments) == 1:
-            return y + segments[0].update(self.name, x)
-        updates = [
-            segment.update(self.name, x[:, segment.start : segment.stop])
-            if self.name in segment.pairs
-            else y.new_zeros(1, segment.stop - segment.start, y.shape[-1])
-            for segment in segments
-        ]
-        return y + torch.cat(updates, dim=1)
+        updates = [segment.update(self.name) for segment in self.active.segments if self.name in segment.pairs]
+        return linear_with_updates(x, self.base.weight, self.base.bias, updates) if updates else self.base(x)
 
     def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
-        """The layer on rows of one segment, whichever segments are active. rows: [n, in_features]."""
-        y = self.base(rows)
-        return y + segment.update(self.name, rows) if self.name in segment.pairs else y
+        """The layer on some rows of one segment, whichever segments are active. rows: [n, in_features]."""
+        if self.name not in segment.pairs:
+            return self.base(rows)
+        update = segment.update(self.name)._replace(start=0, stop=len(rows))
+        return linear_with_updates(rows, self.base.weight, self.base.bias, [update])

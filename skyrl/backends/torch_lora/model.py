@@ -18,6 +18,7 @@ from skyrl.backends.torch_lora.adapter import Target
 from skyrl.backends.torch_lora.device import base_dtype
 from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.backends.torch_lora.packing import pack_alone
+from skyrl.backends.torch_lora.recomputation import Setting
 from skyrl.backends.torch_lora.routed_experts import FIELD
 from skyrl.config.server import ConfigError
 
@@ -94,7 +95,7 @@ class BaseModel:
             )
 
 
-def load_base_model(path: str, device: torch.device, *, gradient_checkpointing: bool) -> BaseModel:
+def load_base_model(path: str, device: torch.device, *, gradient_checkpointing: Setting) -> BaseModel:
     """The whole model on one device.
 
     Raises ConfigError: the path has no causal language model, or the model has layers that adapters cannot train,
@@ -113,8 +114,7 @@ def load_base_model(path: str, device: torch.device, *, gradient_checkpointing: 
         expected = packed.stock_logits(base.probe_rows())
     packed.use_packed_attention()
     base.verify(expected)
-    if gradient_checkpointing:
-        packed.enable_checkpointing()
+    packed.recompute(gradient_checkpointing)
     return base
 
 

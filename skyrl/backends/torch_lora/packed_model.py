@@ -5,8 +5,8 @@ Knows transformers' models, the wrapped linear layers, and the experts. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLor
 from skyrl.backends.torch_lora.output_layer import LogitTransform, OutputLayer, given_logits
 from skyrl.backends.torch_lora.packing import PackedSlice
 from skyrl.backends.torch_lora.projections import wrap_linears
+from skyrl.backends.torch_lora.recomputation import Recomputation, Setting
 from skyrl.backends.torch_lora.routing import Routing
 
 
@@ -31,6 +32,8 @@ class PackedModel(nn.Module):
 
     Raises ValueError for a model with layers that adapters cannot train (`wrap_linears`).
     """
+
+    recomputation: Recomputation | None = None
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -57,12 +60,23 @@ class PackedModel(nn.Module):
     def use_packed_attention(self) -> None:
         self.model.set_attn_implementation(attention.NAME)
 
+    def recompute(self, setting: Setting, *, ranks: int = 1, anywhere: Callable[[bool], bool] = bool) -> None:
+        """Gradient checkpointing of later micro-batches: see `Recomputation`. Without this call there is none."""
+        layers = list(self.decoder_layers)
+        self.recomputation = Recomputation(layers, setting, ranks=ranks, anywhere=anywhere)
+
+    def _recomputation(self, slices: Sequence[PackedSlice]) -> AbstractContextManager[None]:
+        if self.recomputation is None:
+            return nullcontext()
+        return self.recomputation.of_micro_batch(sum(len(packed.tokens) for packed in slices))
+
     def forward(
         self, slices: Sequence[PackedSlice], targets: Sequence[Targets], segments: Sequence[LoraSegment]
     ) -> list[Tensor]:
         """The target logprobs of each slice, float32 [entries]. The caller makes `segments`, one for each slice, the
         active ones until the backward has ended."""
-        hidden = self._hidden_states(slices)
+        with self._recomputation(slices):
+            hidden = self._hidden_states(slices)
         return [  # clones, because FSDP2 warns of outputs that are views
             target_logprobs(hidden[segment.start : segment.stop], of_slice, self.lm_head, segment).clone()
             for of_slice, segment in zip(targets, segments, strict=True)
@@ -108,14 +122,6 @@ class PackedModel(nn.Module):
             yield found
         finally:
             handle.remove()
-
-    def enable_checkpointing(self) -> None:
-        """Recompute decoder layers in backward. transformers does so only in training mode, so set dropout to 0."""
-        for module in self.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.model.train()
 
     def _hidden_states(self, slices: Sequence[PackedSlice]) -> Tensor:
         """Final hidden states [rows, hidden] of packed slices, with the active segments."""

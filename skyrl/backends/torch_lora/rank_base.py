@@ -30,6 +30,7 @@ from skyrl.backends.torch_lora.metrics import Tally
 from skyrl.backends.torch_lora.packing import pack_alone
 from skyrl.backends.torch_lora.passes import MicroBatch, RunningPass, Slice, by_datum, loss_of
 from skyrl.backends.torch_lora.plan import Piece
+from skyrl.backends.torch_lora.recomputation import Setting
 from skyrl.backends.torch_lora.sharding import ModelForm, ShardedModel, load_sharded_model
 
 
@@ -39,7 +40,7 @@ class RankSettings:
 
     base_model: str
     threads: int
-    gradient_checkpointing: bool
+    gradient_checkpointing: Setting
     stable_reinforce: Literal["refuse", "cispo"]
     timeout_s: float
 

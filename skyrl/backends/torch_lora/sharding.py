@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from skyrl.backends.torch_lora.collectives import SumInRankOrder
+from skyrl.backends.torch_lora.collectives import SumInRankOrder, failed_anywhere
 from skyrl.backends.torch_lora.device import base_dtype
 from skyrl.backends.torch_lora.experts import stored_tensor
 from skyrl.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config, wrap
 from skyrl.backends.torch_lora.packed_model import PackedModel
+from skyrl.backends.torch_lora.recomputation import Setting
 from skyrl.backends.torch_lora.shards import rows_of
 from skyrl.config.server import ConfigError
 
@@ -70,7 +71,7 @@ def load_sharded_model(
     mesh: DeviceMesh,
     form: ModelForm = FROZEN,
     *,
-    gradient_checkpointing: bool,
+    gradient_checkpointing: Setting,
     agree: Callable[[Exception | None], None],
 ) -> ShardedModel:
     """Load this rank's rows of the base model. Every rank calls this at the same time.
@@ -108,8 +109,7 @@ def load_sharded_model(
         failure = error
     agree(failure)
     reshard(packed)
-    if gradient_checkpointing:
-        packed.enable_checkpointing()
+    packed.recompute(gradient_checkpointing, ranks=mesh.size(), anywhere=lambda own: failed_anywhere([own])[0])
     parameters = list(packed.parameters())
     local = sum(local_of(parameter).numel() for parameter in parameters)
     return ShardedModel(base, mesh, local, sum(parameter.numel() for parameter in parameters))

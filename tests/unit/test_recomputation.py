@@ -1,0 +1,171 @@
+"""Gradient checkpointing by what fits: when decoder layers are computed again, and that no number changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch_lora_support import (
+    ARCHITECTURES,
+    assert_same,
+    base_path,
+    make_backend,
+    make_full,
+    ok,
+    saved,
+    sft,
+    spec,
+    train,
+)
+
+from skyrl.backends.base import AdamParams
+from skyrl.backends.torch_lora import recomputation
+from skyrl.backends.torch_lora.lora import MultiLoraLinear
+from skyrl.backends.torch_lora.model import load_base_model
+from skyrl.backends.torch_lora.packed_model import PackedModel
+from skyrl.backends.torch_lora.recomputation import Recomputation, free_host_bytes
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
+
+LENGTHS = (40, 40, 20)
+
+
+def _of(backend: Any) -> Recomputation:
+    base = backend._base if hasattr(backend, "_base") else backend._model.base
+    return base.packed.recomputation
+
+
+def _free(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    monkeypatch.setattr(recomputation, "FREE_ANYHOW", 0)
+    monkeypatch.setattr(recomputation, "free_host_bytes", lambda: free)
+
+
+def _state(backend: Any, directory: Path) -> dict[str, torch.Tensor]:
+    backend.create_model("m", spec())
+    for step in range(2):
+        ok(backend.run([train("m", sft(step, *LENGTHS))]))
+        backend.optim_step("m", AdamParams(learning_rate=1e-2))
+    ok(backend.run([train("m", sft(3, *LENGTHS))]))
+    return saved(backend, "m", directory)
+
+
+def test_it_is_chosen_by_what_fits_unless_a_setting_forces_it() -> None:
+    config = load_config({"base_model": base_path()})
+    assert config.backend_config.trainer.gradient_checkpointing == "auto"
+    for value in (True, False):
+        settings = {"trainer.gradient_checkpointing": value}
+        config = load_config({"base_model": base_path(), "backend_config": settings})
+        assert config.backend_config.trainer.gradient_checkpointing is value
+        assert _of(make_backend(gradient_checkpointing=value)).pays(10**9) is value
+
+
+def test_layers_are_recomputed_only_where_their_activations_exceed_half_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = _of(make_backend())
+    per_row = chosen._per_row
+    assert per_row == 2.0 * 4 * 2 * (48 * 7 + 2 * 64 + 2 * 32 + 3 * 80), "per input and output of two layers' linears"
+    assert not chosen.pays(1), "without a look at the memory"
+    _free(monkeypatch, 2 * 100 * per_row)
+    assert not chosen.pays(100)
+    assert chosen.pays(101)
+
+
+def test_a_recomputed_micro_batch_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[bool] = []
+    pays = Recomputation.pays
+    monkeypatch.setattr(
+        Recomputation, "pays", lambda self, rows: (chosen.append(answer := pays(self, rows)), answer)[1]
+    )
+    kept = _state(make_backend(), tmp_path / "kept")
+    assert set(chosen) == {False}
+    _free(monkeypatch, 0)
+    assert_same(_state(make_backend(), tmp_path / "again"), kept)
+    assert set(chosen[3:]) == {True}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("make", [make_backend, make_full])
+def test_the_first_large_micro_batch_tells_what_a_row_needs(architecture: str, make: Any) -> None:
+    options = {} if make is make_backend else {"micro_batch_tokens": 4096}
+    backend = make(architecture, **options)
+    backend.create_model("m", spec() if make is make_backend else spec(0))
+    chosen = _of(backend)
+    guess = chosen._per_row
+    ok(backend.run([train("m", sft(0, 30))]))
+    assert chosen._per_row == guess, "too few rows to tell"
+    ok(backend.run([train("m", sft(0, *LENGTHS))]))
+    measured = chosen._per_row
+    assert guess / 2 < measured < guess, "the guess is rather too high"
+    ok(backend.run([train("m", sft(0, 90))]))
+    assert chosen._per_row == measured
+
+
+def test_recomputed_layers_keep_little_more_than_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    inner = PackedModel._hidden_states
+
+    def counted(self: PackedModel, slices: Any) -> torch.Tensor:
+        with recomputation._kept_bytes() as found:
+            hidden = inner(self, slices)
+        if torch.is_grad_enabled():
+            kept.append(sum(found.values()))
+        return hidden
+
+    monkeypatch.setattr(PackedModel, "_hidden_states", counted)
+    for setting in (False, True):
+        backend = make_backend(gradient_checkpointing=setting)
+        backend.create_model("m", spec())
+        ok(backend.run([train("m", sft(0, *LENGTHS))]))
+    assert kept[1] < kept[0] / 5
+
+
+def test_no_module_inside_a_recomputed_layer_is_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout would change the numbers."""
+    backend = make_backend(gradient_checkpointing=True)
+    backend.create_model("m", spec())
+    model: nn.Module = backend._base.packed.model
+    layers: list[Any] = list(backend._base.packed.decoder_layers)
+    others = [module for module in model.modules() if not isinstance(module, MultiLoraLinear)]
+    training: list[nn.Module] = []
+    layers[0].mlp.register_forward_hook(lambda *_: training.extend(module for module in others if module.training))
+    ok(backend.run([train("m", sft(0, 9))]))
+    assert training == layers, "in the forward, and not in its repetition"
+    assert not any(module.training for module in others)
+
+
+def test_a_layer_that_transformers_cannot_recompute_is_refused_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [nn.Sequential(nn.Linear(4, 4))]
+    with pytest.raises(ConfigError, match="gradient_checkpointing: transformers cannot recompute Sequential"):
+        Recomputation(layers, True)
+    _free(monkeypatch, 0)
+    assert not Recomputation(layers, "auto").pays(10**9)
+
+
+def test_forwards_keep_nothing_and_are_never_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = load_base_model(base_path(), torch.device("cpu"), gradient_checkpointing=True)
+    chosen = base.packed.recomputation
+    assert chosen is not None
+    monkeypatch.setattr(chosen, "pays", lambda rows: pytest.fail("asked"))
+    with torch.no_grad(), chosen.of_micro_batch(100):
+        assert not any(layer.training for layer in base.packed.decoder_layers)
+
+
+def test_free_memory_is_what_the_kernel_and_the_cgroup_leave(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
+    assert free_host_bytes(tmp_path) == 5000 * 1024, "no cgroup of version 2"
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for name, text in (("memory.max", "max\n"), ("memory.current", "900000\n")):
+        (group / name).write_text(text)
+    (group / "memory.stat").write_text("anon 5\ninactive_file 70000\nactive_file 3\n")
+    assert free_host_bytes(tmp_path) == 5000 * 1024, "a cgroup without a limit"
+    (group / "memory.max").write_text("1000000\n")
+    assert free_host_bytes(tmp_path) == 1_000_000 - 900_000 + 70_000, "pages of files can be given back"
+    (group / "memory.max").write_text("100000\n")
+    assert free_host_bytes(tmp_path) == 0
+    assert free_host_bytes() > 0
