@@ -112,6 +112,20 @@ def test_merged_passes_of_different_ranks_equal_separate_ones_up_to_rounding(tmp
                 backend.optim_step(model_id, AdamParams(learning_rate=1e-2, eps=1e-3))
 
 
+def test_a_neighbour_in_a_merged_pass_changes_at_most_rounding(tmp_path: Path) -> None:
+    """The bound of docs/decisions/lora-products.md for one pass, whatever the neighbours hold."""
+    alone = _backend("eight")
+    expected = ok(alone.run(_passes("eight", 1)[:1]))
+    state = saved(alone, "eight", tmp_path / "alone")
+    for step in range(3):
+        merged = _backend(*SPECS, merge=True)
+        neighbours = [_passes(model_id, step)[number] for model_id in ("one", "thirty-two") for number in (1, 2)]
+        results = ok(merged.run([neighbours[0], _passes("eight", 1)[0], *neighbours[1:]]))
+        for one, other in zip(results[1].logprobs, expected[0].logprobs, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+        assert_close(saved(merged, "eight", tmp_path / str(step)), state, 1e-5)
+
+
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
 def test_splitting_a_pass_changes_only_rounding_and_is_deterministic(tmp_path: Path, loss_fn: str) -> None:
     data = (sft if loss_fn == "cross_entropy" else rl)(4, 20, 9, 31, 16, 2, 25, 60)

@@ -33,14 +33,19 @@ from skyrl.config.mixtures import TrainMlpOfMixtures
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
+SHARED_ROWS_ON_CPU = 1024
+"""Rows of a micro-batch of several passes on a CPU. Larger ones lose more to the caches than they gain by sharing:
+docs/decisions/lora-products.md."""
+
 
 class TorchLoraBackend(StateSnapshots):
     """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on CUDA.
 
     On a CPU each slice of a pass goes through the base model alone. Results and gradients are then the same to the last
     bit however passes are grouped, because no kernel sees another slice's rows. With `merge_passes` (the default on
-    CUDA), slices of several passes share a micro-batch of up to `micro_batch_tokens`, each with its own adapter, and
-    the number of rows may change a matrix product's last bits. On CUDA the last bits may differ in both cases.
+    CUDA), slices of several passes share a micro-batch, each with its own adapter: up to `micro_batch_tokens` on CUDA,
+    and 1,024 rows on a CPU. The number of rows may change a matrix product's last bits. On CUDA the last bits may
+    differ in both cases.
 
     Raises ConfigError when the base model cannot be trained.
     """
@@ -52,6 +57,8 @@ class TorchLoraBackend(StateSnapshots):
         self._device = prepare_device(config.threads)
         merge = config.backend_config.trainer.merge_passes
         self._merge = self._device.type == "cuda" if merge is None else merge
+        shared_rows = self._budget if self._device.type == "cuda" else min(self._budget, SHARED_ROWS_ON_CPU)
+        self._shared_rows = shared_rows if self._merge else 1
         self._base = load_base_model(
             config.base_model_path,
             self._device,
@@ -107,7 +114,7 @@ class TorchLoraBackend(StateSnapshots):
                 if isinstance(running, RunningPass) and running.training_pass.backward == backward
                 for piece in slices_of(running, self._budget)
             ]
-            for batch in cut([piece.rows for piece in slices], self._budget if self._merge else 1):
+            for batch in cut([piece.rows for piece in slices], self._shared_rows):
                 run_micro_batch(self._base, slices[batch.start : batch.stop], backward=backward)
         mixture = self._limits.mixture
         return [
