@@ -91,7 +91,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": _MIXED,
         "tie_word_embeddings": True,
     },
-    "glm-4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": False, **_WHOLE},
 }
 """Those that adapters can train, by the family's name in the documentation."""

@@ -61,7 +61,7 @@ def test_base_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     experts = AutoConfig.for_model("qwen3_moe", **heads, **sizes, **mixture, **small)
     for config, words in (
         (fused, "no linear layers of a known name"),
-        (experts, "the MLP of model.layers.0 .* mlp.experts"),
+        (experts, "the projections of model.layers.0 .* mlp.experts"),
     ):
         path = tmp_path / config.model_type
         AutoModelForCausalLM.from_config(config).save_pretrained(path)
