@@ -91,7 +91,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": _MIXED,
         "tie_word_embeddings": True,
     },
-    "glm-4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": False, **_WHOLE},
 }
 """Those that adapters can train, by the family's name in the documentation."""
@@ -108,16 +107,19 @@ GPT_OSS: dict[str, Any] = {
 """A mixture of experts whose attention has sinks. Only full fine-tuning trains it."""
 
 
-def make_family(name: str, directory: Path) -> str:
-    """Save a random float32 model of the family. Norm weights and biases are random too. Returns its path."""
-    settings = {key: value for key, value in {**_SHAPE, **FAMILIES[name]}.items() if (key, value) != ("head_dim", None)}
+def make_family(name: str, directory: Path, **changed: Any) -> str:
+    """Save a random float32 model of the family, with `changed` settings. Norm weights and biases are random too.
+    Returns its path."""
+    settings = {**_SHAPE, **FAMILIES[name], **changed}
+    if settings["head_dim"] is None:
+        del settings["head_dim"]
     return save_random(settings, directory / name)
 
 
 def save_random(settings: dict[str, Any], path: Path) -> str:
     """Save a random model of these settings of transformers' configuration, `model_type` among them."""
-    settings = dict(settings)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    given = {name: value for name, value in settings.items() if name != "model_type"}
+    config = AutoConfig.for_model(settings["model_type"], **given)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

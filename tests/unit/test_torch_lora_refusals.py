@@ -51,13 +51,20 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt-oss": (
         {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
-        r"GptOssForCausalLM.*: the MLP of model.layers.0 .* mlp.experts \(GptOssExperts\)",
+        r"GptOssForCausalLM.*: the projections of model.layers.0 .* mlp.experts \(GptOssExperts\)",
     ),
     "gpt-neox": (
         {"model_type": "gpt_neox"},
-        r"GPTNeoXForCausalLM.*: the attention of gpt_neox.layers.0 .* attention.query_key_value \(Linear\)",
+        r"GPTNeoXForCausalLM.*: the projections of gpt_neox.layers.0 .* attention.query_key_value \(Linear\)",
     ),
-    "starcoder2": ({"model_type": "starcoder2"}, r"Starcoder2.*: the MLP of model.layers.0 .* mlp.c_fc \(Linear\)"),
+    "glm-4": (
+        {"model_type": "glm4"},
+        r"Glm4ForCausalLM.*: the projections of model.layers.0 .* mlp.gate_up_proj \(Linear\)",
+    ),
+    "starcoder2": (
+        {"model_type": "starcoder2"},
+        r"Starcoder2.*: the projections of model.layers.0 .* mlp.c_fc \(Linear\)",
+    ),
     "phi-3 with longrope": (
         {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
         "longrope position embeddings",

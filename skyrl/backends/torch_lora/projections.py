@@ -14,22 +14,18 @@ from skyrl.backends.torch_lora.adapter import Target
 from skyrl.backends.torch_lora.lora import ActiveSegments, MultiLoraLinear
 from skyrl.types.lora import LoraSpec
 
-ATTENTION_FORMS = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("qkv_proj", "o_proj"),  # Phi-3
-    ("q_proj", "k_proj", "v_proj", "dense"),  # Phi
+FORMS = (
+    (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")),
+    (("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),  # Phi-3
+    (("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),  # Phi
 )
-MLP_FORMS = (
-    ("gate_proj", "up_proj", "down_proj"),
-    ("gate_up_proj", "down_proj"),  # Phi-3, GLM-4
-    ("fc1", "fc2"),  # Phi
-)
-"""A decoder layer has the projections of one form of attention and of one form of MLP, each projection once. A fused
-projection is one layer with one pair of matrices, as PEFT and vLLM have it."""
+"""The projections of a decoder layer's attention and of its MLP. A layer has those of one form, each once. A fused
+projection is one layer with one pair of matrices, as PEFT and vLLM have it. vLLM must load adapters on all of a form:
+GLM-4, with the attention of the first and the MLP of the second form, is none, because vLLM wants its MLP in parts."""
 
 UNEMBED = ("lm_head",)
-ATTENTION = tuple(dict.fromkeys(leaf for form in ATTENTION_FORMS for leaf in form))
-MLP = tuple(dict.fromkeys(leaf for form in MLP_FORMS for leaf in form))
+ATTENTION = tuple(dict.fromkeys(leaf for attention, _ in FORMS for leaf in attention))
+MLP = tuple(dict.fromkeys(leaf for _, mlp in FORMS for leaf in mlp))
 _LAYER = re.compile(r"^(.*\blayers\.\d+)\.")
 
 
@@ -37,7 +33,7 @@ def wrap_linears(model: nn.Module, active: ActiveSegments, *, mlp: bool = True) 
     """Replace every linear layer that adapters can train by a MultiLoraLinear. Returns the new layers in module order.
     Without `mlp`, for mixtures of experts, the MLPs of all layers stay as they are.
 
-    Raises ValueError unless each decoder layer has the projections of one of `ATTENTION_FORMS` and one of `MLP_FORMS`,
+    Raises ValueError unless each decoder layer has the projections of one of `FORMS` (without `mlp`, of its attention),
     and the model has one lm_head: otherwise other projections would silently stay untrained.
     """
     known = ATTENTION + UNEMBED + (MLP if mlp else ())
@@ -55,7 +51,7 @@ def wrap_linears(model: nn.Module, active: ActiveSegments, *, mlp: bool = True) 
 
 
 def _check_complete(model: nn.Module, names: Sequence[str], *, mlp: bool) -> None:
-    parts = [("attention", ATTENTION, ATTENTION_FORMS)] + [("MLP", MLP, MLP_FORMS)] * mlp
+    forms = [sorted(attention + (of_mlp if mlp else ())) for attention, of_mlp in FORMS]
     layers: dict[str, list[str]] = {}
     heads: list[str] = []
     for name in names:
@@ -65,16 +61,15 @@ def _check_complete(model: nn.Module, names: Sequence[str], *, mlp: bool) -> Non
         elif _leaf(name) in UNEMBED:
             heads.append(name)
     if not layers:
-        raise ValueError(f"no linear layers of a known name found; LoRA can train {_known()}")
+        raise ValueError(f"no linear layers of a known name found; LoRA can train {_known()}, and lm_head")
     if len(heads) != 1:
         raise ValueError(f"needs one lm_head, found {len(heads)}")
     for prefix, leaves in layers.items():
-        for part, known, forms in parts:
-            if sorted(leaf for leaf in leaves if leaf in known) not in [sorted(form) for form in forms]:
-                raise ValueError(
-                    f"the {part} of {prefix} is none that LoRA can train: each layer needs once {_forms(forms)}; "
-                    f"this layer has {_weights(model.get_submodule(prefix))}"
-                )
+        if sorted(leaves) not in forms:
+            raise ValueError(
+                f"the projections of {prefix} are none that LoRA can train: each layer needs, each once, {_known()}; "
+                f"this layer has {_weights(model.get_submodule(prefix))}"
+            )
 
 
 def _weights(layer: nn.Module) -> str:
@@ -89,11 +84,7 @@ def _weights(layer: nn.Module) -> str:
 
 
 def _known() -> str:
-    return f"{_forms(ATTENTION_FORMS)}, {_forms(MLP_FORMS)}, and lm_head"
-
-
-def _forms(forms: Sequence[Sequence[str]]) -> str:
-    return " or ".join(f"({', '.join(form)})" for form in forms)
+    return "; or ".join(", ".join(attention + mlp) for attention, mlp in FORMS)
 
 
 def _leaf(name: str) -> str:
