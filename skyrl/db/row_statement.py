@@ -26,10 +26,10 @@ class RowStatement:
     """On SQLite the driver executes it directly, because SQLAlchemy's overhead costs more than the row. Therefore every
     parameter must be a bindparam of a type that the driver accepts without conversion.
 
-    `many` is SQLite's text for the rows of a group. It reads them with `FROM given`: the column `place` (1, 2, .. within
-    one statement) and a column for each parameter, with the parameter's name. The last rows of `given` may be empty:
-    all their parameters are NULL, and `many` must ignore them. The rows come in rising order of the parameter `rising`,
-    if there is one. A statement without `many` runs once for each row.
+    `many` is SQLite's text for the rows of a group. It reads them with `FROM given`: the column `place` (1, 2, ..
+    within one statement) and a column for each parameter, with the parameter's name. The last rows of `given` may be
+    empty: all their parameters are NULL, and `many` must ignore them. The rows come in rising order of the parameter
+    `rising`, if there is one. A statement without `many` runs once for each row.
     """
 
     def __init__(self, statement: Insert | Update, many: str | None = None, rising: str | None = None) -> None:
