@@ -6,62 +6,93 @@ The hooks, the handlers and all other routes see no difference. docs/decisions/s
 
 from __future__ import annotations
 
-from asyncio import Event
-from collections.abc import Iterable
-from typing import Any
+import asyncio
+import logging
+from collections.abc import Iterable, MutableMapping
+from typing import Any, NoReturn
 
-from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
 from skyrl.api.body import SMALL_BYTES
 from skyrl.api.http_table import HttpTable
 from skyrl.web.whole_requests import WholeRequests
 
+logger = logging.getLogger(__name__)
+
 SHORT_WAY = ("/api/v1/asample", "/api/v1/retrieve_future")
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
+_FAILED = (
+    b"content-type: text/plain; charset=utf-8\r\ncontent-length: 21\r\nconnection: close\r\n\r\nInternal Server Error"
+)
 
 
-class WholeRequest(RequestResponseCycle):
-    """One request whose body has arrived. It can do all that uvicorn's cycle can; `answer` is shorter."""
+class WholeRequest:
+    """One request whose body has arrived. Stands where uvicorn keeps the request that runs on a connection, and has the
+    attributes that uvicorn and `BoundedHttp` use there."""
 
-    def __init__(self, connection: DirectHttp, scope: dict[str, Any], body: bytes) -> None:
-        super().__init__(
-            scope=scope,  # type: ignore[arg-type]  # uvicorn's type has no key of ours
-            transport=connection.transport,
-            flow=connection.flow,
-            logger=connection.logger,
-            access_logger=connection.access_logger,
-            access_log=connection.access_log,
-            default_headers=connection.server_state.default_headers,
-            message_event=Event(),
-            expect_100_continue=False,
-            keep_alive=connection.parser.should_keep_alive(),
-            on_response=connection.on_response_complete,
-        )
+    __slots__ = (
+        "_connection", "body", "disconnected", "keep_alive", "message_event", "response_complete", "response_started",
+        "whole_body",
+    )  # fmt: skip
+
+    def __init__(self, connection: DirectHttp, body: bytes) -> None:
+        self._connection = connection
         self.whole_body = body
-        self.body += body
-        self.more_body = False
-        self.message_event.set()
+        self.keep_alive = connection.parser.should_keep_alive()
+        self.response_started = self.response_complete = False
+        self.disconnected = False
+        """Set by the connection when the client has gone."""
+        self.body = b""
+        self.message_event = self
+
+    def set(self) -> None:
+        """uvicorn calls this, as that of its event, when the connection is lost. A handler of these routes does not
+        look for that: its answer goes nowhere."""
+
+    async def receive(self) -> NoReturn:
+        """In the place of ASGI's `receive`."""
+        raise RuntimeError("the body of this request has been read")
+
+    async def send(self, message: MutableMapping[str, Any]) -> NoReturn:
+        """In the place of ASGI's `send`."""
+        raise RuntimeError(f"this route has only whole answers, and one of them is no WholeBody: {message['type']}")
+
+    async def run(self, table: HttpTable, scope: dict[str, Any]) -> None:
+        """Give the request to the table. An error that the table does not answer ends the connection, as in uvicorn."""
+        try:
+            await table(scope, self.receive, self.send)
+        except asyncio.CancelledError:  # the server is about to end
+            self._break_off()
+            raise
+        except Exception:
+            logger.exception("a request ended without an answer")
+            self._break_off()
+
+    def _break_off(self) -> None:
+        transport = self._connection.transport
+        if not self.response_started and not self.disconnected:
+            transport.write(STATUS_LINE[500] + _FAILED)
+        self.response_started = self.response_complete = True
+        transport.close()
 
     async def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-        """Send an answer with a `Content-Length`, as `send` does in two messages. Nothing is sent to a client that has
-        gone."""
-        if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
+        """Send head and body at once. `headers` has the body's length. Nothing is sent to a client that has gone."""
+        connection = self._connection
+        if connection.flow.write_paused and not self.disconnected:
+            await connection.flow.drain()
         if self.disconnected:
             return
         parts = [STATUS_LINE[status]]
-        for name, value in (*self.default_headers, *headers):
+        for name, value in (*connection.server_state.default_headers, *headers):
             if HEADER_VALUE_RE.search(value):
                 raise RuntimeError(f"the answer's header {name.decode()} is not HTTP")
             parts += (name, b": ", value, b"\r\n")
-        parts.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
-        parts.append(body)
+        parts += (b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n", body)
         self.response_started = self.response_complete = True
-        self.transport.write(b"".join(parts))
-        self.message_event.set()
+        connection.transport.write(b"".join(parts))
         if not self.keep_alive:
-            self.transport.close()
-        self.on_response()
+            connection.transport.close()
+        connection.on_response_complete()
 
 
 class DirectHttp(WholeRequests):
@@ -86,6 +117,7 @@ class DirectHttp(WholeRequests):
         )
 
     def start(self, body: bytes) -> bool:
+        request = WholeRequest(self, body)
         scope: dict[str, Any] = {
             "type": "http",
             "asgi": _ASGI,
@@ -93,17 +125,19 @@ class DirectHttp(WholeRequests):
             "server": self.server,
             "client": self.client,
             "scheme": self.scheme,
-            "root_path": self.root_path,
+            "root_path": "",
             "headers": self.headers,
-            "state": self.app_state.copy(),
             "method": "POST",
             "path": self.paths[self.url],
             "raw_path": self.url,
             "query_string": b"",
+            "whole": request,
         }
-        self.cycle = scope["whole"] = request = WholeRequest(self, scope, body)
         self.headers = []  # for trailers, as in BoundedHttp
-        self._start_asgi_task(request, self.table)  # type: ignore[arg-type]
+        self.cycle = self._running = request  # type: ignore[assignment]
+        task = self.loop.create_task(request.run(self.table, scope))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
         return True
 
 

@@ -17,8 +17,9 @@ from api_harness import Api, Serve, sample_body
 from fake_upstream import FakeUpstream, after, complete
 from router_world import PromptServer, until
 
+from skyrl.api import http_table
 from skyrl.api.app import create_app
-from skyrl.api.whole_request import WholeRequest, protocol_with
+from skyrl.api.whole_request import DirectHttp, WholeRequest, protocol_with
 from skyrl.wire import tinker_pb2 as pb
 
 ANSWER_S = 60
@@ -95,9 +96,9 @@ async def on_a_port(api: Api, monkeypatch: pytest.MonkeyPatch, drain_s: float = 
     short: list[str] = []
     make = WholeRequest.__init__
 
-    def counted(self: WholeRequest, connection: object, scope: dict[str, str], body: bytes) -> None:
-        short.append(scope["path"])
-        make(self, connection, scope, body)  # type: ignore[arg-type]
+    def counted(self: WholeRequest, connection: DirectHttp, body: bytes) -> None:
+        short.append(connection.url.decode())
+        make(self, connection, body)
 
     monkeypatch.setattr(WholeRequest, "__init__", counted)
     app = create_app(api.services)
@@ -299,3 +300,18 @@ async def test_a_request_that_is_arriving_when_the_server_stops_is_answered(
         await client.send(request[-5:])
         assert (await client.answer()).status == 404
         assert await client.is_closed()
+
+
+async def test_an_error_that_nothing_answers_ends_the_connection(
+    front: Front, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug in the table itself")
+
+    monkeypatch.setattr(http_table, "Call", broken)
+    client = await front.connect()
+    await client.send(post(RETRIEVE, polled("none")))
+    answer = await client.answer()
+    assert (answer.status, answer.body) == (500, b"Internal Server Error")
+    assert await client.is_closed()
+    assert "a request ended without an answer" in caplog.text
