@@ -11,19 +11,16 @@ import logging
 from collections.abc import Iterable, MutableMapping
 from typing import Any, NoReturn
 
-from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
-
 from skyrl.api.body import SMALL_BYTES
 from skyrl.api.http_table import HttpTable
-from skyrl.web.whole_requests import WholeRequests
+from skyrl.web.whole_requests import WholeRequests, whole_answer
 
 logger = logging.getLogger(__name__)
 
 SHORT_WAY = ("/api/v1/asample", "/api/v1/retrieve_future")
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
-_FAILED = (
-    b"content-type: text/plain; charset=utf-8\r\ncontent-length: 21\r\nconnection: close\r\n\r\nInternal Server Error"
-)
+_FAILED = b"Internal Server Error"
+_FAILED_HEADERS = ((b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(_FAILED)))
 
 
 class WholeRequest:
@@ -71,7 +68,7 @@ class WholeRequest:
     def _break_off(self) -> None:
         transport = self._connection.transport
         if not self.response_started and not self.disconnected:
-            transport.write(STATUS_LINE[500] + _FAILED)
+            transport.write(whole_answer(500, _FAILED_HEADERS, _FAILED, keep_alive=False))
         self.response_started = self.response_complete = True
         transport.close()
 
@@ -82,14 +79,10 @@ class WholeRequest:
             await connection.flow.drain()
         if self.disconnected:
             return
-        parts = [STATUS_LINE[status]]
-        for name, value in (*connection.server_state.default_headers, *headers):
-            if HEADER_VALUE_RE.search(value):
-                raise RuntimeError(f"the answer's header {name.decode()} is not HTTP")
-            parts += (name, b": ", value, b"\r\n")
-        parts += (b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n", body)
+        all_headers = (*connection.server_state.default_headers, *headers)
+        answer = whole_answer(status, all_headers, body, keep_alive=self.keep_alive)
         self.response_started = self.response_complete = True
-        connection.transport.write(b"".join(parts))
+        connection.transport.write(answer)
         if not self.keep_alive:
             connection.transport.close()
         connection.on_response_complete()

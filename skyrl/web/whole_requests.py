@@ -6,9 +6,10 @@ can treat the whole request at once, at a fraction of the cost. Knows connection
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, HttpToolsProtocol
 
 from skyrl.web.connections import BoundedHttp
 
@@ -97,3 +98,15 @@ class WholeRequests(BoundedHttp):
             self.hand_over(b"".join(self._body), more=True)
             self._body = []
         super().shutdown()
+
+
+def whole_answer(status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes, *, keep_alive: bool) -> bytes:
+    """An answer as it goes to the client. `headers` has the body's length. Raises ValueError for a value that would end
+    its header's line."""
+    parts = [STATUS_LINE[status]]
+    for name, value in headers:
+        if HEADER_VALUE_RE.search(value):
+            raise ValueError(f"the value of the header {name.decode()} holds a control character")
+        parts += (name, b": ", value, b"\r\n")
+    parts += (b"\r\n" if keep_alive else b"connection: close\r\n\r\n", body)
+    return b"".join(parts)

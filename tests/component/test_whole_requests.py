@@ -129,8 +129,8 @@ def polled(request_id: str) -> bytes:
     return json.dumps({"request_id": request_id}).encode()
 
 
-async def sample(front: Front, seq_id: int, **changes: object) -> bytes:
-    return json.dumps(sample_body(await front.api.sampler(), seq_id, **changes)).encode()
+async def sample(front: Front, seq_id: int) -> bytes:
+    return json.dumps(sample_body(await front.api.sampler(), seq_id)).encode()
 
 
 async def test_a_sample_is_asked_for_and_retrieved_on_one_connection(front: Front) -> None:
