@@ -1,6 +1,9 @@
 """A closed-loop load in its own process: a fixed number of samples in flight, each on its own connection, for some
 seconds.
 
+The measured window begins and ends when a multiple of the samples in flight has ended. So the samples that are half
+done at its begin cost as much as those at its end, and every sample that is counted was paid for once.
+
 `direct` posts to the upstream's /v1/completions; `tinker` posts asample and then retrieve_future until there is a
 result; `one-poll` learns of all ended samples by retrieve_futures. After 429 the load waits and tries again, after 408
 it polls again. Every answer is checked. At the end the load waits for the samples in flight; a sample that was accepted
@@ -27,6 +30,8 @@ from benchmarks.series import curve, quantile
 
 WARM_UP_AT_MOST_S = 15.0
 DRAIN_S = 30.0
+LONGEST_WAVE_S = 10.0
+"""A wave that takes longer is not waited for: then an upstream has lost samples."""
 PAUSE_AFTER_ERROR_S = 0.1
 KINDS = {"direct": DirectSamples, "tinker": TinkerSamples, "one-poll": OnePollSamples}
 
@@ -50,13 +55,16 @@ class Cpu:
 
 
 class ClosedLoop:
-    """Workers that each keep one sample in flight. Only samples that end within the window are measured."""
+    """Workers that each keep one sample in flight. Only samples that end within the window are measured. A wave is as
+    many ended samples as there are workers."""
 
     def __init__(self, spec: LoadSpec) -> None:
         self._spec = spec
         self._kind = KINDS[spec.path](spec)
         self._numbers = itertools.count()
         self._measuring = self._stopping = False
+        self._edge: asyncio.Future[tuple[Cpu, float]] | None = None
+        """Gets CPU and time at the end of the next wave."""
         self._finished = 0
         self._latencies: list[float] = []
         self._errors: Counter[str] = Counter()
@@ -76,7 +84,23 @@ class ClosedLoop:
                 await asyncio.sleep(PAUSE_AFTER_ERROR_S)
             elif self._measuring:
                 self._latencies.append(time.perf_counter() - began)
+            if self._edge is not None and self._finished % self._spec.in_flight == 0:
+                self._cross(self._edge)
         connection.close()
+
+    def _cross(self, edge: asyncio.Future[tuple[Cpu, float]]) -> None:
+        """Begin or end the measured window, now."""
+        self._edge = None
+        self._measuring = not self._measuring
+        edge.set_result((self._cpu(), time.perf_counter()))
+
+    async def _edge_of_window(self) -> tuple[Cpu, float]:
+        """CPU and time when the wave has ended, or after LONGEST_WAVE_S."""
+        edge = self._edge = asyncio.get_running_loop().create_future()
+        await asyncio.wait([edge], timeout=LONGEST_WAVE_S)
+        if not edge.done():
+            self._cross(edge)
+        return edge.result()
 
     async def _warm_up(self) -> None:
         """Wait until the warm-up time has passed and as many samples have ended as there are workers."""
@@ -97,18 +121,16 @@ class ClosedLoop:
         await self._kind.open()
         workers = [asyncio.create_task(self._worker()) for _ in range(self._spec.in_flight)]
         await self._warm_up()
-        cpu, began = self._cpu(), time.perf_counter()
-        self._measuring = True
+        cpu, began = await self._edge_of_window()
         await asyncio.sleep(self._spec.seconds)
-        self._measuring = False
-        wall_s, cpu_after = time.perf_counter() - began, self._cpu()
+        cpu_after, ended = await self._edge_of_window()
         self._stopping = True
         _, hanging = await asyncio.wait(workers, timeout=DRAIN_S)
         if hanging:
             self._errors[f"no answer within {DRAIN_S:.0f} s of the end"] += len(hanging)
         for worker in hanging:
             worker.cancel()
-        return self._result(wall_s, cpu_after.since(cpu))
+        return self._result(ended - began, cpu_after.since(cpu))
 
     def _result(self, wall_s: float, cpu: Cpu) -> dict[str, Any]:
         done = len(self._latencies)

@@ -171,7 +171,8 @@ class Stage:
 
     def forwarded(self, row: str, server: DemoServer, in_flight: int, **changes: Any) -> dict[str, Any]:
         pids = {"pid": parts_of(server.pid)["api"], "upstream_pid": self.upstream.pid}
-        return self.load(row, "forwarded", LoadSpec(server.url, "tinker", in_flight, self.window_s, **pids, **changes))
+        spec = LoadSpec(server.url, "tinker", in_flight, self.window_s, **pids)
+        return self.load(row, "forwarded", replace(spec, **changes))
 
     def compared(self, row: str, in_flight: int, **changes: Any) -> dict[str, Any] | None:
         if self.other is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
@@ -12,6 +12,16 @@ from skyrl.api.body_memory import LargeBody
 from skyrl.api.incoming import IncomingRequest
 from skyrl.api.reply import WholeBody
 from skyrl.api.route import Route
+
+
+class WholeRequest(Protocol):
+    """A request whose body has arrived, and the short way for its answer."""
+
+    whole_body: bytes
+
+    async def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send head and body at once. `headers` has the body's length."""
+        ...
 
 
 class Call:
@@ -31,6 +41,7 @@ class Call:
         "request",
         "route",
         "status",
+        "whole",
     )
 
     def __init__(
@@ -55,6 +66,8 @@ class Call:
         """The status of the answer; None before the answer."""
         self.answered = False
         """Whether the head of the answer is sent. After that no other answer can be given."""
+        self.whole: WholeRequest | None = scope.get("whole")
+        """The connection's side of a request that came as a whole; None for requests that came through uvicorn."""
         self._caller: Caller | None = None
         self._send = send
         self._unended_hooks = iter(hooks)
@@ -95,6 +108,9 @@ class Call:
         self.end()
         self.answered = True
         headers = [*whole.raw_headers, *self.headers]
+        if self.whole is not None:
+            await self.whole.answer(whole.status_code, headers, whole.body)
+            return
         await self._send({"type": "http.response.start", "status": whole.status_code, "headers": headers})
         await self._send({"type": "http.response.body", "body": whole.body})
 

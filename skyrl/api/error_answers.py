@@ -13,12 +13,11 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
 from skyrl.api.call import Call
 from skyrl.api.openai import is_openai
 from skyrl.api.refusals import Refusals
-from skyrl.api.reply import reply
+from skyrl.api.reply import WholeBody, reply
 from skyrl.api.routes import API
 from skyrl.db.faults import DatabaseError, column_with_nul, is_transient, reason
 from skyrl.openai.errors import OpenAIError, error_body
@@ -45,7 +44,7 @@ class ErrorAnswer:
     headers: Mapping[str, str] | None = None
     code: str | None = None
 
-    def response(self, call: Call) -> Response:
+    def response(self, call: Call) -> WholeBody:
         """In the shape of the routes below the request's path."""
         if is_openai(call.request.scope["path"]):
             body: Any = error_body(self.status, self.detail, self.field, self.code)
@@ -70,7 +69,7 @@ class ErrorAnswers:
             Exception: self._internal,
         }
 
-    def answer(self, call: Call, error: Exception) -> Response:
+    def answer(self, call: Call, error: Exception) -> WholeBody:
         """Log the error, and make its answer."""
         make = next(self.kinds[kind] for kind in type(error).__mro__ if kind in self.kinds)
         return make(call, error).response(call)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from itertools import count
+from typing import Any
 
 from starlette.requests import Request
 
@@ -17,7 +18,7 @@ from skyrl.api.access import Access, check_scope
 from skyrl.api.body_memory import BodyReader
 from skyrl.api.call import Call
 from skyrl.api.offered_key import offered_key
-from skyrl.api.route import Route
+from skyrl.api.route import Body, Route
 from skyrl.api.signing import SignedUrls
 from skyrl.db.keys import ALL_SCOPES
 from skyrl.metrics.http import HttpMetrics
@@ -110,9 +111,15 @@ class BodyMemoryHook:
     def __init__(self, bodies: BodyReader) -> None:
         self._bodies = bodies
 
-    async def begin(self, call: Call) -> None:
+    def begin(self, call: Call) -> Coroutine[Any, Any, None] | None:
         if call.route is None or (body := call.route.body) is None:
-            return
+            return None
+        if call.whole is not None:
+            call.body = call.whole.whole_body
+            return None
+        return self._read(call, body)
+
+    async def _read(self, call: Call, body: Body) -> None:
         if (small := self._bodies.small(call.request)) is not None:
             call.body = await small
         elif body.bound == "control":

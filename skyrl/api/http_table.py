@@ -65,7 +65,7 @@ class HttpTable:
         except Exception as error:
             if call.answered:
                 raise
-            await self._errors.answer(call, error)(scope, receive, call.send)
+            await call.answer(self._errors.answer(call, error))
         finally:
             call.end()
 

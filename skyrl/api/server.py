@@ -15,6 +15,7 @@ from skyrl.api.app import create_app
 from skyrl.api.background import begin, run
 from skyrl.api.build import ApiProcess, Secrets, build
 from skyrl.api.services import Services
+from skyrl.api.whole_request import protocol_with
 from skyrl.db.faults import DatabaseError, outage, reason
 from skyrl.inference.features import inference_features
 from skyrl.metrics.files import publishing
@@ -92,7 +93,8 @@ async def _drain(server: Server, services: Services) -> None:
 
 async def serve(runtime: Runtime) -> None:
     async with open_services(runtime) as services:
-        server = Server(create_app(services))
+        app = create_app(services)
+        server = Server(app, http=protocol_with(app))
         tune_garbage_collection()
         draining: list[asyncio.Task[None]] = []
 

@@ -152,7 +152,7 @@ class Database:
         """Copy SQLite's log into the database file, and shorten both. False when a reader prevented it."""
         if self.file is None:
             return True
-        with closing(sqlite3.connect(self.file, EMPTY_LOG_WAIT_S, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(self.file, timeout=EMPTY_LOG_WAIT_S, isolation_level=None)) as connection:
             try:
                 for _ in range(COPY_ROUNDS):  # copies most of the log without a lock
                     started_at = time.monotonic()
@@ -172,7 +172,7 @@ class Database:
         """
         if self.file is None:
             return
-        with closing(sqlite3.connect(self.file, BUSY_TIMEOUT_MS / 1000, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(self.file, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None)) as connection:
             if connection.execute("PRAGMA auto_vacuum").fetchone() == (0,):
                 connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
                 connection.execute("VACUUM")

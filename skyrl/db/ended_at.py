@@ -21,6 +21,12 @@ class EndedAt(FunctionElement[float]):
     type = Float()
 
 
+ENDED_AT_OF_MANY = "max(new_completed_at, (SELECT coalesce(max(completed_at), 0) FROM futures)) + 2e-6 * place"
+"""`EndedAt` on SQLite for the rows of one statement of `RowStatement`, which come in rising order of
+`new_completed_at`. SQLite reads the latest stored end once, before it changes any row, so the rows' places keep their
+ends apart."""
+
+
 @compiles(EndedAt, "sqlite")
 def _ended_at_on_sqlite(element: EndedAt, compiler: Any, **options: Any) -> str:
     clock = compiler.process(element.clauses, **options)

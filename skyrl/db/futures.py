@@ -23,9 +23,9 @@ from sqlalchemy import (
     update,
 )
 
-from skyrl.db.ended_at import EndedAt
+from skyrl.db.ended_at import ENDED_AT_OF_MANY, EndedAt
+from skyrl.db.row_statement import RowStatement
 from skyrl.db.tables import FutureRow
-from skyrl.db.writer import RowStatement
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import ErrorCategory
 
@@ -49,7 +49,11 @@ _RECORDED = (
     futures.c.not_before,
     futures.c.trace,
 )
-RECORD = RowStatement(insert(futures).values({column: bindparam(column.key) for column in _RECORDED}))
+_RECORDED_NAMES = ", ".join(column.key for column in _RECORDED)
+RECORD = RowStatement(
+    insert(futures).values({column: bindparam(column.key) for column in _RECORDED}),
+    many=f"INSERT INTO futures ({_RECORDED_NAMES}) SELECT {_RECORDED_NAMES} FROM given WHERE id IS NOT NULL",
+)
 """Adds one row. The parameters are the columns of a request that is not settled."""
 
 SETTLE = (
@@ -66,8 +70,15 @@ SETTLE = (
 )
 """Stores one outcome. `settlement` makes the parameters. Does nothing if the row is deleted or settled already."""
 
-SETTLE_SAMPLE = RowStatement(SETTLE.values(body=null()))
-"""SETTLE for a forwarded sample. Deletes the body, too, which is not needed any more."""
+SETTLE_SAMPLE = RowStatement(
+    SETTLE.values(body=null()),
+    many=f"UPDATE futures SET status = new_status, body = NULL, result = new_result, "
+    "result_format = new_result_format, error = new_error, error_category = new_error_category, "
+    f"completed_at = {ENDED_AT_OF_MANY} FROM given WHERE futures.id = request_id AND +futures.status = 'pending'",
+    rising="new_completed_at",
+)
+"""SETTLE for a forwarded sample. Deletes the body, too, which is not needed any more. (The plus keeps SQLite from
+looking for pending rows by their status: it shall look for each given row by its id.)"""
 
 MAX_NAMED = 500
 """The most ids in one query."""

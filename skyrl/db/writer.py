@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Executable, Insert, Update
+from sqlalchemy import Connection, Executable
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql.compiler import SQLCompiler
 
 from skyrl.db.database import Database
 from skyrl.db.faults import is_transient
+from skyrl.db.row_statement import RowStatement
 from skyrl.metrics.database import CommitMetrics
 
 logger = logging.getLogger(__name__)
@@ -26,26 +26,6 @@ T = TypeVar("T")
 
 MAX_BATCH = 1_000
 """The most writes in one transaction. The engine waits for the write lock as long as a transaction runs."""
-
-
-class RowStatement:
-    """A statement that runs very often and changes one row each time.
-
-    On SQLite the driver executes it directly, because SQLAlchemy's overhead costs more than the row. Therefore every
-    parameter must be a bindparam of a type that the driver accepts without conversion.
-    """
-
-    def __init__(self, statement: Insert | Update) -> None:
-        self.statement: Executable = statement
-        compiled = statement.compile(dialect=sqlite.dialect())
-        assert isinstance(compiled, SQLCompiler)
-        assert compiled.positiontup is not None, "SQLite's parameters have places, not names"
-        self.sql = str(compiled)
-        self.parameters: tuple[str, ...] = tuple(compiled.positiontup)
-
-    def ordered(self, values: dict[str, Any]) -> list[object]:
-        """The values of the parameters in the order of `sql`."""
-        return [values[name] for name in self.parameters]
 
 
 class _Write:
@@ -72,8 +52,8 @@ class GroupCommitWriter:
     breaks during the commit, they may all be committed although they fail.
 
     All writes of one turn of the event loop are given to the thread together, because waking the thread costs more than
-    a row. Writes of one group with the same statement object run as one executemany. So the writes of a group do not
-    run in their order, and a write that depends on another one must wait until that one is committed.
+    a row. Writes of one group with the same statement object run together. So the writes of a group do not run in their
+    order, and a write that depends on another one must wait until that one is committed.
 
     The thread starts with the first write.
     """
@@ -197,9 +177,7 @@ class GroupCommitWriter:
             assert isinstance(write.statement, RowStatement)
             by_statement.setdefault(write.statement, []).append(write)
         for statement, writes in by_statement.items():
-            changed = driver.executemany(
-                statement.sql, [statement.ordered(w.parameters or {}) for w in writes]
-            ).rowcount
+            changed = statement.run(driver, [write.parameters or {} for write in writes])
             for write in writes:
                 write.result = changed == len(writes)
         driver.execute("COMMIT")

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from skyrl.router.connections import Address, address_of
 from skyrl.router.heads import RequestHead
@@ -22,12 +22,10 @@ from skyrl.router.refusals import INTERRUPTED, refusal
 from skyrl.router.upstream import Upstream
 from skyrl.router.worker import Worker
 from skyrl.web.admin import FORWARDING, forwarded_for
-from skyrl.web.connections import BoundedHttp
+from skyrl.web.whole_requests import WholeRequests
 
 if TYPE_CHECKING:
     import asyncio
-
-    import httptools
 
 logger = logging.getLogger(__name__)
 
@@ -173,18 +171,16 @@ class LeanCycle:
             self._protocol.on_response_complete()
 
 
-class RouterHttp(BoundedHttp):
+class RouterHttp(WholeRequests):
     """The client's side of a connection: gives each request to the short way or to uvicorn."""
 
     lane: Lane
     """Set once per process, on a subclass: see `protocol_with`."""
-    parser: httptools.HttpRequestParser  # type: ignore[assignment]  # None only after the connection is lost
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
-        self._head: RequestHead | None = None
-        """Of a request whose body is arriving and that may take the short way."""
-        self._body: list[bytes] = []
+        self._head = RequestHead.of([])
+        """Of the request that is arriving on the short way."""
         self._forwarded: list[tuple[bytes, bytes]] = []
         """Tells workers that the client is not on this machine."""
 
@@ -192,78 +188,23 @@ class RouterHttp(BoundedHttp):
         super().connection_made(transport)
         self._forwarded = forwarded_for(self.client)
 
-    def on_message_begin(self) -> None:
-        self._between_requests, self._in_head, self._deadline = False, True, None
-        self.url, self.expect_100_continue, self.headers = b"", False, []
+    def takes(self) -> bool:
+        if self._forwarded and not any(name in FORWARDING for name, _ in self.headers):
+            self.headers += self._forwarded
+        self._head = head = RequestHead.of(self.headers)
+        return self.lane.takes(self.parser.get_method(), self.url, head, self.headers)
 
-    def on_headers_complete(self) -> None:
-        self._in_head, self._deadline = False, None
-        method = self.parser.get_method()
-        if (
-            (self.cycle is None or self.cycle.response_complete)
-            and not self.expect_100_continue
-            and self.parser.get_http_version() == "1.1"
-            and not self.parser.should_upgrade()
-        ):
-            if self._forwarded and not any(name in FORWARDING for name, _ in self.headers):
-                self.headers += self._forwarded
-            head = RequestHead.of(self.headers)
-            if self.lane.takes(method, self.url, head, self.headers):
-                self._head, self._body = head, []
-                return
-        self._head = None
-        self._to_asgi()
-
-    def _to_asgi(self) -> None:
-        headers, url, expect = self.headers, self.url, self.expect_100_continue
-        HttpToolsProtocol.on_message_begin(self)
-        self.headers.extend(headers)
-        self.url, self.expect_100_continue = url, expect
-        HttpToolsProtocol.on_headers_complete(self)
-        self.headers = []  # for trailers, as in BoundedHttp
-
-    def on_body(self, body: bytes) -> None:
-        if self._head is None:
-            super().on_body(body)
-            return
-        self._bytes_beside_body -= len(body)
-        self._body_bytes += len(body)
-        self._body.append(body)
-
-    def on_message_complete(self) -> None:
-        head, self._head = self._head, None
-        if head is None:
-            super().on_message_complete()
-            return
-        self._between_requests, self._deadline = True, None
-        self._bytes_beside_body = self._body_bytes = self._body_bytes_at_last_check = 0
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body = []
+    def start(self, body: bytes) -> bool:
         path = self.url.partition(b"?")[0].decode("latin-1")
         proxy = self.lane.proxy
         if not proxy.slots.try_acquire():  # the worker is chosen when the request's turn has come
-            self._hand_over(body, more=False)
-            return
-        worker = proxy.pool.choose(RequestFacts(head.key, proxy.adapter(path, body)))
-        if worker is None or not self._start_lean(worker, path, head, body):
+            return False
+        worker = proxy.pool.choose(RequestFacts(self._head.key, proxy.adapter(path, body)))
+        if worker is None or not self._start_lean(worker, path, self._head, body):
             proxy.slots.release()
-            self._hand_over(body, more=False)
+            self.hand_over(body, more=False)
             self.scope[CHOSEN] = worker  # type: ignore[typeddict-unknown-key]
-
-    def _hand_over(self, body: bytes, *, more: bool) -> None:
-        """Go the long way after all."""
-        self._to_asgi()
-        self.cycle.body += body
-        self.cycle.more_body = more
-        self.cycle.message_event.set()
-
-    def shutdown(self) -> None:
-        """A request that is still arriving is answered, too: uvicorn would know nothing of it."""
-        if self._head is not None:
-            self._head = None
-            self._hand_over(b"".join(self._body), more=True)
-            self._body = []
-        super().shutdown()
+        return True
 
     def _start_lean(self, worker: Worker, path: str, head: RequestHead, body: bytes) -> bool:
         """False: this request must take the long way. The caller has taken a slot."""

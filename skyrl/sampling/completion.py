@@ -12,6 +12,7 @@ import msgspec
 
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.loaded_weights import NOT_TOLD, check_began, spans_in
+from skyrl.sampling.packed_prompt import as_json
 from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best_first, prompt_scores
 from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
 
@@ -122,7 +123,7 @@ def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
     if job.topk_sample:
         params["return_tokens_as_token_ids"] = True  # keys by text would merge tokens that have the same text
     return _encoder.encode(
-        {"model": job.model, "prompt": job.prompt, **params, "return_token_ids": True, "stream": False}
+        {"model": job.model, "prompt": as_json(job.prompt), **params, "return_token_ids": True, "stream": False}
     )
 
 

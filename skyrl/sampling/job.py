@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from skyrl.sampling.packed_prompt import PackedPrompt
 from skyrl.types.weights import WeightsRef
 from skyrl.wire.errors import RequestError
 from skyrl.wire.sample_request import SampleRequest, tokens_of
@@ -44,6 +46,8 @@ class ContextLimits:
 class SampleJob(msgspec.Struct, frozen=True):
     """A checked request.
 
+    `prompt` is a `PackedPrompt` if `make_job` made the job.
+
     The job samples from `weights`; `model` is the name by which the inference servers know them. A sequence ends at
     EOS, at one of `stop_strings` or at one of `stop_token_ids`. With `ignore_eos`, which an empty stop list sets, it
     does not end at EOS. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context; None if the context is not
@@ -56,7 +60,7 @@ class SampleJob(msgspec.Struct, frozen=True):
     session_key: str
     model: str
     weights: WeightsRef
-    prompt: list[int]
+    prompt: Sequence[int]
     num_samples: int
     max_tokens: int | None
     temperature: float
@@ -249,7 +253,7 @@ def make_job(
         session_key=session_key,
         model=model,
         weights=weights,
-        prompt=prompt,
+        prompt=PackedPrompt(prompt),
         num_samples=request.num_samples,
         max_tokens=max_tokens,
         temperature=params.temperature,

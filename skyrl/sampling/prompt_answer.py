@@ -67,13 +67,13 @@ class PromptAnswer:
 
     def _read_own(self, rows: list[msgspec.Raw]) -> None:
         """Decodes one row at a time, so that memory holds the objects of one row only."""
-        job, first = self._job, self._first_wanted()
+        job, first, prompt = self._job, self._first_wanted(), self._job.prompt[:]
         logprobs: list[float | None] = []
         topk: list[TopkRow | None] = []
         for index, raw in enumerate(rows):
             row = _row_decoder.decode(raw) if index >= first else None
             if job.prompt_logprobs:
-                logprobs.append(None if index < first else _own_logprob(row, index, job.prompt[index]))
+                logprobs.append(None if index < first else _own_logprob(row, index, prompt[index]))
             if job.topk_prompt:
                 cells = None if row is None else ((int(token), cell.logprob) for token, cell in row.items())
                 topk.append(None if cells is None else best_first(cells)[: job.topk_prompt])

@@ -11,7 +11,8 @@ from sqlalchemy import Column, Integer, MetaData, String, Table, bindparam, inse
 from sqlalchemy.exc import OperationalError
 
 from skyrl.db.database import Database
-from skyrl.db.writer import GroupCommitWriter, RowStatement
+from skyrl.db.row_statement import RowStatement
+from skyrl.db.writer import GroupCommitWriter
 
 things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
 ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))

@@ -13,7 +13,8 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from skyrl.db import database as database_module
 from skyrl.db import writer as writer_module
 from skyrl.db.database import Database
-from skyrl.db.writer import GroupCommitWriter, RowStatement
+from skyrl.db.row_statement import RowStatement
+from skyrl.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

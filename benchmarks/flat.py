@@ -1,0 +1,162 @@
+"""Whether the cost of a forwarded sample grows with the samples in flight: CPU of the API process, throughput and
+latency at 64, 512 and 2,048 in flight, and what is added to an upstream that takes 200 ms.
+
+Usage: python -m benchmarks.flat [/path/to/other/checkout ...] [--rounds 7] [--seconds 3] [--out FILE]
+
+All servers run at once, in front of one null upstream, and get their loads in turns, so a machine that becomes slower
+slows all cells. The table has medians. `/ 64` is the median of the rounds' ratios. Rounds in which other programs took
+more than 0.3 cores are left out where enough others are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.rows_forwarding import DELAY_MS, errors
+from benchmarks.stage import NullUpstream, Stage, gateway
+from skyrl.demo.server import DemoServer
+
+IN_FLIGHT = (64, 512, 2048)
+DELAYED_IN_FLIGHT = 512
+DISTURBED_CORES = 0.3
+LEAST_ROUNDS = 3
+CPU, RATE, P99, P50 = "server_cpu_s_per_1000", "samples_per_s", "p99_ms", "p50_ms"
+
+Load = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: the medians of one server at one number of samples in flight."""
+
+    server: str
+    in_flight: int
+    rounds: int
+    cpu_s_per_1000: float
+    over_first: float
+    samples_per_s: float
+    p50_ms: float
+    p99_ms: float
+    generator_s_per_1000: float
+    foreign_cores: float
+    errors: int
+
+
+def quiet(loads: Sequence[Load]) -> list[int]:
+    """The rounds that other programs did not disturb; all if fewer than LEAST_ROUNDS are left."""
+    undisturbed = [number for number, load in enumerate(loads) if load["foreign_cores"] <= DISTURBED_CORES]
+    return undisturbed if len(undisturbed) >= LEAST_ROUNDS else list(range(len(loads)))
+
+
+def line(server: str, in_flight: int, loads: Sequence[Load], first: Sequence[Load]) -> Line:
+    """`first`: the loads of the same rounds with the fewest samples in flight."""
+    rounds = quiet(loads)
+    both = [number for number in rounds if number in quiet(first)] or rounds
+    chosen = [loads[number] for number in rounds]
+
+    def middle(key: str) -> float:
+        return median(load[key] for load in chosen)
+
+    return Line(
+        server=server,
+        in_flight=in_flight,
+        rounds=len(rounds),
+        cpu_s_per_1000=middle(CPU),
+        over_first=median(loads[number][CPU] / first[number][CPU] for number in both),
+        samples_per_s=middle(RATE),
+        p50_ms=middle(P50),
+        p99_ms=middle(P99),
+        generator_s_per_1000=middle("generator_cpu_s_per_1000"),
+        foreign_cores=median(load["foreign_cores"] for load in chosen),
+        errors=sum(errors(load) for load in loads),
+    )
+
+
+class Comparison:
+    """The servers and their loads so far."""
+
+    def __init__(self, stage: Stage, servers: dict[str, DemoServer], window_s: float) -> None:
+        self._stage = stage
+        self._servers = servers
+        self._window_s = window_s
+        self.loads: defaultdict[tuple[str, int], list[Load]] = defaultdict(list)
+        self.added_ms: defaultdict[str, list[float]] = defaultdict(list)
+
+    def round(self, number: int) -> None:
+        """One load of each server at each number in flight. Every second round goes the other way."""
+        names = list(self._servers) if number % 2 == 0 else list(self._servers)[::-1]
+        for in_flight in IN_FLIGHT:
+            for name in names:
+                self.loads[name, in_flight].append(self._load(name, in_flight))
+        with self._stage.upstream.delayed(DELAY_MS):
+            direct = self._stage.direct("flat", DELAYED_IN_FLIGHT)
+            for name in names:
+                self.added_ms[name].append(self._load(name, DELAYED_IN_FLIGHT)[P50] - direct[P50])
+
+    def _load(self, name: str, in_flight: int) -> Load:
+        return self._stage.forwarded("flat", self._servers[name], in_flight, seconds=self._window_s)
+
+    def table(self) -> list[Line]:
+        return [
+            line(name, in_flight, self.loads[name, in_flight], self.loads[name, IN_FLIGHT[0]])
+            for name in self._servers
+            for in_flight in IN_FLIGHT
+        ]
+
+
+def text(lines: Sequence[Line], added_ms: dict[str, float]) -> str:
+    """The table as Markdown, and for each server what is added to the slow upstream."""
+    rows = [
+        "| server | in flight | CPU s per 1,000 | / 64 | samples/s | p50 ms | p99 ms | foreign cores | rounds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in lines:
+        figures = f"{each.cpu_s_per_1000:.3f} | {each.over_first:.2f} | {each.samples_per_s:,.0f}"
+        latencies = f"{each.p50_ms:.0f} | {each.p99_ms:.0f} | {each.foreign_cores:.2f} | {each.rounds}"
+        failed = f", {each.errors} errors" if each.errors else ""
+        rows.append(f"| {each.server} | {each.in_flight:,} | {figures} | {latencies}{failed} |")
+    for name, value in added_ms.items():
+        what = f"p50 added at {DELAYED_IN_FLIGHT} in flight, upstream {DELAY_MS} ms"
+        rows.append(f"\n{name}: {what}: {value:.1f} ms")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.flat", description=__doc__)
+    parser.add_argument("others", nargs="*", type=Path, help="checkouts of other commits")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    options = parser.parse_args()
+    facts = machine.facts()
+    with NullUpstream() as upstream, contextlib.ExitStack() as running:
+        servers: dict[str, DemoServer] = {}
+        for name, checkout in (("here", Path.cwd()), *((str(each), each) for each in options.others)):
+            with contextlib.chdir(checkout):  # `python -m` takes the package from the working directory
+                servers[name] = running.enter_context(gateway(upstream.url))
+        stage = Stage(upstream, quick=False, calibration_s=facts["calibration_cpu_s"])
+        comparison = Comparison(stage, servers, options.seconds)
+        for number in range(options.rounds):
+            comparison.round(number)
+            print(f"round {number + 1} of {options.rounds}", flush=True)
+    lines, added = comparison.table(), {name: median(values) for name, values in comparison.added_ms.items()}
+    print(text(lines, added))
+    if options.out is not None:
+        found = {"facts": facts, "lines": [asdict(each) for each in lines], "added_p50_ms": added, "raw": stage.raw}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if any(each.errors for each in lines):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Rows of a group in one SQLite statement: the same rows as one by one, and ends that differ."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+
+from skyrl.db.database import Database
+from skyrl.db.futures import RECORD, SETTLE_SAMPLE, Outcome, futures, settlement
+from skyrl.db.row_statement import SIZES, _size_for
+from skyrl.db.tables import FutureRow
+from skyrl.db.writer import GroupCommitWriter
+
+COLUMNS = [column.key for column in futures.columns]
+COUNTS = [1, 2, 3, 5, 64, 70, 200, 257, 600]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path / 'rows.db'}")
+    FutureRow.metadata.create_all(database.writer)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def driver(database: Database) -> Iterator[sqlite3.Connection]:
+    connection = database.connect_driver()
+    yield connection
+    connection.close()
+
+
+def recorded(number: int) -> dict[str, Any]:
+    """The parameters of a row; each third row has no number, and each second one is traced."""
+    return {
+        "id": f"r{number}",
+        "kind": "external",
+        "tenant": f"tenant {number % 3}",
+        "session_id": "s",
+        "model_id": None,
+        "seq_id": None,
+        "sampling_session_id": "s:sample:0",
+        "sample_seq_id": None if number % 3 == 0 else number,
+        "digest": bytes([number % 256]) * 16,
+        "body": b"\0body %d" % number,
+        "body_format": "json",
+        "status": "pending",
+        "created_at": 1e9 + number / 7,
+        "owner": "api-0",
+        "not_before": None,
+        "trace": None if number % 2 else "00-trace",
+    }
+
+
+def settled(number: int, now: float) -> dict[str, Any]:
+    outcome = Outcome(b"\0result %d" % number, "proto:sample")
+    if number % 5 == 0:
+        outcome = Outcome(error=f"Fehler \u00fc {number}", error_category="user")
+    return settlement(f"r{number}", outcome, now)
+
+
+def stored(driver: sqlite3.Connection, columns: Sequence[str] = COLUMNS) -> list[tuple[Any, ...]]:
+    return driver.execute(f"SELECT {', '.join(columns)} FROM futures ORDER BY n").fetchall()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_many_rows_are_stored_as_they_are_one_by_one(driver: sqlite3.Connection, count: int) -> None:
+    rows = [recorded(number) for number in range(count)]
+    assert sum(RECORD.run(driver, [row]) for row in rows) == count
+    one_by_one = stored(driver, COLUMNS[1:])
+    driver.execute("DELETE FROM futures")
+    assert RECORD.run(driver, rows) == count
+    assert stored(driver, COLUMNS[1:]) == one_by_one
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_many_rows_end_as_they_do_one_by_one(driver: sqlite3.Connection, count: int) -> None:
+    columns = [name for name in COLUMNS[1:] if name != "completed_at"]
+    rows, ends = [recorded(number) for number in range(count)], [settled(number, 2e9) for number in range(count)]
+    RECORD.run(driver, rows)
+    assert sum(SETTLE_SAMPLE.run(driver, [end]) for end in ends) == count
+    one_by_one = stored(driver, columns)
+    driver.execute("DELETE FROM futures")
+    RECORD.run(driver, rows)
+    assert SETTLE_SAMPLE.run(driver, ends) == count
+    assert stored(driver, columns) == one_by_one
+
+
+@pytest.mark.parametrize("latest", [None, 2.5e9])
+def test_ends_of_one_group_differ_and_come_after_all_earlier_ones(
+    driver: sqlite3.Connection, latest: float | None
+) -> None:
+    """`latest`: a stored end of another process whose clock is ahead."""
+    count = 600
+    RECORD.run(driver, [recorded(number) for number in range(count + 1)])
+    if latest is not None:
+        driver.execute("UPDATE futures SET status = 'done', completed_at = ? WHERE id = ?", (latest, f"r{count}"))
+    clock = [2e9 + (number // 100) * 1e-6 for number in range(count)]
+    clock[7] = 2e9 + 1  # the clock went back after this one
+    SETTLE_SAMPLE.run(driver, [settled(number, now) for number, now in enumerate(clock)])
+    ends = driver.execute(
+        "SELECT completed_at FROM futures WHERE completed_at != ? ORDER BY completed_at", (latest or 0,)
+    ).fetchall()
+    cursors = {round(end * 1e6) for (end,) in ends}
+    assert len(cursors) == count
+    assert min(cursors) >= 1e6 * (latest or 2e9)
+
+
+def test_rows_that_ended_before_stay_as_they_are(driver: sqlite3.Connection) -> None:
+    RECORD.run(driver, [recorded(number) for number in range(8)])
+    SETTLE_SAMPLE.run(driver, [settled(3, 2e9)])
+    before = stored(driver)[3]
+    assert SETTLE_SAMPLE.run(driver, [settled(number, time.time()) for number in range(1, 8)]) == 6
+    assert stored(driver)[3] == before
+    assert stored(driver, ["status"])[0] == ("pending",)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_given_row_is_looked_for_by_its_id(driver: sqlite3.Connection, size: int) -> None:
+    """Also when the statistics say that few rows are pending."""
+    driver.execute("ANALYZE")
+    nothing = [None] * (size * len(SETTLE_SAMPLE.parameters))
+    plan = driver.execute(f"EXPLAIN QUERY PLAN {SETTLE_SAMPLE.sql_of(size)}", nothing).fetchall()
+    steps = [step[-1] for step in plan]
+    assert "SEARCH futures USING INDEX sqlite_autoindex_futures_3 (id=?)" in steps, steps
+    assert "SCAN futures" not in steps
+
+
+def test_few_places_of_a_statement_stay_empty() -> None:
+    for rows in range(1, 1000):
+        size = _size_for(rows)
+        assert rows >= size * 0.75
+        assert rows < 2 * size or size == max(SIZES)
+
+
+async def test_a_row_with_a_stored_key_fails_alone(database: Database) -> None:
+    writer = GroupCommitWriter(database)
+    rows = [recorded(number) for number in (1, 2, 2, 4)]
+    rows[2]["id"] = "another id, the same number"
+    first, second, repeated, last = await asyncio.gather(
+        *(writer.execute(RECORD, row) for row in rows), return_exceptions=True
+    )
+    assert (first, second, last) == (True, True, True)
+    assert isinstance(repeated, IntegrityError)
+    await writer.close()
+    ids = database.read(lambda c: list(c.execute(select(futures.c.id).order_by(futures.c.n)).scalars()))
+    assert ids == ["r1", "r2", "r4"]
