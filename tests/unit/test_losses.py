@@ -135,6 +135,21 @@ def test_an_advantage_of_zero_with_a_huge_ratio_gives_no_nan(name: str) -> None:
         assert gradient[4] == 0
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_has_no_gradient_where_it_says_that_it_has_none(name: str) -> None:
+    """The trainer relies on it: rows without a gradient go through the output layer without one."""
+    trained = LOSSES[name].trained
+    lp, arrays = _random(1)
+    changed = "advantages" if trained is None else trained
+    arrays[changed][::3] = 0.0
+    _, gradient = _run(name, lp, arrays, dict(LOSSES[name].config))
+    if trained is None:
+        assert (gradient != 0).all()
+    else:
+        assert not gradient[::3].any()
+        assert gradient[1::3].any()
+
+
 @pytest.mark.parametrize(("advantage", "bound"), [(1.0, "clip_high_threshold"), (-1.0, None)])
 def test_ppo_clips_an_overflowing_ratio_or_is_infinite(advantage: float, bound: str | None) -> None:
     """A clipped ratio gives the bound's value and no gradient. A ratio that is not clipped (A < 0) gives infinity, not

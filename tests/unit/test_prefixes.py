@@ -127,11 +127,12 @@ def test_attention_over_shared_rows_is_that_of_each_sequence_alone(
         start = packed[-1].stop
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(start, heads, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
-    by_head = [each.transpose(0, 1)[None] for each in states]
+    query, key, value = (each.transpose(0, 1)[None] for each in states)
     output, _ = segments_attention(
-        nn.Identity(), *by_head, None, attention_groups=[each.groups for each in packed], sliding_window=window
+        nn.Identity(), query, key, value, None, attention_groups=[each.groups for each in packed], sliding_window=window
     )
     for each in packed:
         for rows in each.layout.rows_of:
-            expected = _alone(*(part[each.start + torch.from_numpy(rows)] for part in states), window)
-            torch.testing.assert_close(output[0, each.start + torch.from_numpy(rows)], expected)
+            places = each.start + torch.from_numpy(rows)
+            query, key, value = (part[places] for part in states)
+            torch.testing.assert_close(output[0, places], _alone(query, key, value, window))

@@ -69,7 +69,8 @@ def _turns() -> list[Datum]:
 
 
 def _cut(datum: Datum, length: int) -> Datum:
-    return Datum(datum.tokens[:length].copy(), {name: array[:length] for name, array in datum.loss_inputs.items()})
+    inputs: dict[str, Any] = {name: array[:length] for name, array in datum.loss_inputs.items()}
+    return Datum(datum.tokens[:length].copy(), inputs)
 
 
 DATA: dict[str, tuple[Callable[[], list[Datum]], str]] = {
