@@ -55,7 +55,8 @@ def _wide_targets() -> list[Datum]:
         first = datum.loss_inputs["target_tokens"]
         targets = np.stack([first, *rng.integers(0, VOCAB, (1 + number % 2, len(first)))], axis=1)
         weights = rng.normal(size=targets.shape).astype(np.float32)
-        data.append(Datum(datum.tokens, {"target_tokens": targets, "weights": weights}))
+        inputs: dict[str, Any] = {"target_tokens": targets, "weights": weights}
+        data.append(Datum(datum.tokens, inputs))
     return data
 
 
