@@ -170,9 +170,8 @@ class Stage:
         return self.load(row, "direct", spec)
 
     def forwarded(self, row: str, server: DemoServer, in_flight: int, **changes: Any) -> dict[str, Any]:
-        pids = {"pid": parts_of(server.pid)["api"], "upstream_pid": self.upstream.pid}
-        spec = LoadSpec(server.url, "tinker", in_flight, self.window_s, **pids)
-        return self.load(row, "forwarded", replace(spec, **changes))
+        spec = LoadSpec(server.url, "tinker", in_flight, self.window_s, pid=parts_of(server.pid)["api"])
+        return self.load(row, "forwarded", replace(spec, upstream_pid=self.upstream.pid, **changes))
 
     def compared(self, row: str, in_flight: int, **changes: Any) -> dict[str, Any] | None:
         if self.other is None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ async def test_a_refusal_of_the_inference_server_is_bounded(client: ForwardingCl
     assert client.counts == {"refused": 1}
 
 
-def rows(prompt: list[int], columns: int) -> list[Any]:
+def rows(prompt: Sequence[int], columns: int) -> list[Any]:
     """vLLM's rows for a prompt: for each token the token itself and `columns` others, the best first."""
     return [None] + [
         {str(token): {"logprob": -9.0 - index % 7, "rank": 9, "decoded_token": "x" * 9}}

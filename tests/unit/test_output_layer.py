@@ -16,6 +16,7 @@ from skyrl.backends.base import AdamParams, TrainingPass
 from skyrl.backends.torch_lora import logprobs as logprobs_module
 from skyrl.backends.torch_lora.logprobs import Targets, target_logprobs
 from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
+from skyrl.backends.torch_lora.output_layer import LogitTransform, OutputLayer
 from skyrl.types.lora import LoraSpec
 
 CPU = torch.device("cpu")
@@ -69,14 +70,18 @@ def test_a_pass_without_any_advantage_has_true_logprobs_and_a_gradient_of_zeros(
     assert backend.optim_step("m", AdamParams())["grad_norm"] == 0
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["adapter", "whole model"])
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("rows_of_a_chunk", [10_000, 7, 1])
 def test_logprobs_and_gradients_are_those_of_a_plain_log_softmax(
-    monkeypatch: pytest.MonkeyPatch, rows_of_a_chunk: int
+    monkeypatch: pytest.MonkeyPatch, rows_of_a_chunk: int, softcap: float | None, whole: bool
 ) -> None:
     monkeypatch.setattr(logprobs_module, "LOGITS_BYTES", rows_of_a_chunk * VOCAB * 4)
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
-    head = MultiLoraLinear("lm_head", torch.nn.Linear(16, VOCAB), ActiveSegments())
+    base = torch.nn.Linear(16, VOCAB)
+    linear = (lambda rows, _: base(rows)) if whole else MultiLoraLinear("lm_head", base, ActiveSegments()).for_segment
+    head = OutputLayer(linear, base, LogitTransform(softcap=softcap))
     pair = (torch.randn(3, 16, requires_grad=True), torch.randn(VOCAB, 3, requires_grad=True))
     segment = LoraSegment(0, 40, 2.0, {"lm_head": pair})
     rows_of = [np.r_[0:20], np.r_[0:10, 20:30], np.r_[0:10, 30:40]]
@@ -85,7 +90,7 @@ def test_logprobs_and_gradients_are_those_of_a_plain_log_softmax(
     hidden = torch.randn(40, 16, requires_grad=True)
     targets = Targets.of(arrays, rows_of, trained, CPU)
     weights = torch.from_numpy(rng.normal(size=120).astype(np.float32) * trained)
-    leaves = [hidden, *pair, *head.base.parameters()]
+    leaves = [hidden, *(base.parameters() if whole else pair)]
     chosen = target_logprobs(hidden, targets, head, segment)
     gradients = torch.autograd.grad((chosen * weights).sum(), leaves)
     all_rows = np.concatenate([np.repeat(rows, a[0].size) for rows, a in zip(rows_of, arrays, strict=True)])
