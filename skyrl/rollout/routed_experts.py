@@ -31,7 +31,7 @@ def routed_experts_input(
     taken: the token after the row was sampled with it. Rows that no answer has are -1: the trainer's router chooses
     there. Rows behind the sequence's end are left out.
 
-    Returns int64 [N, ceil(layers * k / 8)], packed, with N = len(tokens) - 1. With `per_token` (k) int64 [N, layers, k].
+    With N = len(tokens) - 1: returns int64 [N, ceil(layers * k / 8)], packed; with `per_token` (k) [N, layers, k].
     Raises BadAnswer for a record that does not fit its answer's tokens. Raises ValueError if no answer has a record, if
     a sample stands at no such place in the sequence, or if an expert's number is too large to be packed."""
     found: npt.NDArray[np.int32] | None = None
