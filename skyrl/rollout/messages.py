@@ -104,7 +104,8 @@ class RolloutRequest:
 class RolloutAnswer:
     """One sample. `tokens`, `logprobs` and `weight_versions` are parallel and cover all parts of a sample that was
     aborted and continued. `weight_version` is the last part's. `cached_tokens` is the first part's. `routed_experts`
-    is the server's text, unread; the last one, which covers prompt and tokens. `parts` are the server's answers."""
+    is the server's text, unread, of the last part that has it; a part that was aborted may have none.
+    `skyrl.rollout.routed_experts` reads those of all parts. `parts` are the server's answers."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -165,13 +166,14 @@ def read_answer(request: RolloutRequest, body: Any) -> RolloutAnswer:
     if cached is not None and type(cached) is not int:
         raise BadAnswer(f"cached_tokens: must be an integer, got {cached!r}")
     experts = meta.get("routed_experts")
-    if request.return_routed_experts and tokens and experts is None:
+    finish = _finish_reason(meta)
+    if request.return_routed_experts and tokens and experts is None and finish != "abort":
         raise BadAnswer("routed_experts: asked for, and missing")
     return RolloutAnswer(
         tokens=tuple(tokens),
         logprobs=_logprobs(meta, tokens),
         text=text,
-        finish_reason=_finish_reason(meta),
+        finish_reason=finish,
         weight_version=version,
         weight_versions=(version,) * len(tokens),
         cached_tokens=cached,

@@ -8,9 +8,9 @@ Knows neither HTTP nor the format of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyrl.rollout.client import RolloutClient
 from skyrl.rollout.errors import BadAnswer
@@ -23,7 +23,8 @@ Encode = Callable[[str], Sequence[int]]
 @dataclass
 class Trajectory:
     """`tokens`, `loss_mask` (1: sampled) and `logprobs` (0.0 where the mask is 0) are parallel and cover the whole
-    conversation. `text` is empty with `plain` if the user gives token ids. `lora_path` names the adapter."""
+    conversation. `text` is empty with `plain` if the user gives token ids. `lora_path` names the adapter. With
+    `return_routed_experts`, `parts` has the server's answers of all turns, for `skyrl.rollout.routed_experts`."""
 
     session_id: str | None = None
     lora_path: str | None = None
@@ -31,6 +32,12 @@ class Trajectory:
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    return_routed_experts: bool = False
+    parts: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def keep_parts(self, answer: RolloutAnswer) -> None:
+        if self.return_routed_experts:
+            self.parts += answer.parts
 
 
 class Strategy(Protocol):
@@ -58,6 +65,7 @@ class PlainStrategy:
             params=params,
             session_id=trajectory.session_id,
             lora_path=trajectory.lora_path,
+            return_routed_experts=trajectory.return_routed_experts,
         )
         answer = await self._client.generate(request)
         if isinstance(added, str):
@@ -65,6 +73,7 @@ class PlainStrategy:
         trajectory.tokens += [*new, *answer.tokens]
         trajectory.loss_mask += [0] * len(new) + [1] * len(answer.tokens)
         trajectory.logprobs += [0.0] * len(new) + list(answer.logprobs)
+        trajectory.keep_parts(answer)
         return answer
 
 
@@ -84,6 +93,7 @@ class RadixStrategy:
             params=params,
             session_id=trajectory.session_id,
             lora_path=trajectory.lora_path,
+            return_routed_experts=trajectory.return_routed_experts,
         )
         answer = await self._client.generate(request)
         if answer.finish_reason == "abort":
@@ -99,6 +109,7 @@ class RadixStrategy:
         trajectory.text = text
         trajectory.tokens, trajectory.loss_mask = got.tokens, got.loss_mask
         trajectory.logprobs = [*got.logprobs[:start], *answer.logprobs]
+        trajectory.keep_parts(answer)
         return answer
 
 

@@ -15,27 +15,30 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
 
+from skyrl.backends.torch_lora.routing import own_experts
 from skyrl.config.loading import load_config
 from skyrl.inference.placement import LocalPlacement, free_port
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams
-from skyrl.tiny import model_path
+from skyrl.tiny import model_path, moe
 from tests.component.router_world import running_router
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
-from tests.mixture import LAYERS, TOP_K, chosen_experts, make_mixture
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 KEY = "test-key"
 BLOCK, BLOCKS = 32, 16
+LAYERS = 3
 PREEMPTIONS, GENERATED = "vllm:num_preemptions_total{", "vllm:generation_tokens_total{"
 
 
 class Served(RunningSidecar):
-    """The sidecar, and its model's path."""
+    """The sidecar, and its model in transformers, in float32 as vLLM's on a CPU."""
 
-    model: str
+    model: Any
 
     async def sampled(self, prompt: list[int], count: int, **body: Any) -> Any:
         params = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
@@ -52,7 +55,9 @@ class Served(RunningSidecar):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    path = make_mixture(tmp_path_factory.mktemp("models"))
+    directory = tmp_path_factory.mktemp("mixture")
+    moe.make(directory)
+    path = str(directory)
     vllm = {
         "enable_return_routed_experts": True,
         "enable_lora": False,
@@ -72,7 +77,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
                 assert time.monotonic() < end, handle.log_tail(60)
                 await asyncio.sleep(0.1)
             served = Served(sidecar.app, sidecar.url, sidecar.session)
-            served.model = path
+            served.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
             yield served
     finally:
         await handle.stop()
@@ -82,10 +87,15 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 400, length).tolist()
 
 
+def chosen_experts(model: Any, tokens: list[int]) -> npt.NDArray[np.int64]:
+    """The experts that transformers' routers choose for these tokens: int64 [tokens, layers, k], ascending."""
+    return np.sort(own_experts(model, torch.tensor(tokens)).numpy(), axis=2)
+
+
 def rows_of(answer: Any) -> npt.NDArray[np.int32]:
     """int32 [rows, layers, k], ascending."""
     flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), "<i4")
-    return np.sort(flat.reshape(-1, LAYERS, TOP_K), axis=2)
+    return np.sort(flat.reshape(-1, LAYERS, moe.EXPERTS_PER_TOKEN), axis=2)
 
 
 def check(served: Served, prompt: list[int], answer: Any, start: int = 0) -> None:
@@ -173,7 +183,7 @@ async def test_a_rollout_client_gets_them_through_router_and_radix_cache(served:
                 prompt = (await client.retrieve(text)).tokens
                 answer = await client.generate(RolloutRequest(text=text, params=params, return_routed_experts=True))
                 flat = np.frombuffer(base64.b64decode(answer.routed_experts), "<i4")
-                rows = np.sort(flat.reshape(-1, LAYERS, TOP_K), axis=2)
+                rows = np.sort(flat.reshape(-1, LAYERS, moe.EXPERTS_PER_TOKEN), axis=2)
                 tokens = [*prompt, *answer.tokens]
                 np.testing.assert_array_equal(rows, chosen_experts(served.model, tokens)[:-1])
                 text += answer.text + "\nAnd then?\n"

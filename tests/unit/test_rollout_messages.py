@@ -142,3 +142,5 @@ def test_routed_experts_that_were_asked_for_must_be_there() -> None:
     request = RolloutRequest(input_ids=[1], return_routed_experts=True)
     with pytest.raises(BadAnswer, match="routed_experts"):
         read_answer(request, given)
+    given["meta_info"]["finish_reason"] = {"type": "abort"}  # the part that continues this one has them
+    assert read_answer(request, given).routed_experts is None
