@@ -104,7 +104,7 @@ GPT_OSS: dict[str, Any] = {
     "layer_types": _MIXED,
     "rope_parameters": _YARN,
 }
-"""A mixture of experts whose attention has sinks. Only full fine-tuning trains it."""
+"""A mixture of experts of a kind that is refused."""
 
 
 def make_family(name: str, directory: Path, **changed: Any) -> str:

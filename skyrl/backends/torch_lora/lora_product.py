@@ -37,17 +37,17 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, updates: Sequence[RowsUpdate], *matrices: Tensor
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        output = torch.nn.functional.linear(rows, weight, bias)
+        output = torch.nn.functional.linear(x, weight, bias)
+        rows, of_rows = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
         kept: list[Tensor] = []
         for start, stop, scale, lora_a, lora_b in updates:
             lora_a, lora_b = lora_a.to(x.dtype), lora_b.to(x.dtype)
             low_rank = torch.mm(_rows(rows, start, stop), lora_a.t()).mul_(scale)
-            _rows(output, start, stop).addmm_(low_rank, lora_b.t())
+            _rows(of_rows, start, stop).addmm_(low_rank, lora_b.t())
             kept += [lora_a, lora_b, low_rank]
         ctx.save_for_backward(x, weight, *kept)
         ctx.places = [update[:3] for update in updates]
-        return output.view(*x.shape[:-1], output.shape[-1])
+        return output  # no view: OLMo clamps it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
