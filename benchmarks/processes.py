@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -12,8 +13,21 @@ PARTS = {"api": "skyrl.api.server", "engine": "skyrl.engine.main"}
 
 def cpu_seconds(pid: int) -> float:
     """User and system CPU time of all threads of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return _cpu_of(Path(f"/proc/{pid}/stat"))
+
+
+def _cpu_of(stat: Path) -> float:
+    fields = stat.read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def thread_seconds(pid: int) -> dict[int, float]:
+    """User and system CPU time of each thread that the process has now, by thread id."""
+    found: dict[int, float] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            found[int(task.name)] = _cpu_of(task / "stat")
+    return found
 
 
 def busy_seconds() -> float:

@@ -61,6 +61,10 @@ class Tenant:
         self._reader = threading.Thread(target=self._read, name=f"tenant-{name}", daemon=True)
         self._reader.start()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import calibration, null_upstream, prompts, series, soak
+from benchmarks import calibration, gaps, null_upstream, prompts, series, soak
 from benchmarks.checks import AnswerCheck
 from benchmarks.connection import Connection
+from benchmarks.processes import thread_seconds
 from benchmarks.report import bench_page
 from benchmarks.table import Row, Target, number, text_table
+from benchmarks.tenants import Round, Spent, bound, medians
 from skyrl.wire.results import SampledSequence, SampleResult, encode_sample
 
 ROUND = 20_011_275
@@ -189,3 +194,55 @@ async def test_a_connection_that_breaks_within_an_answer_raises_connection_error
         connection = Connection("127.0.0.1", server.sockets[0].getsockname()[1], b"")
         with pytest.raises(ConnectionError):
             await connection.post(b"/path", b"hello")
+
+
+def test_the_bound_of_two_tenants_is_all_cpu_time_over_the_cores_or_the_busiest_thread() -> None:
+    cpu = {"trainer": 3.0, "vllm": 4.0, "api": 0.5, "clients": 0.5}
+    assert bound(Spent(9.0, cpu, {"trainer": 2.5, "vllm": 3.5}), 2) == 4.0
+    assert bound(Spent(9.0, cpu, {"trainer": 2.5, "vllm": 3.5}), 4) == 3.5, "one thread is on one core"
+
+
+def test_reached_share_and_speed_ups_of_two_tenants_are_ratios_to_the_bound() -> None:
+    alone = [Spent(4.5, {"trainer": 2.0}, {"trainer": 2.0}), Spent(5.5, {"trainer": 2.0}, {"trainer": 2.0})]
+    beside = Spent(5.0, {"trainer": 4.0, "vllm": 4.0}, {"trainer": 3.9, "vllm": 3.9})
+    found = Round.of(alone, beside, 2)
+    assert (found.then_s, found.beside_s, found.bound_s) == (10.0, 5.0, 4.0)
+    assert (found.reached, found.speedup, found.best) == (0.8, 2.0, 2.5)
+    middle = medians([found, Round(10.0, 8.0, 4.0), Round(10.0, 4.0, 4.0)])
+    assert (middle["reached"], middle["speedup"]) == (0.8, 2.0), "the median of the rounds' ratios"
+
+
+def test_the_slower_tenant_is_alone_from_the_other_ones_end() -> None:
+    assert Spent(6.0, {}, {}, tenants={"A": (5.75, 0.0, 0.0), "B": (4.25, 0.0, 0.0)}).alone_at_end_s == 1.5
+
+
+def test_gaps_are_shares_of_the_looks_and_a_name_of_a_process_may_have_brackets() -> None:
+    counts = {("trainer", "vllm"): 5, ("trainer",): 3, (): 2}
+    assert gaps.shares(counts) == {"none": 0.2, "trainer": 0.3, "trainer+vllm": 0.5}
+    assert gaps.shares({}) == {}
+    assert gaps.wants_core("7 (a) S) R 1 7")
+    assert not gaps.wants_core("7 (a) R) S 1 7")
+
+
+def test_the_cpu_time_of_a_thread_is_its_own() -> None:
+    """One thread works for 50 ms, another waits."""
+    done = threading.Event()
+
+    def work() -> None:
+        while time.thread_time() < 0.05:
+            pass
+        done.wait(10)
+
+    worker, waiter = threading.Thread(target=work), threading.Thread(target=done.wait, args=(10,))
+    worker.start()
+    waiter.start()
+    assert worker.native_id is not None
+    assert waiter.native_id is not None
+    deadline = time.monotonic() + 10
+    while (found := thread_seconds(os.getpid()))[worker.native_id] < 0.03:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert found[waiter.native_id] <= 0.01
+    done.set()
+    worker.join()
+    waiter.join()

@@ -1,0 +1,246 @@
+"""Two tenants' RL, one after the other and beside each other, and how near the latter comes to the hardware's bound:
+`python -m benchmarks.tenants [--rounds N] [--steps N] [--out FILE]`.
+
+A real `skyrl serve` with the tiny model, real vLLM and real training, one thread each, on two cores. The tenants A and
+B are processes with the unmodified SDK. A round runs A alone, B alone, and A beside B; every other round in the other
+order. "A then B" is the sum of the first two wall times.
+
+The bound is a wall time below which A beside B cannot be. With C cores, let c(p) be the CPU seconds of each part p of
+the run (trainer, vLLM, API, clients, others), and t(i) those of each thread i of these processes. C cores do at most C
+CPU seconds per second, and a thread is on at most one core at a time:
+
+    bound = max(sum over p of c(p) / C, max over i of t(i))
+
+The trainer computes on one thread, and so does vLLM, so the second term holds when either is the narrow place. All CPU
+seconds are those of the run of A beside B. The reached share is the bound over the measured wall time, and the best
+possible speed-up is A then B over the bound.
+
+The bound leaves out that a step needs its own samples, and a sample the update before it. To reach the bound, one
+tenant's training must always have the other tenant's sampling beside it.
+
+To find where the time goes, each line also has the idle cores; the shares of the wall time in which the busiest threads
+of trainer and vLLM want a core (both, one or none); and the seconds of each tenant's samples and updates. The slower
+tenant is alone at the end of A beside B; `alone at the end` says how long. `foreign` is what other programs took; with
+more than a tenth of a core the wall times say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.gaps import Gaps
+from benchmarks.machine import facts
+from benchmarks.processes import busy_seconds, cpu_seconds, parts_of, thread_seconds
+from skyrl.demo.rl import Settings
+from skyrl.demo.server import DemoServer
+from skyrl.demo.tenants import Run, Tenant
+
+CORES = 2
+TENANTS = {"A": "count", "B": "sort"}
+CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
+"""As in the demo: vLLM pads every adapter to the maximal rank."""
+COMPUTING = ("trainer", "vllm")
+ALONE_A, ALONE_B, BESIDE = ("A",), ("B",), ("A", "B")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """One run. Seconds: its wall time, the CPU time of each part, and that of the busiest thread of each part.
+    `idle_s` is the time of all cores without work, `foreign_s` the CPU time of other programs. `wanted`: the shares of
+    `gaps.shares`. `tenants`: the seconds of each tenant, of its waits for samples, and for updates."""
+
+    wall_s: float
+    cpu_s: Mapping[str, float]
+    busiest_thread_s: Mapping[str, float]
+    idle_s: float = 0.0
+    foreign_s: float = 0.0
+    wanted: Mapping[str, float] = field(default_factory=dict[str, float])
+    tenants: Mapping[str, tuple[float, float, float]] = field(default_factory=dict[str, tuple[float, float, float]])
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.cpu_s.values())
+
+    @property
+    def alone_at_end_s(self) -> float:
+        """For how long the slower of two tenants ran alone."""
+        ends = [seconds for seconds, _, _ in self.tenants.values()]
+        return max(ends) - min(ends)
+
+
+def bound(run: Spent, cores: int) -> float:
+    """The shortest wall time in seconds for the run's CPU seconds (the module's formula)."""
+    return max(run.total_s / cores, *run.busiest_thread_s.values())
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds, and their ratios: `reached` is bound / beside, `speedup` then / beside, and `best` then / bound."""
+
+    then_s: float
+    beside_s: float
+    bound_s: float
+
+    @staticmethod
+    def of(alone: Sequence[Spent], beside: Spent, cores: int) -> Round:
+        return Round(sum(run.wall_s for run in alone), beside.wall_s, bound(beside, cores))
+
+    @property
+    def reached(self) -> float:
+        return self.bound_s / self.beside_s
+
+    @property
+    def speedup(self) -> float:
+        return self.then_s / self.beside_s
+
+    @property
+    def best(self) -> float:
+        return self.then_s / self.bound_s
+
+
+def medians(rounds: Sequence[Round]) -> dict[str, float]:
+    names = ("then_s", "beside_s", "bound_s", "reached", "speedup", "best")
+    return {name: statistics.median(getattr(each, name) for each in rounds) for name in names}
+
+
+class Scene:
+    """The server, and a process for each tenant."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-tenants-")))
+        self._server = DemoServer(state / "state", backend_config=CONFIG)
+        stack.callback(self._server.stop)
+        self._server.start()
+        self._tenants: dict[str, Tenant] = {}
+        for name, task in TENANTS.items():
+            tenant = self._tenants[name] = Tenant(name, task, state)
+            stack.callback(tenant.stop)
+        self._server.wait_ready()
+        for tenant in self._tenants.values():
+            tenant.wait_up()
+        self._pids = self._parts()
+        self._busiest: dict[str, tuple[int, int]] = {}
+        """The process and the thread of trainer and vLLM that worked most in the run before."""
+        self.run(BESIDE, Settings(steps=2))  # first steps take longer
+
+    def _parts(self) -> dict[str, list[int]]:
+        """The process ids of each part. vLLM is all the server's processes but skyrl's own."""
+        parts = parts_of(self._server.pid)
+        children = [child.pid for child in psutil.Process(self._server.pid).children(recursive=True)]
+        return {
+            "trainer": [parts["engine"]],
+            "vllm": [pid for pid in children if pid not in parts.values()],
+            "api": [parts["api"]],
+            "clients": [tenant.pid for tenant in self._tenants.values()],
+            "others": [self._server.pid, os.getpid()],
+        }
+
+    def run(self, names: Sequence[str], settings: Settings) -> Spent:
+        """Run these tenants at the same time. Raises TenantFailed."""
+        tenants = [self._tenants[name] for name in names]
+        runs = [Run() for _ in names]
+        before, threads_before, busy = self._cpu(), self._threads(), busy_seconds()
+        began = time.perf_counter()
+        for tenant in tenants:
+            tenant.start(self._server.url, "tiny", settings)
+        with Gaps(self._busiest) as gaps, ThreadPoolExecutor(len(tenants)) as pool:
+            list(pool.map(lambda tenant, run: tenant.follow(run, lambda: None), tenants, runs))
+        wall = time.perf_counter() - began
+        used = {part: after - before[part] for part, after in self._cpu().items()}
+        busy = busy_seconds() - busy
+        threads = {
+            part: {thread: seconds - threads_before[part].get(thread, 0.0) for thread, seconds in after.items()}
+            for part, after in self._threads().items()
+        }
+        busiest = {part: max(seconds.values()) for part, seconds in threads.items()}
+        self._busiest = {part: max(threads[part], key=threads[part].__getitem__) for part in COMPUTING}
+        idle = (os.cpu_count() or CORES) * wall - busy
+        foreign = max(0.0, busy - sum(used.values()))
+        times = {
+            name: (run.seconds or 0.0, sum(run.sample_s), sum(run.train_s))
+            for name, run in zip(names, runs, strict=True)
+        }
+        return Spent(wall, used, busiest, idle, foreign, gaps.shares(), times)
+
+    def _cpu(self) -> dict[str, float]:
+        return {part: sum(cpu_seconds(pid) for pid in pids) for part, pids in self._pids.items()}
+
+    def _threads(self) -> dict[str, dict[tuple[int, int], float]]:
+        return {
+            part: {(pid, thread): s for pid in pids for thread, s in thread_seconds(pid).items()}
+            for part, pids in self._pids.items()
+        }
+
+
+def measure(rounds: int, settings: Settings) -> list[dict[str, Any]]:
+    """One entry per round: the runs by name, and their `Round`. Prints a line for each run."""
+    found: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        scene = Scene(stack)
+        for number in range(rounds):
+            order = [ALONE_A, ALONE_B, BESIDE]
+            runs: dict[tuple[str, ...], Spent] = {}
+            for names in order if number % 2 == 0 else reversed(order):
+                runs[names] = scene.run(names, settings)
+                print(line(names, runs[names]), flush=True)
+            result = Round.of([runs[ALONE_A], runs[ALONE_B]], runs[BESIDE], CORES)
+            found.append({"runs": {"+".join(names): asdict(run) for names, run in runs.items()}, "result": result})
+    return found
+
+
+def line(names: Sequence[str], run: Spent) -> str:
+    cpu = ", ".join(f"{part} {seconds:.2f}" for part, seconds in run.cpu_s.items())
+    threads = ", ".join(f"{part} {run.busiest_thread_s[part]:.2f}" for part in COMPUTING)
+    wanted = ", ".join(f"{who} {share:.0%}" for who, share in run.wanted.items())
+    times = ", ".join(f"{name} {sample:.2f} + {train:.2f}" for name, (_, sample, train) in run.tenants.items())
+    return (
+        f"{' beside '.join(names):10} {run.wall_s:6.2f} s; CPU s: {cpu}; busiest thread: {threads}; "
+        f"cores idle {run.idle_s / run.wall_s:.2f}, foreign {run.foreign_s / run.wall_s:.2f}\n"
+        f"{'':10} want a core: {wanted}; samples + updates, s: {times}; alone at the end {run.alone_at_end_s:.2f} s"
+    )
+
+
+def table(figures: Mapping[str, float]) -> str:
+    return "\n".join(
+        (
+            "| A then B | A beside B | bound | reached | speed-up | best possible |",
+            "|---|---|---|---|---|---|",
+            f"| {figures['then_s']:.2f} s | {figures['beside_s']:.2f} s | {figures['bound_s']:.2f} s | "
+            f"{figures['reached']:.0%} | {figures['speedup']:.2f} | {figures['best']:.2f} |",
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Two tenants' RL beside each other, at the hardware's bound.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="steps of a tenant in each run")
+    parser.add_argument("--out", type=Path, help="a file for the JSON")
+    options = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # the server and the tenants inherit it
+    machine = facts()
+    found = measure(options.rounds, Settings(steps=options.steps))
+    figures = medians([each["result"] for each in found])
+    print(table(figures))
+    rounds = [{"runs": each["runs"], **asdict(each["result"])} for each in found]
+    result = {"facts": machine, "settings": asdict(Settings(steps=options.steps)), "medians": figures, "rounds": rounds}
+    print(json.dumps(figures))
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
