@@ -75,24 +75,37 @@ def _row_targets(rows: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], device
     return RowTargets(torch.from_numpy(own).to(device), owners, torch.from_numpy(ids).to(device))
 
 
-def target_logprobs(hidden: Tensor, targets: Targets, lm_head: OutputLayer, segment: LoraSegment) -> Tensor:
+def exceed_a_chunk(targets: Sequence[Targets], lm_head: OutputLayer) -> bool:
+    """Whether the rows of a micro-batch's slices that have a gradient make more than one chunk together."""
+    return sum(len(of_slice.trained.rows) for of_slice in targets) > _rows_of_a_chunk(lm_head)
+
+
+def target_logprobs(
+    hidden: Tensor, targets: Targets, lm_head: OutputLayer, segment: LoraSegment, *, recompute: bool
+) -> Tensor:
     """log softmax(lm_head(hidden)) at the targets, temperature 1. hidden: [rows, hidden]; returns float32 [M].
 
-    With gradients and more than one chunk, each chunk's logits are computed again in backward.
+    With gradients and `recompute`, each chunk's logits are computed again in backward. Without, they are all kept.
     """
     with torch.no_grad():
-        other = _pair_logprobs(hidden, targets.other, lm_head, segment)
-    trained = _pair_logprobs(hidden, targets.trained, lm_head, segment)
+        other = _pair_logprobs(hidden, targets.other, lm_head, segment, recompute=False)
+    trained = _pair_logprobs(hidden, targets.trained, lm_head, segment, recompute=recompute)
     return torch.cat([trained, other]).index_select(0, targets.entries)
 
 
-def _pair_logprobs(hidden: Tensor, targets: RowTargets, lm_head: OutputLayer, segment: LoraSegment) -> Tensor:
+def _rows_of_a_chunk(lm_head: OutputLayer) -> int:
+    return max(1, LOGITS_BYTES // (4 * lm_head.base.out_features))
+
+
+def _pair_logprobs(
+    hidden: Tensor, targets: RowTargets, lm_head: OutputLayer, segment: LoraSegment, *, recompute: bool
+) -> Tensor:
     """float32 [pairs]"""
 
     def logprobs(rows: Tensor, owners: Tensor, ids: Tensor) -> Tensor:
         return _LogSoftmaxAt.apply(lm_head.for_segment(rows, segment).float(), owners, ids)
 
-    count = max(1, LOGITS_BYTES // (4 * lm_head.base.out_features))
+    count = _rows_of_a_chunk(lm_head)
     total = len(targets.rows)
     parts = [hidden.new_empty(0, dtype=torch.float32)]
     for start in range(0, total, count):
@@ -102,7 +115,7 @@ def _pair_logprobs(hidden: Tensor, targets: RowTargets, lm_head: OutputLayer, se
         chosen = targets.rows[start:stop]
         rows = hidden if len(chosen) == len(hidden) else hidden.index_select(0, chosen)
         arguments = (rows, owners, targets.ids[first:last])
-        if torch.is_grad_enabled() and total > count:
+        if torch.is_grad_enabled() and recompute:
             parts.append(checkpoint(logprobs, *arguments, use_reentrant=False))
         else:
             parts.append(logprobs(*arguments))

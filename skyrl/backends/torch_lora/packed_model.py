@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from skyrl.backends.torch_lora import attention
 from skyrl.backends.torch_lora.attention_checks import AttentionCall, noted_calls
 from skyrl.backends.torch_lora.experts import mixture_of, routers_of
-from skyrl.backends.torch_lora.logprobs import Targets, target_logprobs
+from skyrl.backends.torch_lora.logprobs import Targets, exceed_a_chunk, target_logprobs
 from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
 from skyrl.backends.torch_lora.output_layer import LogitTransform, OutputLayer, given_logits
 from skyrl.backends.torch_lora.packing import PackedSlice
@@ -77,8 +77,10 @@ class PackedModel(nn.Module):
         active ones until the backward has ended."""
         with self._recomputation(slices):
             hidden = self._hidden_states(slices)
+        head = self.lm_head
+        recompute = exceed_a_chunk(targets, head)
         return [  # clones, because FSDP2 warns of outputs that are views
-            target_logprobs(hidden[segment.start : segment.stop], of_slice, self.lm_head, segment).clone()
+            target_logprobs(hidden[segment.start : segment.stop], of_slice, head, segment, recompute=recompute).clone()
             for of_slice, segment in zip(targets, segments, strict=True)
         ]
 
