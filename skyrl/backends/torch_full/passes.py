@@ -35,7 +35,7 @@ def _forward_backward(model: FullModel, parameters: FullParameters, piece: Slice
     running = piece.running
     if backward and running.gradient is None:
         running.gradient = parameters.zeros()
-    made = MicroBatch.without_adapters([piece], model.base.device, backward=backward)
+    made = MicroBatch.without_adapters([piece], model.base.device)
     (inputs,) = made.inputs
     with torch.set_grad_enabled(backward):
         (logprobs,) = model.base.packed(made.packed, made.targets, made.segments)

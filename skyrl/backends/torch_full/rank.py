@@ -196,10 +196,7 @@ class FullRank(RankBase):
         """Run one piece, or one token of weight 0 if `pieces` is empty. Adds this rank's rows of the gradient, summed
         over all ranks, to `gradient`; None: without backward."""
         backward = gradient is not None
-        if pieces:
-            made = MicroBatch.without_adapters(pieces, self._device, backward=backward)
-        else:
-            made = one_token(self._device)
+        made = MicroBatch.without_adapters(pieces, self._device) if pieces else one_token(self._device)
         with torch.set_grad_enabled(backward):
             logprobs = self._base.packed(made.packed, made.targets, made.segments)
             scored = [self._scored(*each) for each in zip(pieces, logprobs, made.inputs, strict=bool(pieces))]

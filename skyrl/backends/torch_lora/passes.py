@@ -144,21 +144,21 @@ class MicroBatch:
     @staticmethod
     def of(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
         """With `backward`, each slice gets its own leaves of its adapter's weights."""
-        made = MicroBatch.without_adapters(batch, device, backward=backward)
+        made = MicroBatch.without_adapters(batch, device)
         for index, piece in enumerate(batch):
             packed, adapter = made.packed[index], piece.running.adapter
             made.segments[index] = LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward))
         return made
 
     @staticmethod
-    def without_adapters(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
+    def without_adapters(batch: Sequence[Slice], device: torch.device) -> MicroBatch:
         made = MicroBatch()
         for piece in batch:
             data, layout = piece.data, lay_out(piece.running.tree, piece.indices)
             packed = packing.pack(data, layout, made.packed[-1].stop if made.packed else 0, device)
             made.packed.append(packed)
             arrays = [datum.loss_inputs["target_tokens"] for datum in data]
-            made.targets.append(Targets.of(arrays, layout.rows_of, trained_entries(piece, backward), device))
+            made.targets.append(Targets.of(arrays, layout.rows_of, trained_entries(piece), device))
             made.segments.append(LoraSegment(packed.start, packed.stop, 1.0))
             made.inputs.append(loss_inputs(piece, device))
         return made
@@ -189,16 +189,14 @@ def loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
     return LossInputs(tensors, datum_of_entry, len(sizes))
 
 
-def trained_entries(piece: Slice, backward: bool) -> npt.NDArray[np.bool_]:
-    """The entries where the slice's loss may have a gradient: bool [M]. With `backward` at least one, so that the loss
-    always has a graph."""
+def trained_entries(piece: Slice) -> npt.NDArray[np.bool_]:
+    """The entries where the slice's loss may have a gradient: bool [M]. At least one, so that the loss always has a
+    graph. Without a backward they are the same, so that the logprobs are the same bits."""
     if piece.loss.trained is not None:
         found = _entries(piece, piece.loss.trained) != 0
     else:
         found = np.ones(sum(datum.loss_inputs["target_tokens"].size for datum in piece.data), np.bool_)
-    if not backward:
-        found[:] = False
-    elif not found.any():
+    if not found.any():
         found[0] = True
     return found
 
