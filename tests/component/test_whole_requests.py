@@ -20,6 +20,7 @@ from router_world import PromptServer, until
 from skyrl.api import http_table
 from skyrl.api.app import create_app
 from skyrl.api.whole_request import DirectHttp, WholeRequest, protocol_with
+from skyrl.web.connections import HEAD_BYTES
 from skyrl.wire import tinker_pb2 as pb
 
 ANSWER_S = 60
@@ -300,6 +301,29 @@ async def test_a_request_that_is_arriving_when_the_server_stops_is_answered(
         await client.send(request[-5:])
         assert (await client.answer()).status == 404
         assert await client.is_closed()
+
+
+async def test_a_table_that_does_not_answer_ends_the_connection(
+    front: Front, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def silent(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(http_table.HttpTable, "__call__", silent)
+    client = await front.connect()
+    await client.send(post(RETRIEVE, polled("none")))
+    assert (await client.answer()).status == 500
+    assert await client.is_closed()
+    assert f"a request to {RETRIEVE.decode()} ended without an answer" in caplog.text
+
+
+@pytest.mark.parametrize("path", [ASAMPLE, ASAMPLE + LONG])
+async def test_a_long_head_is_refused_before_its_body_has_come(front: Front, path: bytes) -> None:
+    client = await front.connect()
+    headers = KEY + b"X-Long: %s\r\n" % (b"a" * HEAD_BYTES)
+    await client.send(post(path, b"0123456789", headers)[:-10])
+    assert (await client.answer()).status == 431
+    assert await client.is_closed()
 
 
 async def test_an_error_that_nothing_answers_ends_the_connection(
