@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import zstandard
-from api_harness import Api, Serve, sample_body
+from api_harness import Api, Serve, sample_body, scrape
 from fake_upstream import FakeUpstream, after, complete
 from router_world import PromptServer, until
 
@@ -267,10 +267,18 @@ async def test_a_client_that_goes_away_while_it_waits_is_counted_and_disturbs_no
     waiting = json.loads((await front.one(post(ASAMPLE, await sample(front, 1)))).body)["request_id"]
     gone = await front.connect()
     await gone.send(post(RETRIEVE, polled(waiting)))
+    await until(lambda: RETRIEVE.decode() in front.short)
+    state = front.server.server_state
+    assert len(state.tasks) == 1
+    connections = len(state.connections)
     gone.writer.transport.abort()
+    await until(lambda: len(state.connections) == connections - 1)
     go.set()
     answer = await front.one(post(RETRIEVE, polled(waiting), KEY + b"Accept: application/x-protobuf\r\n"))
     assert answer.status == 200
+    await until(lambda: not state.tasks)
+    polls = {series: n for series, n in (await scrape(front.api)).items() if RETRIEVE.decode() in series}
+    assert [*polls.values()] == [2.0], polls
 
 
 async def test_an_answer_waits_for_a_client_that_does_not_read(front: Front) -> None:
