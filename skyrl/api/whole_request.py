@@ -64,6 +64,10 @@ class WholeRequest:
         except Exception:
             logger.exception("a request ended without an answer")
             self._break_off()
+        else:
+            if not self.response_complete and not self.disconnected:
+                logger.error("a request to %s ended without an answer", scope["path"])
+                self._break_off()
 
     def _break_off(self) -> None:
         transport = self._connection.transport

@@ -76,6 +76,7 @@ SETTLE_SAMPLE = RowStatement(
     "result_format = new_result_format, error = new_error, error_category = new_error_category, "
     f"completed_at = {ENDED_AT_OF_MANY} FROM given WHERE futures.id = request_id AND +futures.status = 'pending'",
     rising="new_completed_at",
+    first_of="request_id",
 )
 """SETTLE for a forwarded sample. Deletes the body, too, which is not needed any more. (The plus keeps SQLite from
 looking for pending rows by their status: it shall look for each given row by its id.)"""

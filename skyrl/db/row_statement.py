@@ -16,23 +16,40 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.sql.compiler import SQLCompiler
 
 SIZES = (256, 128, 64, 32, 16, 8, 4, 2)
-"""How many rows one statement takes. SQLite's driver keeps a compiled statement of each size."""
+"""How many rows one statement takes. SQLite's driver keeps a compiled statement of each size, with its last values."""
+
+ROW_BYTES = 8 * 2**10
+"""Rows with more bytes of text and blobs run one by one: SQLite copies the values of a statement with many rows once
+more, and that costs more than the statement saves. A character of text counts as a byte."""
+
+STATEMENT_BYTES = 2**20
+"""The most bytes of text and blobs in a statement with many rows."""
+
+_LONG_TYPES = (bytes, str)
 
 LEAST_FILLED = 3 / 4
 """A statement whose last rows are empty is used if at least this part of its rows is filled."""
 
 
 class RowStatement:
-    """On SQLite the driver executes it directly, because SQLAlchemy's overhead costs more than the row. Therefore every
-    parameter must be a bindparam of a type that the driver accepts without conversion.
+    """On SQLite the driver executes the statement directly, because SQLAlchemy's overhead costs more than the row.
+    Therefore every parameter must be a bindparam of a type that the driver accepts without conversion.
 
     `many` is SQLite's text for the rows of a group. It reads them with `FROM given`: the column `place` (1, 2, ..
     within one statement) and a column for each parameter, with the parameter's name. The last rows of `given` may be
     empty: all their parameters are NULL, and `many` must ignore them. The rows come in rising order of the parameter
-    `rising`, if there is one. A statement without `many` runs once for each row.
+    `rising`, if there is one. Of several rows with the same value of the parameter `first_of`, only the first one
+    runs. Large rows (see ROW_BYTES) run one by one, before the others. A statement without `many` runs once for each
+    row.
     """
 
-    def __init__(self, statement: Insert | Update, many: str | None = None, rising: str | None = None) -> None:
+    def __init__(
+        self,
+        statement: Insert | Update,
+        many: str | None = None,
+        rising: str | None = None,
+        first_of: str | None = None,
+    ) -> None:
         self.statement: Executable = statement
         compiled = statement.compile(dialect=sqlite.dialect())
         assert isinstance(compiled, SQLCompiler)
@@ -41,6 +58,7 @@ class RowStatement:
         self.parameters: tuple[str, ...] = tuple(compiled.positiontup)
         self._many = many
         self._rising = rising
+        self._first_of = first_of
         self._values = itemgetter(*self.parameters)
         self.sql_of = cache(self._sql_of)
 
@@ -48,22 +66,40 @@ class RowStatement:
         """Run it for the parameters of each row. Returns the number of changed rows. Raises sqlite3.Error; then the
         caller must roll back, because some of the rows may be changed."""
         if len(rows) == 1 or self._many is None:
-            return driver.executemany(self.sql, [self._values(row) for row in rows]).rowcount
+            return self._run_one_by_one(driver, [self._values(row) for row in rows])
+        if self._first_of is not None:
+            rows = list({row[self._first_of]: row for row in reversed(rows)}.values())[::-1]
         if self._rising is not None:
             rows = sorted(rows, key=itemgetter(self._rising))
-        changed = begin = 0
-        while begin < len(rows):
-            size = _size_for(len(rows) - begin)
-            changed += self._run_some(driver, rows[begin : begin + size], size)
+        large: list[tuple[Any, ...]] = []
+        others: list[tuple[Any, ...]] = []
+        most_bytes = 1
+        for values in map(self._values, rows):
+            row_bytes = sum([len(value) for value in values if isinstance(value, _LONG_TYPES)])
+            if row_bytes > ROW_BYTES:
+                large.append(values)
+            else:
+                others.append(values)
+                most_bytes = max(most_bytes, row_bytes)
+        changed = self._run_one_by_one(driver, large) if large else 0
+        begin, at_most = 0, STATEMENT_BYTES // most_bytes
+        while begin < len(others):
+            some = others[begin : begin + at_most]
+            size = _size_for(len(some))
+            changed += self._run_some(driver, some[:size], size)
             begin += size
         return changed
 
-    def _run_some(self, driver: sqlite3.Connection, rows: Sequence[dict[str, Any]], size: int) -> int:
+    def _run_one_by_one(self, driver: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) -> int:
+        return driver.executemany(self.sql, rows).rowcount
+
+    def _run_some(self, driver: sqlite3.Connection, rows: Sequence[tuple[Any, ...]], size: int) -> int:
+        """Run it for `rows` in a statement for `size` rows."""
         if size == 1:
-            return driver.execute(self.sql, self._values(rows[0])).rowcount
+            return driver.execute(self.sql, rows[0]).rowcount
         parameters: list[object] = []
-        for row in rows:
-            parameters += self._values(row)
+        for values in rows:
+            parameters += values
         parameters += [None] * ((size - len(rows)) * len(self.parameters))
         return driver.execute(self.sql_of(size), parameters).rowcount
 

@@ -32,8 +32,9 @@ def routed_experts_input(
     there. Rows behind the sequence's end are left out.
 
     With N = len(tokens) - 1: returns int64 [N, ceil(layers * k / 8)], packed; with `per_token` (k) [N, layers, k].
-    Raises BadAnswer for a record that does not fit its answer's tokens. Raises ValueError if no answer has a record, if
-    a sample stands at no such place in the sequence, or if an expert's number is too large to be packed."""
+    Raises BadAnswer for a record that does not fit its answer's tokens, or has a number below -1. Raises ValueError if
+    no answer has a record, if a sample stands at no such place in the sequence, or if an expert's number is too
+    large to be packed."""
     found: npt.NDArray[np.int32] | None = None
     for number, answer in reversed([*enumerate(answers)]):
         record = _record(answer, f"answers[{number}]")
@@ -55,7 +56,7 @@ def routed_experts_input(
         return _packed(found)
     if found.shape[1] % per_token:
         raise ValueError(f"per_token: {found.shape[1]} experts per token are no multiple of {per_token}")
-    return found.reshape(len(found), -1, per_token).astype(np.int64)
+    return found.reshape(len(found), found.shape[1] // per_token, per_token).astype(np.int64)
 
 
 def _check_place(answer: Mapping[str, Any], tokens: Sequence[int], name: str) -> None:
@@ -73,6 +74,9 @@ def _record(answer: Mapping[str, Any], name: str) -> tuple[int, npt.NDArray[np.i
     if meta.get("routed_experts") is None:
         return None
     start = meta.get("routed_experts_start_len", 0)
+    for count in ("prompt_tokens", "completion_tokens"):
+        if count not in meta:
+            raise BadAnswer(f"{name}: meta_info has routed_experts, but no {count}")
     rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - start
     try:
         flat = np.frombuffer(base64.b64decode(meta["routed_experts"], validate=True), "<i4")
@@ -84,7 +88,9 @@ def _record(answer: Mapping[str, Any], name: str) -> tuple[int, npt.NDArray[np.i
         return None
     if not len(flat) or len(flat) % rows:
         raise BadAnswer(f"{name}: routed_experts has {len(flat)} numbers for {rows} tokens")
-    return start, flat.reshape(rows, -1)
+    if (least := int(flat.min())) < UNRECORDED:
+        raise BadAnswer(f"{name}: routed_experts has the number {least}, which is no expert")
+    return start, flat.reshape(rows, len(flat) // rows)
 
 
 def _packed(experts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

@@ -1,8 +1,9 @@
-"""Installs skyrl's LoRA wrapper, prompt logprobs, routed experts and the forked engine core into vLLM 0.32 on a CPU.
+"""Installs all of skyrl's changes to vLLM 0.32 on a CPU: the LoRA wrapper, prompt logprobs, routed experts, kernels of
+experts, and the forked engine core.
 
 Knows three places inside vLLM: where the platform names its LoRA wrapper, how the runner scores prompt rows, and where
-the platform sets the start method of processes. `punica_cpu` has the LoRA arithmetic, `prompt_scores` the scores,
-`routed_experts_cpu` the experts.
+the platform sets the start method of processes. The modules that it calls know other places: `punica_cpu` has the LoRA
+arithmetic, `prompt_scores` the scores, `routed_experts_cpu` the routed experts, `experts_cpu` the kernels of experts.
 """
 
 from __future__ import annotations

@@ -57,7 +57,11 @@ def name_rows_anew(connector: Any) -> None:
 
     vLLM stores them by the block's hash, and keeps what it has under a name. So a block that is computed again with new
     weights would get the experts of the old ones. Its own reset drops what running requests have not stored yet, and
-    frozen requests need that. Names that a running request has sent before stay: no other request looks for them."""
+    frozen requests need that.
+
+    The names that a running request has sent before stay. Two requests with the same long prompt may share such names:
+    if both are in the middle of that prompt when the weights change, the rows that they share are stored once. So one
+    of them may get rows that the other one computed."""
     salt = secrets.token_bytes(8)
 
     def packed(hashes: Sequence[bytes], sent: int) -> PackedBlockHashes | None:

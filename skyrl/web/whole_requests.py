@@ -31,8 +31,8 @@ class WholeRequests(BoundedHttp):
         self._body: list[bytes] = []
 
     def takes(self) -> bool:
-        """Whether `start` shall get this request: its head is in `headers`, `url` and the parser. It must not be
-        accepted if its body may exceed what one may hold in memory before the key is checked."""
+        """Whether `start` shall get this request: its head is in `headers`, `url` and the parser. Refuse bodies
+        larger than may be held before the key is checked."""
         raise NotImplementedError
 
     def start(self, body: bytes) -> bool:
@@ -90,6 +90,9 @@ class WholeRequests(BoundedHttp):
         self.cycle.body += body
         self.cycle.more_body = more
         self.cycle.message_event.set()
+
+    def _may_answer(self) -> bool:
+        return self._collects or super()._may_answer()
 
     def shutdown(self) -> None:
         """A request that is still arriving is answered, too: uvicorn would know nothing of it."""

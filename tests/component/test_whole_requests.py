@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import zstandard
-from api_harness import Api, Serve, sample_body
+from api_harness import Api, Serve, sample_body, scrape
 from fake_upstream import FakeUpstream, after, complete
 from router_world import PromptServer, until
 
 from skyrl.api import http_table
 from skyrl.api.app import create_app
 from skyrl.api.whole_request import DirectHttp, WholeRequest, protocol_with
+from skyrl.web.connections import HEAD_BYTES
 from skyrl.wire import tinker_pb2 as pb
 
 ANSWER_S = 60
@@ -266,10 +267,18 @@ async def test_a_client_that_goes_away_while_it_waits_is_counted_and_disturbs_no
     waiting = json.loads((await front.one(post(ASAMPLE, await sample(front, 1)))).body)["request_id"]
     gone = await front.connect()
     await gone.send(post(RETRIEVE, polled(waiting)))
+    await until(lambda: RETRIEVE.decode() in front.short)
+    state = front.server.server_state
+    assert len(state.tasks) == 1
+    connections = len(state.connections)
     gone.writer.transport.abort()
+    await until(lambda: len(state.connections) == connections - 1)
     go.set()
     answer = await front.one(post(RETRIEVE, polled(waiting), KEY + b"Accept: application/x-protobuf\r\n"))
     assert answer.status == 200
+    await until(lambda: not state.tasks)
+    polls = {series: n for series, n in (await scrape(front.api)).items() if RETRIEVE.decode() in series}
+    assert [*polls.values()] == [2.0], polls
 
 
 async def test_an_answer_waits_for_a_client_that_does_not_read(front: Front) -> None:
@@ -300,6 +309,29 @@ async def test_a_request_that_is_arriving_when_the_server_stops_is_answered(
         await client.send(request[-5:])
         assert (await client.answer()).status == 404
         assert await client.is_closed()
+
+
+async def test_a_table_that_does_not_answer_ends_the_connection(
+    front: Front, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def silent(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(http_table.HttpTable, "__call__", silent)
+    client = await front.connect()
+    await client.send(post(RETRIEVE, polled("none")))
+    assert (await client.answer()).status == 500
+    assert await client.is_closed()
+    assert f"a request to {RETRIEVE.decode()} ended without an answer" in caplog.text
+
+
+@pytest.mark.parametrize("path", [ASAMPLE, ASAMPLE + LONG])
+async def test_a_long_head_is_refused_before_its_body_has_come(front: Front, path: bytes) -> None:
+    client = await front.connect()
+    headers = KEY + b"X-Long: %s\r\n" % (b"a" * HEAD_BYTES)
+    await client.send(post(path, b"0123456789", headers)[:-10])
+    assert (await client.answer()).status == 431
+    assert await client.is_closed()
 
 
 async def test_an_error_that_nothing_answers_ends_the_connection(

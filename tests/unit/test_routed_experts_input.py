@@ -94,6 +94,27 @@ def test_a_record_that_does_not_fit_is_refused(record: np.ndarray, words: str) -
         routed_experts_input([answer(5, record, TOKENS[5:])], TOKENS)
 
 
+@pytest.mark.parametrize("count", ["prompt_tokens", "completion_tokens"])
+def test_an_answer_without_a_count_is_refused(count: str) -> None:
+    without = answer(5, rows(1, 11), TOKENS[5:])
+    del without["meta_info"][count]
+    with pytest.raises(BadAnswer, match=rf"answers\[0\]: meta_info has routed_experts, but no {count}"):
+        routed_experts_input([without], TOKENS)
+
+
+def test_a_number_below_unrecorded_is_refused() -> None:
+    record = rows(1, 11)
+    record[3, 1, 0] = -2
+    with pytest.raises(BadAnswer, match=r"answers\[0\]: routed_experts has the number -2"):
+        routed_experts_input([answer(5, record, TOKENS[5:])], TOKENS)
+
+
+def test_a_sequence_of_one_token_has_no_rows() -> None:
+    record = answer(1, rows(1, 4), TOKENS[1:5])
+    assert routed_experts_input([record], TOKENS[:1], per_token=2).shape == (0, 3, 2)
+    assert routed_experts_input([record], TOKENS[:1]).shape == (0, 1)
+
+
 def test_no_record_at_all_and_experts_too_many_to_pack_are_refused() -> None:
     with pytest.raises(ValueError, match="ask for them with return_routed_experts"):
         routed_experts_input([answer(5, None, TOKENS[5:])], TOKENS)

@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from skyrl.db.database import Database
 from skyrl.db.futures import RECORD, SETTLE_SAMPLE, Outcome, futures, settlement
-from skyrl.db.row_statement import SIZES, _size_for
+from skyrl.db.row_statement import ROW_BYTES, SIZES, STATEMENT_BYTES, RowStatement, _size_for
 from skyrl.db.tables import FutureRow
 from skyrl.db.writer import GroupCommitWriter
 
@@ -98,20 +98,64 @@ def test_many_rows_end_as_they_do_one_by_one(driver: sqlite3.Connection, count: 
 def test_ends_of_one_group_differ_and_come_after_all_earlier_ones(
     driver: sqlite3.Connection, latest: float | None
 ) -> None:
-    """`latest`: a stored end of another process whose clock is ahead."""
+    """The clock goes back with each row. `latest`: a stored end of another process whose clock is ahead."""
     count = 600
     RECORD.run(driver, [recorded(number) for number in range(count + 1)])
     if latest is not None:
         driver.execute("UPDATE futures SET status = 'done', completed_at = ? WHERE id = ?", (latest, f"r{count}"))
-    clock = [2e9 + (number // 100) * 1e-6 for number in range(count)]
-    clock[7] = 2e9 + 1  # the clock went back after this one
+    clock = [2e9 - 2e-6 * number for number in range(count)]
     SETTLE_SAMPLE.run(driver, [settled(number, now) for number, now in enumerate(clock)])
     ends = driver.execute(
-        "SELECT completed_at FROM futures WHERE completed_at != ? ORDER BY completed_at", (latest or 0,)
+        "SELECT round(completed_at * 1e6), id FROM futures WHERE completed_at != ? ORDER BY completed_at",
+        (latest or 0,),
     ).fetchall()
-    cursors = {round(end * 1e6) for (end,) in ends}
-    assert len(cursors) == count
-    assert min(cursors) >= 1e6 * (latest or 2e9)
+    assert [request_id for _, request_id in ends] == [f"r{number}" for number in reversed(range(count))]
+    assert len({cursor for cursor, _ in ends}) == count
+    assert ends[0][0] >= 1e6 * (latest or clock[-1])
+
+
+def traced(driver: sqlite3.Connection, statement: RowStatement, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The statements that ran, with their values in them."""
+    ran: list[str] = []
+    driver.set_trace_callback(ran.append)
+    try:
+        assert statement.run(driver, rows) == len(rows)
+    finally:
+        driver.set_trace_callback(None)
+    return [text for text in ran if text.startswith(("INSERT", "UPDATE"))]
+
+
+def test_large_rows_run_one_by_one(driver: sqlite3.Connection) -> None:
+    """In a statement of many rows SQLite would hold all their values twice, and keep them."""
+    rows = [recorded(number) for number in range(40)]
+    for row in rows[::4]:
+        row["body"] = bytes(ROW_BYTES)
+    assert len(traced(driver, RECORD, rows)) == 10 + 1
+    ends = [settled(number, 2e9 + number) for number in range(40)]
+    for end in ends[1::4]:
+        end["new_result"] = bytes(ROW_BYTES)
+    assert len(traced(driver, SETTLE_SAMPLE, ends)) == 10 + 1
+    cursors = driver.execute("SELECT DISTINCT round(completed_at * 1e6) FROM futures").fetchall()
+    assert len(cursors) == 40
+    sizes = dict(driver.execute("SELECT id, length(result) FROM futures WHERE result IS NOT NULL").fetchall())
+    assert sizes == {end["request_id"]: len(end["new_result"]) for end in ends if end["new_result"] is not None}
+
+
+def test_the_bytes_of_one_statement_are_bounded(driver: sqlite3.Connection) -> None:
+    rows = [recorded(number) for number in range(512)]
+    for row in rows:
+        row["body"] = bytes(ROW_BYTES - 100)
+    ran = traced(driver, RECORD, rows)
+    assert [text.count("'external'") for text in ran] == [STATEMENT_BYTES // ROW_BYTES] * 4
+    assert len(stored(driver, ["n"])) == 512
+
+
+def test_the_first_outcome_stays_if_a_group_has_two_of_one_request(driver: sqlite3.Connection) -> None:
+    RECORD.run(driver, [recorded(number) for number in (1, 2)])
+    ends = [settled(1, 2e9), settled(2, 2e9), settled(1, 1e9)]
+    ends[2]["new_result"] = b"another"
+    assert SETTLE_SAMPLE.run(driver, ends) == 2
+    assert stored(driver, ["result"]) == [(b"\0result 1",), (b"\0result 2",)]
 
 
 def test_rows_that_ended_before_stay_as_they_are(driver: sqlite3.Connection) -> None:
