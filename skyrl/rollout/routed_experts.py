@@ -17,8 +17,8 @@ import numpy.typing as npt
 from skyrl.rollout.errors import BadAnswer
 
 UNRECORDED = -1
-LARGEST_PACKED = 253
-"""The server takes packed experts if the model has at most 254; the byte 255 is UNRECORDED."""
+LARGEST_PACKED = 254
+"""The server takes packed experts if the model has at most 255; the byte 255 is UNRECORDED."""
 
 
 def routed_experts_input(

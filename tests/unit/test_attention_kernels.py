@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skyrl.backends.torch_lora import attention_kernels
-from skyrl.backends.torch_lora.attention_kernels import attend
+from skyrl.backends.torch_lora.attention_kernels import attend, for_all_heads
 
 COUNT, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 6, 2, 8, 5
 
@@ -72,6 +72,22 @@ def test_attention_equals_the_formula(
     options: dict[str, Any] = {"softcap": softcap, "sinks": sinks if with_sinks else None}
     causal = kind == "causal"
     found = attend(query, key, value, mask=None if causal else mask, causal=causal, scale=scale, **options)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+    found.square().sum().backward()
+    for state, gradient in zip(states, gradients, strict=False):
+        assert state.grad is not None
+        torch.testing.assert_close(state.grad.double(), gradient, atol=1e-4, rtol=1e-4)
+
+
+def test_keys_and_values_of_all_heads_give_the_same_attention_and_gradients() -> None:
+    """On CUDA this form is used with a mask."""
+    mask = _mask("window", 4, 9)
+    states = _states(4, 9)
+    expected, gradients = _formula(states, mask, None, None, False)
+    query, key, value, _ = states
+    all_keys, all_values = for_all_heads(key, HEADS), for_all_heads(value, HEADS)
+    assert all_keys.shape == (COUNT, HEADS, 9, DIM)
+    found = attend(query, all_keys, all_values, mask=mask, causal=False, scale=None)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
     found.square().sum().backward()
     for state, gradient in zip(states, gradients, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,9 @@ from skyrl.backends.base import Datum
 from skyrl.backends.torch_lora import prefixes
 from skyrl.backends.torch_lora.attention import segments_attention
 from skyrl.backends.torch_lora.packing import pack
-from skyrl.backends.torch_lora.prefixes import PrefixTree, lay_out, prefix_tree
+from skyrl.backends.torch_lora.plan import cut_evenly
+from skyrl.backends.torch_lora.prefixes import MAX_COPIES, PrefixTree, lay_out, prefix_tree
+from skyrl.backends.torch_lora.segments import bundled, copied_rows
 
 CPU = torch.device("cpu")
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -93,6 +96,80 @@ def test_a_long_chain_of_turns_is_one_segment() -> None:
     assert len(layout.segments) == 1
 
 
+def _copies(data: list[Datum], tree: PrefixTree, part: list[int]) -> int:
+    """The rows that a layer's attention copies: bundles times the rows before them."""
+    packed = pack([data[index] for index in part], lay_out(tree, part), 0, CPU)
+    sizes = [size for group in packed.groups for size in group.pieces]
+    total = 0
+    for group in packed.groups:
+        if before := sum(sizes[number] for number in group.prefix):
+            total += -(-group.count // bundled(group.count, group.longest, before)) * before
+    assert total == copied_rows(lay_out(tree, part).segments)
+    return total
+
+
+def _branching(turns: int) -> list[Datum]:
+    """A conversation of turns of 32 rows. Each datum ends in a token that the next one does not have."""
+    return _data(*([*range(32 * turn), 9999] for turn in range(1, turns + 1)))
+
+
+def test_a_conversation_that_branches_at_every_turn_copies_few_rows_in_each_slice() -> None:
+    data = _branching(121)
+    tree = prefix_tree(data)
+    assert _copies(data, tree, [*range(121)]) > 100 * tree.rows(range(121)), "all turns in one slice"
+    for parts in (tree.cut(4096), sum(cut_evenly(tree, 2, 4096), [])):
+        assert sorted(index for part in parts for index in part) == list(range(121))
+        assert all(_copies(data, tree, part) <= MAX_COPIES * tree.rows(part) for part in parts)
+        assert sum(map(tree.rows, parts)) < sum(len(datum.tokens) for datum in data) / 6
+    assert tree.cut(4096) == prefix_tree(_branching(121)).cut(4096)
+
+
+def test_groups_of_samples_and_growing_conversations_stay_in_one_slice() -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 100, 512) for _ in range(4)]
+    answers = [rng.integers(100, 200, rng.integers(32, 65)) for _ in range(64)]
+    data = [Datum(np.concatenate([prompts[number // 16], answer]), {}) for number, answer in enumerate(answers)]
+    assert prefix_tree(data).cut(8192) == [[*range(64)]]
+    growing = _data(*([*range(32 * turn)] for turn in range(1, 122)))
+    tree = prefix_tree(growing)
+    assert tree.cut(4096) == [[*range(121)]]
+    assert _copies(growing, tree, [*range(121)]) == 0
+
+
+def test_a_family_with_many_copies_is_cut_apart_from_the_others() -> None:
+    data = [*_data([*range(500, 600), 1], [*range(500, 600), 2]), *_branching(60), *_data([*range(700, 800)])]
+    parts = prefix_tree(data).cut(4096)
+    assert len(parts) > 2
+    assert sum({0, 1} <= set(part) for part in parts) == 1
+
+
+@given(SEQUENCES, st.integers(0, 3), st.integers(1, 30), st.integers(1, 3))
+def test_every_part_has_few_copies(sequences: list[list[int]], most: int, budget: int, ranks: int) -> None:
+    data = _data(*sequences)
+    tree = _tree(data, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "MAX_COPIES", most)
+        for parts in (tree.cut(budget), sum(cut_evenly(tree, 1, budget), [])):
+            assert sorted(index for part in parts for index in part) == list(range(len(sequences)))
+            assert all(_copies(data, tree, part) <= most * tree.rows(part) for part in parts)
+            assert all(tree.fits(part, budget) for part in parts)
+        assert all(tree.fits(part, budget) for parts in cut_evenly(tree, ranks, budget) for part in parts)
+
+
+def test_routed_experts_are_unpacked_one_sequence_at_a_time() -> None:
+    """Each sequence needs 1.6 MB unpacked, all together 26 MB."""
+    rng = np.random.default_rng(0)
+    packed = rng.integers(0, 2**62, (16, 1000, 48))
+    data = [Datum(rng.integers(0, 100, 1000), {"routed_experts": experts}) for experts in packed]
+    tracemalloc.start()
+    try:
+        prefix_tree(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * 2**20
+
+
 def test_rows_with_other_routed_experts_are_not_shared() -> None:
     tokens = np.arange(40)
     experts = np.tile(np.array([[[0, 1], [2, 3]]]), (40, 1, 1))
@@ -106,20 +183,33 @@ def test_rows_with_other_routed_experts_are_not_shared() -> None:
     assert prefix_tree(without).rows([0, 1]) == 40 + 40
 
 
-def _alone(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+def _alone(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """Causal attention of one sequence; query [rows, heads, head_dim], with half as many heads of keys and values."""
     key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
     scores = torch.einsum("ihd,jhd->hij", query, key) * query.shape[-1] ** -0.5
     places = torch.arange(len(query))
     distance = places[:, None] - places
     hidden = (distance < 0) | (distance >= (window or len(query)))
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., : len(query)], value)
 
 
-@given(st.lists(SEQUENCES, min_size=1, max_size=3), st.sampled_from([None, 1, 2, 4]))
+@given(
+    st.lists(SEQUENCES, min_size=1, max_size=3),
+    st.sampled_from([None, 1, 2, 4]),
+    st.sampled_from([None, 1.5]),
+    st.booleans(),
+)
 def test_attention_over_shared_rows_is_that_of_each_sequence_alone(
-    slices: list[list[list[int]]], window: int | None
+    slices: list[list[list[int]]], window: int | None, softcap: float | None, with_sinks: bool
 ) -> None:
+    """With soft-capping or sinks the softmax is in float32."""
     start, packed = 0, []
     for sequences in slices:
         data = _data(*sequences)
@@ -128,11 +218,22 @@ def test_attention_over_shared_rows_is_that_of_each_sequence_alone(
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(start, heads, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
     query, key, value = (each.transpose(0, 1)[None] for each in states)
+    sinks = torch.randn(4, dtype=torch.float64, generator=generator) if with_sinks else None
     output, _ = segments_attention(
-        nn.Identity(), query, key, value, None, attention_groups=[each.groups for each in packed], sliding_window=window
+        nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        attention_groups=[each.groups for each in packed],
+        sliding_window=window,
+        softcap=softcap,
+        s_aux=sinks,
     )
+    tolerance = 1e-9 if softcap is None and sinks is None else 2e-6
     for each in packed:
         for rows in each.layout.rows_of:
             places = each.start + torch.from_numpy(rows)
             query, key, value = (part[places] for part in states)
-            torch.testing.assert_close(output[0, places], _alone(query, key, value, window))
+            expected = _alone(query, key, value, window, softcap, sinks)
+            torch.testing.assert_close(output[0, places], expected, atol=tolerance, rtol=tolerance)

@@ -118,10 +118,12 @@ def test_a_sequence_of_one_token_has_no_rows() -> None:
 def test_no_record_at_all_and_experts_too_many_to_pack_are_refused() -> None:
     with pytest.raises(ValueError, match="ask for them with return_routed_experts"):
         routed_experts_input([answer(5, None, TOKENS[5:])], TOKENS)
-    many = np.full((11, 3, 2), 254)
-    with pytest.raises(ValueError, match="per_token: must be given, because expert 254"):
+    many = np.full((11, 3, 2), 255)
+    with pytest.raises(ValueError, match="per_token: must be given, because expert 255"):
         routed_experts_input([answer(5, many, TOKENS[5:])], TOKENS)
-    assert routed_experts_input([answer(5, many, TOKENS[5:])], TOKENS, per_token=2).max() == 254
+    assert routed_experts_input([answer(5, many, TOKENS[5:])], TOKENS, per_token=2).max() == 255
+    packed = routed_experts_input([answer(5, many - 1, TOKENS[5:])], TOKENS)
+    assert (packed.view(np.uint8)[:, :6] == 254).all()
 
 
 class Client:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.losses import LOSSES
-from skyrl.backends.torch_lora.routed_experts import check_routed_experts
+from skyrl.backends.torch_lora.routed_experts import check_routed_experts, experts_of
 from skyrl.backends.torch_lora.routing import own_experts
 from skyrl.engine.passes import run_passes
 from skyrl.types.command import Command
@@ -227,7 +227,12 @@ def test_packed_experts_are_checked_too() -> None:
     datum = sft(0, 6)[0]
     with pytest.raises(InvalidRequest, match=r"300 experts, too many for bytes; send \[6, 2, 2\]"):
         check_routed_experts(_with(datum, packed(_random_experts(0, 6))), limits)
-    check_routed_experts(_with(datum, packed(_random_experts(0, 6))), Mixture(2, 254, 2))
+    with pytest.raises(InvalidRequest, match="256 experts, too many for bytes"):
+        check_routed_experts(_with(datum, packed(_random_experts(0, 6))), Mixture(2, 256, 2))
+    last = _with(datum, packed(np.tile([253, 254], (6, 2, 1))))
+    check_routed_experts(last, Mixture(2, 255, 2))
+    (read,) = experts_of([last]) or []
+    assert read[:, :4].tolist() == [[253, 254, 253, 254]] * 6
     with pytest.raises(InvalidRequest, match=r"\[5, 1\] names an expert twice: \[3, 3\]"):
         check_routed_experts(_with(datum, packed(_changed((5, 1), 3))), Mixture(2, 8, 2))
 

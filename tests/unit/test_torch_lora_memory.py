@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.backends.base import AdamParams, OutOfMemory, PassResult
+from skyrl.backends.base import AdamParams, Datum, OutOfMemory, PassResult
 from skyrl.backends.torch_lora import adapter as adapter_module
 from skyrl.backends.torch_lora import optimizer, state
+from skyrl.backends.torch_lora import passes as passes_module
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
+from skyrl.backends.torch_lora.prefixes import PrefixTree
 from skyrl.types.lora import LoraSpec
 from tests.failures import FailingLine, FailingOperation
 
@@ -160,6 +162,24 @@ def test_a_pass_that_fails_at_any_operation_leaves_its_models_gradient(tmp_path:
             break
     assert point > 500
     assert merge or failures > 20
+
+
+def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing, other = train("a", sft(1, 9)), train("b", sft(2, 8))
+    backend = _backend("a", "b")
+    (expected,) = ok(_backend("a", "b").run([other]))
+    build = passes_module.prefix_tree
+
+    def prefix_tree(data: Sequence[Datum]) -> PrefixTree:
+        if data is failing.data:
+            raise MemoryError("no memory left")
+        return build(data)
+
+    monkeypatch.setattr(passes_module, "prefix_tree", prefix_tree)
+    lost, kept = backend.run([failing, other])
+    assert isinstance(lost, OutOfMemory)
+    assert isinstance(kept, PassResult)
+    assert kept.metrics == expected.metrics
 
 
 def test_a_failed_attempt_gives_its_memory_back_before_its_slices_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:

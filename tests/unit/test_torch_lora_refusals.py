@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch_lora_support import base_path
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -19,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from skyrl.backends.torch_full.backend import TorchFullBackend
 from skyrl.backends.torch_lora.attention_checks import AttentionCall
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.output_layer import LogitTransform
 from skyrl.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
 from skyrl.config.loading import load_config
@@ -161,6 +163,20 @@ def test_masks_of_packed_rows_pass(window: int | None, sees: Any) -> None:
 def test_options_of_attention_that_packed_rows_do_not_compute_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 0: attention with position_bias is not supported"):
         AttentionCall("layer 0", None, causal_mask_function, ("position_bias",)).check()
+
+
+@pytest.mark.parametrize("error", [AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError])
+def test_a_model_that_fails_on_packed_rows_is_refused_whatever_it_raises(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: object) -> Any:
+        raise error("no such rows")
+
+    base = load_base_model(base_path(), torch.device("cpu"), gradient_checkpointing=False)
+    for check, part in ((base.check_stock, "attention_calls"), (lambda: base.verify(torch.zeros(1)), "packed_logits")):
+        monkeypatch.setattr(base.packed, part, fail)
+        with pytest.raises(ConfigError, match=r"base_model: .* cannot run on packed rows: .*no such rows"):
+            check()
 
 
 def test_vllm_on_a_cpu_takes_adapters_on_all_layers_that_are_trained() -> None:

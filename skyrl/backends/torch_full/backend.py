@@ -98,7 +98,7 @@ class TorchFullBackend(StateSnapshots):
         parameters = self._parameters(training_pass.model_id)
         # A RunningPass only hands its gradient over, which the parameters take as an adapter does
         running = RunningPass(training_pass, cast(Any, parameters), self._losses[training_pass.loss_fn])
-        for piece in slices_of(running, self._budget):
+        for piece in slices_of(running, self._budget, self._device):
             run_slice(self._model, parameters, piece, backward=training_pass.backward)
         return running.outcome()
 

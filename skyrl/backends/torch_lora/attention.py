@@ -17,11 +17,10 @@ from transformers import AttentionInterface
 
 from skyrl.backends.torch_lora.attention_kernels import attend
 from skyrl.backends.torch_lora.packing import AttentionGroup
+from skyrl.backends.torch_lora.segments import bundled
 
 NAME = "skyrl_segments"
 _UNSUPPORTED = ("position_bias",)
-_BUNDLE = 3 / 8
-"""Segments after a shared prefix are bundled up to this share of the prefix's rows."""
 
 
 def segments_attention(
@@ -75,15 +74,15 @@ def _attend_slice(
         before = sum(len(pieces[1][number]) for number in group.prefix)
         if window is not None:
             before = min(before, window - 1)
-        bundled = 1
+        together = 1
         if before:
-            bundled = _bundled(group, before)
-            query, key, value = (_in_bundles(grid, bundled) for grid in (query, key, value))
+            together = bundled(group.count, group.longest, before)
+            query, key, value = (_in_bundles(grid, together) for grid in (query, key, value))
             key, value = (
                 _after([states[number] for number in group.prefix], before, grid)
                 for states, grid in zip(pieces[1:], (key, value), strict=True)
             )
-        mask = _mask(group.longest, bundled, before, window, query.device)
+        mask = _mask(group.longest, together, before, window, query.device)
         output = kernel(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask=mask, causal=mask is None
         )
@@ -92,33 +91,26 @@ def _attend_slice(
         start = stop
 
 
-def _bundled(group: AttentionGroup, before: int) -> int:
-    """How many segments form a bundle. Each bundle has a copy of the keys and values of the prefix, and its segments'
-    rows are masked from each other: more segments need less memory for copies and more products for nothing."""
-    bundles = -(-group.count // max(1, round(_BUNDLE * before / group.longest)))
-    return -(-group.count // bundles)
-
-
-def _in_bundles(grid: Tensor, bundled: int) -> Tensor:
-    """[count, longest, ...] as [bundles, bundled * longest, ...], with zeros in the place of segments that lack."""
-    lacking = -len(grid) % bundled
+def _in_bundles(grid: Tensor, together: int) -> Tensor:
+    """[count, longest, ...] as [bundles, together * longest, ...]. The last bundle is filled up with zeros."""
+    lacking = -len(grid) % together
     if lacking:
         grid = torch.cat([grid, grid.new_zeros(lacking, *grid.shape[1:])])
-    return grid.view(len(grid) // bundled, bundled * grid.shape[1], *grid.shape[2:])
+    return grid.view(len(grid) // together, together * grid.shape[1], *grid.shape[2:])
 
 
-def _mask(length: int, bundled: int, before: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys each row of a bundle attends to: bool [bundled * length, before + bundled * length]. Those of the
-    prefix, and those of its own segment up to itself. None: row i attends to the first i + 1 keys."""
+def _mask(length: int, together: int, before: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys each row of a bundle attends to: bool [together * length, before + together * length]. Those of
+    the prefix, and those of its own segment up to itself. None: row i attends to the first i + 1 keys."""
     if before == 0 and (window is None or length <= window):
         return None
     places = torch.arange(before + length, device=device)
     distance = places[before:, None] - places
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    if bundled == 1:
+    if together == 1:
         return mask
-    own = torch.block_diag(*[mask[:, before:]] * bundled)
-    return torch.cat([mask[:, :before].repeat(bundled, 1), own], dim=1)
+    own = torch.block_diag(*[mask[:, before:]] * together)
+    return torch.cat([mask[:, :before].repeat(together, 1), own], dim=1)
 
 
 def _after(prefix: Sequence[Tensor], count: int, grid: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ def attend(
     """
     assert not (causal and mask is not None)
     if softcap is None and sinks is None:
+        if mask is not None and query.device.type == "cuda":
+            key, value = for_all_heads(key, query.shape[1]), for_all_heads(value, query.shape[1])
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -59,6 +61,15 @@ def attend(
         else:
             parts.append(_explicit(*arguments))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def for_all_heads(states: Tensor, heads: int) -> Tensor:
+    """Keys or values [count, kv_heads, k, dim] as [count, heads, k, dim]: each head a copy of the one that it reads.
+
+    With a mask and fewer heads of keys and values, torch has on CUDA only kernels that keep all scores in memory. With
+    as many heads it has one that does not (PyTorch's scaled_dot_product_attention, "memory-efficient attention"). The
+    copies need less memory than the scores."""
+    return states.repeat_interleave(heads // states.shape[1], dim=1)
 
 
 def _causal_mask(start: int, stop: int, device: torch.device) -> Tensor:

@@ -112,7 +112,7 @@ class TorchLoraBackend(StateSnapshots):
                 piece
                 for running in started
                 if isinstance(running, RunningPass) and running.training_pass.backward == backward
-                for piece in slices_of(running, self._budget)
+                for piece in slices_of(running, self._budget, self._device)
             ]
             for batch in cut([piece.rows for piece in slices], self._shared_rows):
                 run_micro_batch(self._base, slices[batch.start : batch.stop], backward=backward)

@@ -28,8 +28,8 @@ _FUSED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")
 def routers_of(model: nn.Module) -> list[Any]:
     """The routers of a mixture's layers, in the order of the layers; none for a dense model.
 
-    Raises ValueError for layers with experts that choose them in another way, or that have experts beside the chosen
-    ones."""
+    Raises ValueError for layers that choose their experts in another way, or that also have experts which every row
+    uses."""
     routers: list[Any] = []
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "experts", None), nn.Module):

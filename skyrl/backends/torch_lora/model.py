@@ -25,6 +25,8 @@ from skyrl.config.server import ConfigError
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
 """What transformers and safetensors raise for a model that is missing, damaged or unknown."""
+UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model raises whose layers do not fit to packed rows."""
 
 
 class BaseModel:
@@ -61,7 +63,7 @@ class BaseModel:
         rows = torch.from_numpy(np.concatenate(packed.layout.rows_of)).to(self.device)
         try:
             logits = self.packed.packed_logits(packed).index_select(0, rows)
-        except (TypeError, ValueError) as error:
+        except UNFIT as error:
             raise ConfigError(f"base_model: {self.path} cannot run on packed rows: {error}") from error
         tolerance = 1e-3 if base_dtype(self.device) == torch.float32 else 0.1
         worst = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
@@ -82,7 +84,7 @@ class BaseModel:
         try:
             for call in self.packed.attention_calls(row):
                 call.check()
-        except (AttributeError, TypeError, ValueError) as error:
+        except UNFIT as error:
             raise ConfigError(f"base_model: {self.path} cannot run on packed rows: {error}") from error
         given, changed = self.packed.changed_logits(row)
         tolerance = 1e-3 if base_dtype(self.device) == torch.float32 else 0.1

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from skyrl.backends.base import Datum
-from skyrl.backends.torch_lora.prefixes import Layout, Segment, lay_out, prefix_tree
+from skyrl.backends.torch_lora.prefixes import Layout, lay_out, prefix_tree
 from skyrl.backends.torch_lora.routed_experts import experts_of
-
-_SHORTEST_IN_GROUP = 0.75
-"""A segment joins an attention group if it has at least this share of the rows of the group's longest segment. So
-padding is at most a third of the real rows."""
+from skyrl.backends.torch_lora.segments import similar
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def _groups(layout: Layout, device: torch.device) -> Iterator[AttentionGroup]:
     continued = {segment.parent for segment in segments}
     piece_of: dict[int, int] = {}
     pieces = 0
-    for members in _similar(segments):
+    for members in similar(segments):
         sizes: list[int] = []
         open_piece = False
         for number in members:
@@ -111,18 +108,6 @@ def _groups(layout: Layout, device: torch.device) -> Iterator[AttentionGroup]:
             parent = segments[parent].parent
         lengths = [segments[number].rows for number in members]
         yield AttentionGroup(len(members), lengths[0], tuple(sizes), tuple(prefix[::-1]), _cells(lengths, device))
-
-
-def _similar(segments: Sequence[Segment]) -> Iterator[list[int]]:
-    """Consecutive segments with one parent and similar lengths, the longest first."""
-    group: list[int] = []
-    for number, segment in enumerate(segments):
-        longest = segments[group[0]] if group else segment
-        if segment.parent != longest.parent or segment.rows < _SHORTEST_IN_GROUP * longest.rows:
-            yield group
-            group = []
-        group.append(number)
-    yield group
 
 
 def _cells(lengths: Sequence[int], device: torch.device) -> Tensor | None:

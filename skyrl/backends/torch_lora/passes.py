@@ -8,7 +8,7 @@ passes, to the last bit. Knows nothing of requests or where results go.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -93,11 +93,15 @@ class SliceResult:
     gradient: Tensor | None
 
 
-def slices_of(running: RunningPass, budget: int) -> Iterator[Slice]:
-    """Slices of at most `budget` rows. A longer sequence has its own slice."""
-    parts = running.tree.cut(budget)
-    for number, part in enumerate(parts, start=1):
-        yield Slice.of(running, part, last=number == len(parts))
+def slices_of(running: RunningPass, budget: int, device: torch.device) -> list[Slice]:
+    """Slices of at most `budget` rows. A longer sequence has its own slice. If that raises, for example because memory
+    is short, the pass fails and has no slices. DeviceFault is raised."""
+    try:
+        parts = running.tree.cut(budget)
+        return [Slice.of(running, part, last=number == len(parts)) for number, part in enumerate(parts, start=1)]
+    except Exception as error:
+        running.fail(failure_of(error, device))
+        return []
 
 
 def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:

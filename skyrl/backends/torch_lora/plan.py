@@ -103,7 +103,7 @@ def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: in
 def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]]]:
     """Rounds of one part for each rank; a part is a list of ascending indices, perhaps empty.
 
-    The parts of all rounds have about the same number of rows, and at most `budget` or one sequence. Sequences that
+    The parts of all rounds have about the same number of rows, and each `fits` the budget. Sequences that
     share rows stay together, unless they have more rows than a part should have. With one rank the parts are those of
     training without ranks.
     """
@@ -113,7 +113,7 @@ def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]
     count = max(1, -(-tree.rows(range(sequences)) // (budget * ranks)))
     while True:
         parts = _spread(tree, count * ranks, budget)
-        if count * ranks >= sequences or all(len(part) <= 1 or tree.rows(part) <= budget for part in parts):
+        if count * ranks >= sequences or all(tree.fits(part, budget) for part in parts):
             break
         count += 1
     parts.sort(key=lambda part: -tree.rows(part))

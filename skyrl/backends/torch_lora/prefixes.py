@@ -6,9 +6,10 @@ lengths. Knows nothing of torch, adapters or losses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,15 @@ import numpy.typing as npt
 
 from skyrl.backends.base import Datum
 from skyrl.backends.torch_lora.routed_experts import experts_of
+from skyrl.backends.torch_lora.segments import Segment, copied_rows
 
 MIN_SAVED_ROWS = 16
 """A common prefix is shared if this saves at least this many rows. Each shared prefix costs every layer one more call
 of attention, which is about as dear as these rows."""
+MAX_COPIES = 16
+"""Sequences run in parts whose layers copy at most this many rows of keys and values for each row that they compute. A
+layer keeps at least 14h + 4i + 4(q + 2k) numbers for a row and 2k for a copied one (docs/operating/sizing.md), so that
+copies need less memory than the rows if 24k < 14h + 4i + 4q."""
 
 
 def contents(data: Sequence[Datum]) -> list[npt.NDArray[np.int64]]:
@@ -30,10 +36,11 @@ def contents(data: Sequence[Datum]) -> list[npt.NDArray[np.int64]]:
     if experts is None:
         return [ids[:, None] for ids in tokens]
     numbers: dict[bytes, int] = {}
-    return [
-        np.stack([ids, [numbers.setdefault(row.tobytes(), len(numbers)) for row in rows]], axis=1)
-        for ids, rows in zip(tokens, experts, strict=True)
-    ]
+    found = []
+    for ids, rows in zip(tokens, experts, strict=True):
+        digests = (blake2b(row, digest_size=16).digest() for row in rows)  # rows of hundreds of bytes are not kept
+        found.append(np.stack([ids, [numbers.setdefault(digest, len(numbers)) for digest in digests]], axis=1))
+    return found
 
 
 @dataclass(frozen=True)
@@ -79,22 +86,42 @@ class PrefixTree:
             of_root.setdefault(self.path(index)[0], []).append(index)
         return sorted(of_root.values(), key=min)
 
-    def cut(self, budget: int) -> list[list[int]]:
-        """Parts of ascending indices with at most `budget` rows, or one sequence. A family is cut only if it has more
-        rows than the budget."""
-        runs = _Runs(self, budget)
-        for family in self.families:
-            if self.rows(family) <= budget:
-                runs.keep_together(family)
-            for index in family:
-                runs.add(index)
-        return runs.done()
+    def with_few_copies(self, indices: list[int]) -> list[list[int]]:
+        """The same sequences, in halves of halves until no part has more copies than MAX_COPIES allows."""
+        if self._has_few_copies(indices):
+            return [indices]
+        middle = len(indices) // 2
+        return [*self.with_few_copies(indices[:middle]), *self.with_few_copies(indices[middle:])]
 
-    def cut_family(self, family: Sequence[int], budget: int) -> list[list[int]]:
+    def _has_few_copies(self, indices: Sequence[int]) -> bool:
+        # n sequences of a family have at most 2n - 1 segments. The first one copies nothing, each other one fewer rows
+        # than they have together.
+        if 2 * (len(indices) - 1) <= MAX_COPIES:
+            return True
+        return copied_rows(lay_out(self, indices).segments) <= MAX_COPIES * self.rows(indices)
+
+    def fits(self, indices: Sequence[int], budget: int) -> bool:
+        """Whether sequences may run together: at most `budget` rows, with few copies; or one sequence."""
+        return len(indices) <= 1 or (self.rows(indices) <= budget and self._has_few_copies(indices))
+
+    def cut(self, budget: int) -> list[list[int]]:
+        """Parts of ascending indices, each of which fits. A family is cut only if it does not fit."""
+        return self._cut(self.families, budget)
+
+    def cut_family(self, family: list[int], budget: int) -> list[list[int]]:
         """One family, in the order of its tree, as `cut`."""
+        return self._cut([family], budget)
+
+    def _cut(self, families: Sequence[list[int]], budget: int) -> list[list[int]]:
         runs = _Runs(self, budget)
-        for index in family:
-            runs.add(index)
+        for family in families:
+            for number, together in enumerate(self.with_few_copies(family)):
+                if number:
+                    runs.close()
+                if self.rows(together) <= budget:
+                    runs.keep_together(together)
+                for index in together:
+                    runs.add(index)
         return runs.done()
 
 
@@ -110,13 +137,17 @@ class _Runs:
     def keep_together(self, family: Sequence[int]) -> None:
         """Begin a new part if this one has no room for the family."""
         if self._rows + self._tree.rows(family) > self._budget:
-            self._nodes, self._rows = set(), 0
+            self.close()
+
+    def close(self) -> None:
+        """Begin a new part."""
+        self._nodes, self._rows = set(), 0
 
     def add(self, index: int) -> None:
         path = self._tree.path(index)
         more = self._more(path)
         if self._nodes and self._rows + more > self._budget:
-            self._nodes, self._rows = set(), 0
+            self.close()
             more = self._more(path)
         if not self._nodes:
             self._parts.append([])
@@ -128,7 +159,7 @@ class _Runs:
         return sum(self._tree.nodes[node].rows for node in path if node not in self._nodes)
 
     def done(self) -> list[list[int]]:
-        return [sorted(part) for part in self._parts]
+        return [sorted(piece) for part in self._parts for piece in self._tree.with_few_copies(part)]
 
 
 def prefix_tree(data: Sequence[Datum]) -> PrefixTree:
@@ -182,17 +213,6 @@ def _common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Consecutive rows [first, first + rows) of a layout. `parent`: the segment before them in every sequence that has
-    them, -1 for none. `start`: the position of the first row in its sequences."""
-
-    first: int
-    rows: int
-    parent: int
-    start: int
-
-
-@dataclass(frozen=True)
 class Layout:
     """The rows of some sequences of a tree, each once. `segments`: they cover all rows, in order. Parents come before
     children, and the children of one parent one after the other, the longest first. `rows_of`: for each sequence, int64
@@ -205,11 +225,14 @@ class Layout:
     def rows(self) -> int:
         return sum(segment.rows for segment in self.segments)
 
-    def of_rows(self, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    def of_rows(self, arrays: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """Arrays [N, ...] of the sequences, equal where rows are shared, as one array [rows, ...]."""
-        found = np.empty((self.rows, *arrays[0].shape[1:]), arrays[0].dtype)
+        found: npt.NDArray[Any] | None = None
         for rows, array in zip(self.rows_of, arrays, strict=True):
+            if found is None:
+                found = np.empty((self.rows, *array.shape[1:]), array.dtype)
             found[rows] = array
+        assert found is not None
         return found
 
 
@@ -223,8 +246,8 @@ def lay_out(tree: PrefixTree, indices: Sequence[int]) -> Layout:
         children.setdefault(parent, []).append(number)
     segments: list[Segment] = []
     rows: dict[int, npt.NDArray[np.int64]] = {}
+    # The chains whose children have no segments yet, with their own segments. The list grows while the loop runs.
     first, waiting = 0, [(-1, -1)]
-    """The chains whose children have no segments yet, with their own segments."""
     for chain, parent in waiting:
         for number in sorted(children.get(chain, ()), key=lambda number: -sizes[number]):
             waiting.append((number, len(segments)))

@@ -11,7 +11,7 @@ Knows arrays. Knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
             f"model_input, the base model's {mixture.layers} layers with experts, and k experts per token; got "
             f"{list(given.shape)}"
         )
-    if given.shape == packed and mixture.experts >= _PACKED_UNRECORDED:
+    if given.shape == packed and mixture.experts > _PACKED_UNRECORDED:
         raise InvalidRequest(
             f"{field}: the base model has {mixture.experts} experts, too many for bytes; send {list(expected)}"
         )
@@ -64,19 +64,29 @@ def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
         raise InvalidRequest(f"{field}: [{token}, {layer}] names an expert twice: {experts[token, layer].tolist()}")
 
 
-def experts_of(data: Sequence[Datum]) -> list[npt.NDArray[np.int32]] | None:
-    """The checked routed experts of each sequence, int32 [N, at least layers * k], all of one width; -1 for sequences
-    without. None if no sequence has them."""
+def experts_of(data: Sequence[Datum]) -> Iterator[npt.NDArray[np.int32]] | None:
+    """The checked routed experts of one sequence after the other, int32 [N, at least layers * k], all of one width; -1
+    for sequences without. None if no sequence has them. They are unpacked one at a time: together they need four times
+    the memory of packed ones."""
     given = [datum.loss_inputs.get(FIELD) for datum in data]
-    found = [None if experts is None else _flat(experts) for experts in given]
-    width = max((experts.shape[1] for experts in found if experts is not None), default=None)
+    width = max((_width(experts) for experts in given if experts is not None), default=None)
     if width is None:
         return None
-    rows = [np.full((len(datum.tokens), width), UNRECORDED, np.int32) for datum in data]
-    for of_datum, experts in zip(rows, found, strict=True):
-        if experts is not None:
-            of_datum[:, : experts.shape[1]] = experts
+    return (_rows(len(datum.tokens), experts, width) for datum, experts in zip(data, given, strict=True))
+
+
+def _rows(count: int, given: npt.NDArray[Any] | None, width: int) -> npt.NDArray[np.int32]:
+    if given is not None and _width(given) == width:
+        return np.ascontiguousarray(_flat(given), np.int32)
+    rows = np.full((count, width), UNRECORDED, np.int32)
+    if given is not None:
+        rows[:, : _width(given)] = _flat(given)
     return rows
+
+
+def _width(given: npt.NDArray[Any]) -> int:
+    """The columns of `_flat`."""
+    return given.shape[1] * (given.shape[2] if given.ndim == 3 else 8)
 
 
 def _flat(given: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -84,7 +94,8 @@ def _flat(given: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if given.ndim == 3:
         return given.reshape(len(given), -1)
     unpacked = np.ascontiguousarray(given, "<i8").view(np.uint8).astype(np.int32)
-    return np.where(unpacked == _PACKED_UNRECORDED, UNRECORDED, unpacked)
+    unpacked[unpacked == _PACKED_UNRECORDED] = UNRECORDED
+    return unpacked
 
 
 def _first(marked: npt.NDArray[np.bool_]) -> tuple[int, int]:
