@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_lora_support import grpo, sft, train
+from torch_lora_support import grpo, make_ranks, ok, sft, spec, train
 
 from skyrl.backends.base import TrainingPass
+from skyrl.backends.torch_lora import plan as plan_module
+from skyrl.backends.torch_lora import sharded
 from skyrl.backends.torch_lora.plan import Plan, cut_evenly, make_plan
 from skyrl.backends.torch_lora.prefixes import prefix_tree
 
@@ -17,7 +20,7 @@ BUDGET = 64
 
 
 def _plan(passes: list[TrainingPass], ranks: int, *, merge: bool = False) -> Plan:
-    return make_plan(list(enumerate(passes)), ranks, BUDGET, merge=merge)
+    return make_plan(list(enumerate(passes)), ranks, BUDGET, shared_rows=BUDGET if merge else 0)
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=5), RANKS, st.booleans())
@@ -79,6 +82,46 @@ def test_small_passes_spread_over_the_ranks() -> None:
     merged = _plan([train("m", sft(number, 9)) for number in range(64)], 4, merge=True)
     assert {sum(piece.rows for batch in merged.of(rank) for piece in batch) for rank in range(4)} == {16 * 9}
     assert np.ptp([len(merged.of(rank)) for rank in range(4)]) == 0
+
+
+def test_merged_passes_share_micro_batches_up_to_a_limit_below_the_budget() -> None:
+    passes = list(enumerate(train("m", sft(number, *each)) for number, each in enumerate([[12], [12], [12], [30, 20]])))
+    (batches,) = make_plan(passes, 1, BUDGET, shared_rows=24).batches
+    assert [[piece.rows for piece in batch] for batch in batches] == [[12, 12], [12], [50]]
+
+
+@pytest.mark.slow
+def test_merged_passes_over_ranks_on_a_cpu_share_1024_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr(
+        sharded, "make_plan", lambda *args, **limit: (plans.append(make_plan(*args, **limit)), plans[-1])[1]
+    )
+    backend = make_ranks(1, merge=True, micro_batch_tokens=4096)
+    try:
+        for number in range(4):
+            backend.create_model(str(number), spec())
+        ok(
+            backend.run(
+                [
+                    TrainingPass(str(number), sft(number, *[125] * 3), "cross_entropy", backward=False)
+                    for number in range(4)
+                ]
+            )
+        )
+    finally:
+        backend.close()
+    assert [[piece.rows for piece in batch] for batch in plans[0].of(0)] == [[375, 375], [375, 375]]
+
+
+def test_few_cuts_are_tried_where_two_sequences_have_more_rows_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    spread = plan_module._spread
+    monkeypatch.setattr(
+        plan_module, "_spread", lambda tree, count, budget: (tried.append(count), spread(tree, count, budget))[1]
+    )
+    rounds = cut_evenly(prefix_tree(sft(0, *[33] * 200)), 2, BUDGET)
+    assert [len(part) for parts in rounds for part in parts] == [1] * 200
+    assert len(tried) <= 10, "one by one these were 49"
 
 
 def test_samples_of_a_prompt_stay_on_one_rank_where_the_balance_allows_it() -> None:

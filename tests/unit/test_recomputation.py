@@ -87,12 +87,13 @@ def test_a_recomputed_micro_batch_gives_the_same_bits(tmp_path: Path, monkeypatc
     assert set(chosen[3:]) == {True}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "mixture", "mixture-with-dense-layer"])
 @pytest.mark.parametrize("make", [make_backend, make_full])
 def test_the_first_large_micro_batch_tells_what_a_row_needs(architecture: str, make: Any) -> None:
     options = {} if make is make_backend else {"micro_batch_tokens": 4096}
     backend = make(architecture, **options)
-    backend.create_model("m", spec() if make is make_backend else spec(0))
+    mlp = not architecture.startswith("mixture")
+    backend.create_model("m", spec(train_mlp=mlp) if make is make_backend else spec(0))
     chosen = _of(backend)
     guess = chosen._per_row
     ok(backend.run([train("m", sft(0, 30))]))
@@ -104,12 +105,42 @@ def test_the_first_large_micro_batch_tells_what_a_row_needs(architecture: str, m
     assert chosen._per_row == measured
 
 
+def test_a_much_larger_micro_batch_is_measured_again() -> None:
+    backend = make_backend()
+    backend.create_model("m", spec())
+    chosen = _of(backend)
+    ok(backend.run([train("m", sft(0, *[50] * 2))]))
+    chosen._per_row = 1.0
+    ok(backend.run([train("m", sft(0, *[57] * 7))]))
+    assert chosen._per_row == 1.0, "399 rows are fewer than four times 100"
+    ok(backend.run([train("m", sft(0, *[50] * 8))]))
+    assert chosen._per_row > 1000
+
+
+def test_the_guess_knows_the_experts_that_a_row_uses() -> None:
+    attention = (48 + 64) + 2 * (48 + 32) + (64 + 48)
+    experts = 2 * ((48 + 2 * 24) + (24 + 48))
+    assert _of(make_backend("mixture"))._per_row == 2.0 * 4 * 2 * (attention + experts)
+
+
+def test_the_weights_of_an_adapter_do_not_count_as_activations() -> None:
+    def measured(rank: int) -> float:
+        backend = make_backend()
+        backend.create_model("m", spec(rank))
+        ok(backend.run([train("m", sft(0, *LENGTHS))]))
+        return _of(backend)._per_row
+
+    low_rank = 4 * 2 * 7 * (32 - 8)
+    """Bytes of a row's products with lora_A, of seven layers in each of two decoder layers."""
+    assert measured(32) - measured(8) <= low_rank
+
+
 def test_recomputed_layers_keep_little_more_than_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
     inner = PackedModel._hidden_states
 
     def counted(self: PackedModel, slices: Any) -> torch.Tensor:
-        with recomputation._kept_bytes() as found:
+        with recomputation._kept_bytes([]) as found:
             hidden = inner(self, slices)
         if torch.is_grad_enabled():
             kept.append(sum(found.values()))

@@ -61,7 +61,7 @@ class ShardedFullBackend(BackendOverRanks):
         return [self._run_one(each) for each in passes]
 
     def _run_one(self, training_pass: TrainingPass) -> PassResult | Exception:
-        plan = make_plan([(0, training_pass)], self._group.size, self._budget, merge=False)
+        plan = make_plan([(0, training_pass)], self._group.size, self._budget, shared_rows=0)
         try:
             results = self._call("run", training_pass, plan)
         except RankDied:

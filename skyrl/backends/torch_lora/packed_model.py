@@ -68,7 +68,8 @@ class PackedModel(nn.Module):
     def _recomputation(self, slices: Sequence[PackedSlice]) -> AbstractContextManager[None]:
         if self.recomputation is None:
             return nullcontext()
-        return self.recomputation.of_micro_batch(sum(len(packed.tokens) for packed in slices))
+        leaves = [leaf for segment in self.active.segments for pair in segment.pairs.values() for leaf in pair]
+        return self.recomputation.of_micro_batch(sum(len(packed.tokens) for packed in slices), leaves)
 
     def forward(
         self, slices: Sequence[PackedSlice], targets: Sequence[Targets], segments: Sequence[LoraSegment]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import zlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,12 +72,13 @@ class Plan:
         return sorted({rank for rank, _ in self.pieces_of(number)})
 
 
-def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: int, *, merge: bool) -> Plan:
+def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: int, *, shared_rows: int) -> Plan:
     """A plan for passes, given with their numbers. A micro-batch of a rank has at most `budget` rows or one sequence.
 
-    Without `merge` each piece is a micro-batch. With `merge`, pieces of several passes share micro-batches; then a
-    pass's ranks depend on the other passes, too.
+    With `shared_rows` 0 each piece is a micro-batch. Otherwise pieces of several passes share micro-batches of at most
+    so many rows; then a pass's ranks depend on the other passes, too.
     """
+    merge = shared_rows > 0
     batches: list[list[list[Piece]]] = [[] for _ in range(ranks)]
     open_rows, all_rows = [0] * ranks, [0] * ranks
     """Of each rank: the rows of its last micro-batch, and of all its pieces."""
@@ -90,7 +92,7 @@ def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: in
                     continue
                 rank = by_load[place] if merge else (first + place) % ranks
                 piece = Piece(number, tuple(data), tree.rows(data))
-                if merge and batches[rank] and open_rows[rank] + piece.rows <= budget:
+                if merge and batches[rank] and open_rows[rank] + piece.rows <= shared_rows:
                     batches[rank][-1].append(piece)
                     open_rows[rank] += piece.rows
                 else:
@@ -110,12 +112,16 @@ def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]
     if ranks == 1:
         return [[part] for part in tree.cut(budget)]
     sequences = len(tree.ends)
-    count = max(1, -(-tree.rows(range(sequences)) // (budget * ranks)))
-    while True:
+    most = -(-sequences // ranks)
+
+    def fits(count: int) -> bool:
         parts = _spread(tree, count * ranks, budget)
-        if count * ranks >= sequences or all(tree.fits(part, budget) for part in parts):
-            break
-        count += 1
+        return count >= most or all(tree.fits(part, budget) for part in parts)
+
+    count = max(1, -(-tree.rows(range(sequences)) // (budget * ranks)))
+    if not fits(count):
+        count = bisect_left(range(most), True, lo=count + 1, key=fits)
+    parts = _spread(tree, count * ranks, budget)
     parts.sort(key=lambda part: -tree.rows(part))
     return [[sorted(part) for part in parts[start : start + ranks]] for start in range(0, count * ranks, ranks)]
 

@@ -28,9 +28,11 @@ FREE_ANYHOW = 64 * 2**20
 """Activations of at most these bytes are kept without a look at the memory, which takes 50 µs."""
 MEASURED_ROWS = 64
 """A micro-batch of at least so many rows tells how much a row needs."""
+MEASURED_AGAIN = 4
+"""So does each micro-batch that has so many times the rows of the last one that was measured."""
 FIRST_GUESS = 2.0
-"""Until then: numbers that a layer keeps for a row, per input and output of its linear layers. Qwen3, Qwen2 and Llama
-keep 1.2 to 1.5."""
+"""Until then: numbers that a layer keeps for a row, per input and output of its products. Qwen3, Qwen2 and Llama keep
+1.1 to 1.5, Qwen3-MoE 0.8 to 1.7."""
 
 
 class Recomputation:
@@ -52,8 +54,8 @@ class Recomputation:
         self._ranks = ranks
         self._anywhere = anywhere
         self._device = next(layers[0].parameters()).device
-        self._per_row = FIRST_GUESS * _linear_bytes(layers)
-        self._measured = False
+        self._per_row = FIRST_GUESS * _product_bytes(layers)
+        self._measured_rows = 0
         self._able = all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
         if setting is True and not self._able:
             kind = type(layers[0]).__name__
@@ -66,17 +68,18 @@ class Recomputation:
             switched._gradient_checkpointing_func = function
 
     @contextmanager
-    def of_micro_batch(self, rows: int) -> Iterator[None]:
-        """The forward of a micro-batch runs inside."""
+    def of_micro_batch(self, rows: int, leaves: Sequence[Tensor] = ()) -> Iterator[None]:
+        """The forward of a micro-batch runs inside. `leaves`: what it trains beside parameters; their memory lives
+        anyhow, so it does not count."""
         if not torch.is_grad_enabled():
             yield
         elif self.pays(rows):
             with self._recomputed():
                 yield
-        elif self._setting == "auto" and not self._measured and rows >= MEASURED_ROWS:
-            with _kept_bytes() as kept:
+        elif self._setting == "auto" and rows >= max(MEASURED_ROWS, MEASURED_AGAIN * self._measured_rows):
+            with _kept_bytes(leaves) as kept:
                 yield
-            self._per_row, self._measured = sum(kept.values()) / rows, True
+            self._per_row, self._measured_rows = sum(kept.values()) / rows, rows
         else:
             yield
 
@@ -107,21 +110,30 @@ class Recomputation:
                 layer.training = False
 
 
-def _linear_bytes(layers: Sequence[nn.Module]) -> int:
-    """Bytes of a row's inputs and outputs of all linear layers."""
-    linears = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
-    return sum((each.in_features + each.out_features) * each.weight.element_size() for each in linears)
+def _product_bytes(layers: Sequence[nn.Module]) -> int:
+    """Bytes of a row's inputs and outputs of all linear layers, and of the products of the experts that it uses."""
+    modules = [module for layer in layers for module in layer.modules()]
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    dense = sum((each.in_features + each.out_features) * each.weight.element_size() for each in linears)
+    mixtures: list[Any] = [module for module in modules if isinstance(getattr(module, "experts", None), nn.Module)]
+    return dense + sum(
+        module.gate.top_k * sum(weights.shape[1:]) * weights.element_size()
+        for module in mixtures
+        for weights in module.experts.parameters()  # [experts, outputs, inputs]
+    )
 
 
 @contextmanager
-def _kept_bytes() -> Iterator[dict[int, int]]:
-    """What autograd keeps for the backward of the code inside: bytes by address. Parameters do not count."""
+def _kept_bytes(leaves: Sequence[Tensor]) -> Iterator[dict[int, int]]:
+    """What autograd keeps for the backward of the code inside: bytes by address. Neither parameters nor what shares
+    memory with `leaves` counts."""
     found: dict[int, int] = {}
+    trained = {leaf.untyped_storage().data_ptr() for leaf in leaves}
 
     def keep(tensor: Tensor) -> Tensor:
         whole: Any = tensor if tensor._base is None else tensor._base
-        if not isinstance(whole, nn.Parameter):
-            storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if not isinstance(whole, nn.Parameter) and storage.data_ptr() not in trained:
             found[storage.data_ptr()] = storage.nbytes()
         return tensor
 

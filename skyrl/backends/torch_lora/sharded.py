@@ -17,6 +17,7 @@ from torch import Tensor
 from skyrl.backends.base import AdapterDtype, InvalidRequest, PassResult, TrainingPass
 from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter, Target
+from skyrl.backends.torch_lora.backend import SHARED_ROWS_ON_CPU
 from skyrl.backends.torch_lora.experts import noted
 from skyrl.backends.torch_lora.group import RankGroup, results_of
 from skyrl.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
@@ -52,6 +53,8 @@ class ShardedBackend(BackendOverRanks):
         self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
         merge = config.backend_config.trainer.merge_passes
         self._merge = not self._on_cpu if merge is None else merge
+        shared_rows = min(self._budget, SHARED_ROWS_ON_CPU) if self._on_cpu else self._budget
+        self._shared_rows = shared_rows if self._merge else 0
         self._models: dict[str, tuple[LoraSpec, tuple[Target, ...]]] = {}
 
     @property
@@ -81,7 +84,7 @@ class ShardedBackend(BackendOverRanks):
                 [(number, each) for number, each in numbered if each.backward == backward],
                 self._group.size,
                 self._budget,
-                merge=self._merge,
+                shared_rows=self._shared_rows,
             )
             for backward in (False, True)
         )
