@@ -6,6 +6,7 @@ can treat the whole request at once, at a fraction of the cost. Knows connection
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import httptools
 
 
-class WholeRequests(BoundedHttp):
+class WholeRequests(BoundedHttp, ABC):
     """`takes` is asked at the end of each head that may be handled as a whole: HTTP/1.1, no request before it that is
     unanswered, no upgrade, no `Expect`. After the body has come, `start` gets it, and makes the object that
     stands in the place of uvicorn's cycle."""
@@ -30,14 +31,14 @@ class WholeRequests(BoundedHttp):
         """The body of a request that `takes` has accepted is arriving."""
         self._body: list[bytes] = []
 
+    @abstractmethod
     def takes(self) -> bool:
         """Whether `start` shall get this request: its head is in `headers`, `url` and the parser. Refuse bodies
         larger than may be held before the key is checked."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self, body: bytes) -> bool:
         """Start the request. False: it must go to uvicorn after all."""
-        raise NotImplementedError
 
     def on_message_begin(self) -> None:
         self._between_requests, self._in_head, self._deadline = False, True, None

@@ -117,11 +117,20 @@ def test_few_cuts_are_tried_where_two_sequences_have_more_rows_than_the_budget(m
     tried: list[int] = []
     spread = plan_module._spread
     monkeypatch.setattr(
-        plan_module, "_spread", lambda tree, count, budget: (tried.append(count), spread(tree, count, budget))[1]
+        plan_module, "_spread", lambda tree, rounds, *rest: (tried.append(rounds), spread(tree, rounds, *rest))[1]
     )
     rounds = cut_evenly(prefix_tree(sft(0, *[33] * 200)), 2, BUDGET)
     assert [len(part) for parts in rounds for part in parts] == [1] * 200
     assert len(tried) <= 10, "one by one these were 49"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_long_prompts_are_shared_where_a_group_has_more_rows_than_the_budget(ranks: int) -> None:
+    tree = prefix_tree(grpo(0, 4, 16, 200, answer=30))
+    parts = [part for parts in cut_evenly(tree, ranks, 400) for part in parts]
+    alone = sum(map(tree.rows, tree.cut(400)))
+    assert sum(map(tree.rows, parts)) <= 1.1 * alone
+    assert alone < 0.4 * sum(tree.rows([index]) for index in range(64))
 
 
 def test_samples_of_a_prompt_stay_on_one_rank_where_the_balance_allows_it() -> None:

@@ -115,22 +115,27 @@ def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]
     most = -(-sequences // ranks)
 
     def fits(count: int) -> bool:
-        parts = _spread(tree, count * ranks, budget)
+        parts = _spread(tree, count, ranks, budget)
         return count >= most or all(tree.fits(part, budget) for part in parts)
 
     count = max(1, -(-tree.rows(range(sequences)) // (budget * ranks)))
     if not fits(count):
         count = bisect_left(range(most), True, lo=count + 1, key=fits)
-    parts = _spread(tree, count * ranks, budget)
+    parts = _spread(tree, count, ranks, budget)
     parts.sort(key=lambda part: -tree.rows(part))
     return [[sorted(part) for part in parts[start : start + ranks]] for start in range(0, count * ranks, ranks)]
 
 
-def _spread(tree: PrefixTree, count: int, budget: int) -> list[list[int]]:
+def _spread(tree: PrefixTree, rounds: int, ranks: int, budget: int) -> list[list[int]]:
     """Largest families first, each into the part with the fewest rows. A family that is larger than a part should be is
-    cut first."""
-    largest = min(budget, -(-tree.rows(range(len(tree.ends))) // count))
-    pieces = [piece for family in tree.families for piece in tree.cut_family(family, largest)]
+    cut first. With several rounds its pieces have at least twice the rows of its longest sequence, because smaller
+    pieces share few rows; with one round it is more important that no rank waits."""
+    count = rounds * ranks
+    even = -(-tree.rows(range(len(tree.ends))) // count)
+    pieces: list[list[int]] = []
+    for family in tree.families:
+        least = 0 if rounds == 1 else 2 * max(tree.rows([index]) for index in family)
+        pieces += tree.cut_family(family, min(budget, max(even, least)))
     pieces.sort(key=lambda piece: -tree.rows(piece))
     parts: list[list[int]] = [[] for _ in range(count)]
     fewest = [(0, number) for number in range(count)]
