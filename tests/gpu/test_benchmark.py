@@ -10,7 +10,7 @@ from benchmarks import trainer
 from benchmarks.trainer_rows import FULL
 from tests.gpu.support import DEVICE, FIGURES, NUMERICS, build
 
-pytest.importorskip("peft")
+pytest.importorskip("peft", reason="needs PEFT (pip install peft)")
 ROWS = ("tenants-16", "tenants-64")
 
 

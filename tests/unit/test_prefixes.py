@@ -119,7 +119,7 @@ def test_a_conversation_that_branches_at_every_turn_copies_few_rows_in_each_slic
     assert _copies(data, tree, [*range(121)]) > 100 * tree.rows(range(121)), "all turns in one slice"
     for parts in (tree.cut(4096), sum(cut_evenly(tree, 2, 4096), [])):
         assert sorted(index for part in parts for index in part) == list(range(121))
-        assert all(_copies(data, tree, part) <= MAX_COPIES * tree.rows(part) for part in parts)
+        assert all(_copies(data, tree, part) <= MAX_COPIES * tree.rows(part) for part in parts if part)
         assert sum(map(tree.rows, parts)) < sum(len(datum.tokens) for datum in data) / 6
     assert tree.cut(4096) == prefix_tree(_branching(121)).cut(4096)
 
