@@ -71,7 +71,7 @@ class LoraConfig(Strict):
     max_cpu_loras: int = Field(64, ge=1)
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 32
     alpha: float = Field(32.0, gt=0)
-    train_mlp_of_mixtures: TrainMlpOfMixtures = "refuse"
+    train_mlp_of_mixtures: TrainMlpOfMixtures = "train"
 
     @model_validator(mode="after")
     def _cpu_at_least_gpu(self) -> LoraConfig:

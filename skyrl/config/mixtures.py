@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-TrainMlpOfMixtures = Literal["refuse", "leave_out"]
+TrainMlpOfMixtures = Literal["train", "leave_out", "refuse"]
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which configurations count experts. Qwen3-MoE writes the second one, and means the first."""

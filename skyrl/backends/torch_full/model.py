@@ -36,6 +36,7 @@ class PlainModel(PackedModel):
         nn.Module.__init__(self)
         self.active = ActiveSegments()
         self.linears = {}
+        self.experts = {}
         routers = routers_of(model)
         self.routing = Routing(routers)
         self.mixture = mixture_of(routers)

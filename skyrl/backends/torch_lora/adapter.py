@@ -16,16 +16,18 @@ from torch import Tensor
 from skyrl.types.lora import LoraSpec
 
 LoraPair = tuple[Tensor, Tensor]
-"""lora_A [rank, in_features] and lora_B [out_features, rank]."""
+"""lora_A [rank, in_features] and lora_B [out_features, rank]; of experts, both with [experts, ...] before."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A linear layer that adapters may train: its module name in the base model and its sizes."""
+    """A linear layer that adapters may train: its module name in the base model and its sizes. With `experts`, so many
+    layers of these sizes, one for each expert: `<module of the experts>.<projection>`."""
 
     name: str
     in_features: int
     out_features: int
+    experts: int | None = None
 
 
 class Adapter:
@@ -40,10 +42,11 @@ class Adapter:
         self.spec = spec
         self.targets = tuple(targets)
         self.device = device
-        self.shapes: dict[str, tuple[int, int]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for target in self.targets:
-            self.shapes[f"{target.name}.lora_A"] = (spec.rank, target.in_features)
-            self.shapes[f"{target.name}.lora_B"] = (target.out_features, spec.rank)
+            first = () if target.experts is None else (target.experts,)
+            self.shapes[f"{target.name}.lora_A"] = (*first, spec.rank, target.in_features)
+            self.shapes[f"{target.name}.lora_B"] = (*first, target.out_features, spec.rank)
         self.weights = self._initial_weights().to(device) if drawn else torch.empty(0, device=device)
         self.gradient: Tensor | None = None
         self.exp_avg: Tensor | None = None
@@ -56,10 +59,10 @@ class Adapter:
 
     def _initial_weights(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.spec.seed % 2**63)
-        flat = torch.zeros(sum(rows * columns for rows, columns in self.shapes.values()))
+        flat = torch.zeros(sum(map(math.prod, self.shapes.values())))
         for name, view in self.views(flat).items():
             if name.endswith(".lora_A"):
-                bound = 1 / math.sqrt(view.shape[1])
+                bound = 1 / math.sqrt(view.shape[-1])
                 view.copy_(torch.rand(view.shape, generator=generator) * (2 * bound) - bound)
         return flat
 
@@ -67,9 +70,10 @@ class Adapter:
         """Named matrices that share memory with `flat`, a buffer as long as `weights`."""
         views: dict[str, Tensor] = {}
         offset = 0
-        for name, (rows, columns) in self.shapes.items():
-            views[name] = flat[offset : offset + rows * columns].view(rows, columns)
-            offset += rows * columns
+        for name, shape in self.shapes.items():
+            size = math.prod(shape)
+            views[name] = flat[offset : offset + size].view(shape)
+            offset += size
         return views
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -63,6 +63,7 @@ class TorchLoraBackend(StateSnapshots):
             config.base_model_path,
             self._device,
             gradient_checkpointing=config.backend_config.trainer.gradient_checkpointing,
+            mlp_of_mixtures=self._train_mlp_of_mixtures == "train",
         )
         self._limits = self._base.limits(config.backend_config.inference.max_model_len)
         self._losses = served_losses(config.losses.stable_reinforce)
@@ -116,9 +117,9 @@ class TorchLoraBackend(StateSnapshots):
             ]
             for batch in cut([piece.rows for piece in slices], self._shared_rows):
                 run_micro_batch(self._base, slices[batch.start : batch.stop], backward=backward)
-        mixture = self._limits.mixture
+        leaves_out = self._limits.mixture is not None and self._train_mlp_of_mixtures == "leave_out"
         return [
-            noted(running.outcome(), running.adapter.spec, mixture) if isinstance(running, RunningPass) else running
+            noted(running.outcome(), running.adapter.spec, leaves_out) if isinstance(running, RunningPass) else running
             for running in started
         ]
 

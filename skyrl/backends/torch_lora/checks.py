@@ -148,7 +148,7 @@ def check_spec(
         raise InvalidRequest("lora_config: at least one of train_attn, train_mlp and train_unembed must be true")
     if mixture is not None and spec.train_mlp and train_mlp_of_mixtures == "refuse":
         raise InvalidRequest(f"lora_config.train_mlp: {TRAIN_MLP_REFUSED}")
-    if mixture is not None and not (spec.train_attn or spec.train_unembed):
+    if mixture is not None and train_mlp_of_mixtures != "train" and not (spec.train_attn or spec.train_unembed):
         raise InvalidRequest(
             "lora_config: train_attn or train_unembed must be true, because the experts of the base model are not "
             "trained"

@@ -1,8 +1,8 @@
 """Mixtures of experts among base models: which layers have experts, and where their weights are in files.
 
-Experts and routers are frozen under adapters. They compute as transformers' `grouped_mm`: the rows are sorted by
-expert, and each expert that is used makes one matrix product (docs/decisions/mixtures-of-experts.md). Knows the layout
-of transformers' layers. Knows nothing of passes.
+Where no adapter trains experts, they compute as transformers' `grouped_mm`: the rows are sorted by expert, and each
+expert that is used makes one matrix product (docs/decisions/mixtures-of-experts.md). Knows the layout of transformers'
+layers. Knows nothing of passes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def mixture_of(routers: Sequence[Any]) -> Mixture | None:
     return Mixture(len(routers), int(routers[0].num_experts), int(routers[0].top_k))
 
 
-def noted(outcome: PassResult | Exception, spec: LoraSpec, mixture: Mixture | None) -> PassResult | Exception:
-    """The outcome of a pass. Its metrics say so if the adapter asked for `train_mlp` and the experts stay frozen."""
-    if mixture is None or not spec.train_mlp or isinstance(outcome, Exception):
+def noted(outcome: PassResult | Exception, spec: LoraSpec, leaves_out: bool) -> PassResult | Exception:
+    """The outcome of a pass. Its metrics say so if the adapter asked for `train_mlp`, and the experts of the base model
+    are left out."""
+    if not leaves_out or not spec.train_mlp or isinstance(outcome, Exception):
         return outcome
     return replace(outcome, metrics=outcome.metrics | {FROZEN_EXPERTS: 1.0})
 

@@ -43,8 +43,8 @@ class BaseModel:
 
     @property
     def targets(self) -> list[Target]:
-        """The layers that adapters can train, in module order."""
-        return [linear.target for linear in self.packed.linears.values()]
+        """The layers that adapters can train."""
+        return self.packed.targets
 
     def limits(self, max_model_len: int | None) -> ModelLimits:
         context = min(self.max_context, max_model_len or self.max_context)
@@ -97,8 +97,10 @@ class BaseModel:
             )
 
 
-def load_base_model(path: str, device: torch.device, *, gradient_checkpointing: Setting) -> BaseModel:
-    """The whole model on one device.
+def load_base_model(
+    path: str, device: torch.device, *, gradient_checkpointing: Setting, mlp_of_mixtures: bool = False
+) -> BaseModel:
+    """The whole model on one device. `mlp_of_mixtures`: see `PackedModel`.
 
     Raises ConfigError: the path has no causal language model, or the model has layers that adapters cannot train,
     position embeddings that depend on the batch, or other logits on packed rows than in transformers.
@@ -109,7 +111,7 @@ def load_base_model(path: str, device: torch.device, *, gradient_checkpointing: 
         raise ConfigError(f"base_model: cannot load {path}: {error}") from error
     model.to(device).eval().requires_grad_(False)
     check_config(path, model.config)
-    packed = wrap(path, model)
+    packed = wrap(path, model, mlp_of_mixtures=mlp_of_mixtures)
     base = BaseModel(path, device, packed, model.config)
     base.check_stock()
     with torch.no_grad():
@@ -130,10 +132,10 @@ def check_config(path: str, config: Any) -> None:
             )
 
 
-def wrap(path: str, model: Any) -> PackedModel:
+def wrap(path: str, model: Any, *, mlp_of_mixtures: bool = False) -> PackedModel:
     """Raises ConfigError for a model with layers that adapters cannot train."""
     try:
-        return PackedModel(model)
+        return PackedModel(model, mlp_of_mixtures=mlp_of_mixtures)
     except ValueError as error:
         raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error
 

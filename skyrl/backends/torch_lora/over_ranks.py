@@ -31,6 +31,7 @@ def rank_settings(config: ServerConfig) -> RankSettings:
         config.threads,
         trainer.gradient_checkpointing,
         config.losses.stable_reinforce,
+        config.backend_config.lora.train_mlp_of_mixtures == "train",
         trainer.rank_timeout_s,
     )
 

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from skyrl.backends.torch_lora import attention
+from skyrl.backends.torch_lora.adapter import Target
 from skyrl.backends.torch_lora.attention_checks import AttentionCall, noted_calls
 from skyrl.backends.torch_lora.experts import mixture_of, routers_of
 from skyrl.backends.torch_lora.logprobs import Targets, exceed_a_chunk, target_logprobs
 from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
+from skyrl.backends.torch_lora.lora_experts import MultiLoraExperts
 from skyrl.backends.torch_lora.output_layer import LogitTransform, OutputLayer, given_logits
 from skyrl.backends.torch_lora.packing import PackedSlice
-from skyrl.backends.torch_lora.projections import wrap_linears
+from skyrl.backends.torch_lora.projections import wrap_experts, wrap_linears
 from skyrl.backends.torch_lora.recomputation import Recomputation, Setting
 from skyrl.backends.torch_lora.routing import Routing
 
@@ -35,14 +37,24 @@ class PackedModel(nn.Module):
 
     recomputation: Recomputation | None = None
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, mlp_of_mixtures: bool = False) -> None:
+        """With `mlp_of_mixtures`, adapters can also train the experts of a mixture, and the MLPs of its other layers.
+        """
         super().__init__()
         self.active = ActiveSegments()
         routers = routers_of(model)
         self.routing = Routing(routers)
         self.mixture = mixture_of(routers)
-        self.linears: dict[str, MultiLoraLinear] = wrap_linears(model, self.active, mlp=self.mixture is None)
+        mlp = self.mixture is None or mlp_of_mixtures
+        self.linears: dict[str, MultiLoraLinear] = wrap_linears(model, self.active, mlp=mlp)
+        self.experts: dict[str, MultiLoraExperts] = wrap_experts(model, self.active) if mlp else {}
         self.model = model
+
+    @property
+    def targets(self) -> list[Target]:
+        """The layers that adapters can train: linear layers in module order, then experts."""
+        linears = [linear.target for linear in self.linears.values()]
+        return linears + [target for experts in self.experts.values() for target in experts.targets]
 
     @property
     def lm_head(self) -> OutputLayer:

@@ -12,6 +12,7 @@ from torch import nn
 
 from skyrl.backends.torch_lora.adapter import Target
 from skyrl.backends.torch_lora.lora import ActiveSegments, MultiLoraLinear
+from skyrl.backends.torch_lora.lora_experts import MultiLoraExperts
 from skyrl.types.lora import LoraSpec
 
 FORMS = (
@@ -31,10 +32,11 @@ _LAYER = re.compile(r"^(.*\blayers\.\d+)\.")
 
 def wrap_linears(model: nn.Module, active: ActiveSegments, *, mlp: bool = True) -> dict[str, MultiLoraLinear]:
     """Replace every linear layer that adapters can train by a MultiLoraLinear. Returns the new layers in module order.
-    Without `mlp`, for mixtures of experts, the MLPs of all layers stay as they are.
+    Without `mlp` the MLPs of all layers stay as they are.
 
-    Raises ValueError unless each decoder layer has the projections of one of `FORMS` (without `mlp`, of its attention),
-    and the model has one lm_head: otherwise other projections would silently stay untrained.
+    Raises ValueError unless each decoder layer has the projections of one of `FORMS` (without `mlp`, or where the layer
+    has experts, of its attention), and the model has one lm_head: otherwise other projections would silently stay
+    untrained.
     """
     known = ATTENTION + UNEMBED + (MLP if mlp else ())
     found: dict[str, nn.Linear] = {}
@@ -51,7 +53,9 @@ def wrap_linears(model: nn.Module, active: ActiveSegments, *, mlp: bool = True) 
 
 
 def _check_complete(model: nn.Module, names: Sequence[str], *, mlp: bool) -> None:
-    forms = [sorted(attention + (of_mlp if mlp else ())) for attention, of_mlp in FORMS]
+    dense = [sorted(attention + of_mlp) for attention, of_mlp in FORMS]
+    attention_alone = [sorted(attention) for attention, _ in FORMS]
+    with_experts = {match.group(1) for name, _ in experts_in(model) if (match := _LAYER.match(name))}
     layers: dict[str, list[str]] = {}
     heads: list[str] = []
     for name in names:
@@ -65,11 +69,25 @@ def _check_complete(model: nn.Module, names: Sequence[str], *, mlp: bool) -> Non
     if len(heads) != 1:
         raise ValueError(f"needs one lm_head, found {len(heads)}")
     for prefix, leaves in layers.items():
-        if sorted(leaves) not in forms:
+        if sorted(leaves) not in (dense if mlp and prefix not in with_experts else attention_alone):
             raise ValueError(
                 f"the projections of {prefix} are none that LoRA can train: each layer needs, each once, {_known()}; "
                 f"this layer has {_weights(model.get_submodule(prefix))}"
             )
+
+
+def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that hold the experts of a mixture's layers, with their names."""
+    return [(name, module) for name, module in model.named_modules() if _leaf(name) == "experts"]
+
+
+def wrap_experts(model: nn.Module, active: ActiveSegments) -> dict[str, MultiLoraExperts]:
+    """Replace the experts of every layer by MultiLoraExperts, in module order. Raises ValueError for experts that
+    adapters cannot train."""
+    wrapped = {name: MultiLoraExperts(name, experts, active) for name, experts in experts_in(model)}
+    for name, experts in wrapped.items():
+        setattr(model.get_submodule(name.rpartition(".")[0]), "experts", experts)
+    return wrapped
 
 
 def _weights(layer: nn.Module) -> str:

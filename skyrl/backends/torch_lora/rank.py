@@ -30,7 +30,7 @@ from skyrl.backends.torch_lora.passes import MicroBatch, RunningPass, Slice, sli
 from skyrl.backends.torch_lora.plan import Plan
 from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
-from skyrl.backends.torch_lora.sharding import FROZEN, reshard
+from skyrl.backends.torch_lora.sharding import frozen, reshard
 from skyrl.types.lora import LoraSpec
 
 
@@ -61,7 +61,7 @@ class Rank(RankBase):
 
     def load(self) -> AdapterFacts:
         """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
-        base = self._load_model(FROZEN).base
+        base = self._load_model(frozen(mlp_of_mixtures=self._settings.mlp_of_mixtures)).base
         mixture = base.packed.mixture
         return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, tuple(base.targets))
 

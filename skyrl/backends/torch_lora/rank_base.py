@@ -36,12 +36,14 @@ from skyrl.backends.torch_lora.sharding import ModelForm, ShardedModel, load_sha
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a rank is told at its start. `timeout_s`: a rank that waits this long for another rank fails."""
+    """What a rank is told at its start. `mlp_of_mixtures`: adapters can train the experts of a mixture. `timeout_s`: a
+    rank that waits this long for another rank fails."""
 
     base_model: str
     threads: int
     gradient_checkpointing: Setting
     stable_reinforce: Literal["refuse", "cispo"]
+    mlp_of_mixtures: bool
     timeout_s: float
 
 

@@ -94,7 +94,8 @@ class ShardedBackend(BackendOverRanks):
             for number, each in numbered
         )
         specs = [self._known(each.model_id)[0] for each in passes]
-        return [noted(each, spec, self._limits.mixture) for each, spec in zip(outcomes, specs, strict=True)]
+        leaves_out = self._limits.mixture is not None and self._train_mlp_of_mixtures == "leave_out"
+        return [noted(each, spec, leaves_out) for each, spec in zip(outcomes, specs, strict=True)]
 
     def save_state(self, model_id: str, directory: Path) -> None:
         state.save_state(self._copy(model_id, optimizer=True), self._path, directory)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ class ModelForm:
     trained: bool
 
 
-FROZEN = ModelForm(wrap, trained=False)
-"""A base model for adapters."""
+def frozen(*, mlp_of_mixtures: bool) -> ModelForm:
+    """A base model for adapters. `mlp_of_mixtures`: see `PackedModel`."""
+    return ModelForm(partial(wrap, mlp_of_mixtures=mlp_of_mixtures), trained=False)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def load_sharded_model(
     path: str,
     device: torch.device,
     mesh: DeviceMesh,
-    form: ModelForm = FROZEN,
+    form: ModelForm,
     *,
     gradient_checkpointing: Setting,
     agree: Callable[[Exception | None], None],
@@ -238,7 +240,8 @@ def _stored_tensors(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in named:
         module, _, leaf = name.rpartition(".")
         wrapped = module.removesuffix(".base")
-        yield (f"{wrapped}.{leaf}" if wrapped in packed.linears else name), tensor
+        is_wrapped = wrapped in packed.linears or wrapped in packed.experts
+        yield (f"{wrapped}.{leaf}" if is_wrapped else name), tensor
 
 
 def _rows(stored: Any, path: str, name: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:

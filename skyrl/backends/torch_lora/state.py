@@ -6,6 +6,7 @@ Writes only safetensors and JSON, which hold no code. The caller makes the direc
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
         parts = [part for part in OPTIMIZER_PARTS if _part(stored, part)]
     else:
         peft = load_file(directory / PEFT_TENSORS)
-        weights = {name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX): t for name, t in peft.items()}
+        named = {name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX): t for name, t in peft.items()}
+        weights = _with_joined_experts(adapter, named)
         parts = description["parts"]
         stored = load_file(directory / OPTIMIZER_TENSORS) if optimizer and parts else {}
     packed = adapter.pack(weights)
@@ -89,10 +91,11 @@ def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
 
 def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the adapter in PEFT format: tensors `base_model.model.<module>.lora_A.weight`, rounded to the nearest
-    `dtype`."""
+    `dtype`. Of experts, one for each: `<module>` is `<module of the experts>.<number>.<projection>`."""
     tensors = {
-        f"{_PEFT_PREFIX}{name}{_PEFT_SUFFIX}": view.detach().to("cpu", dtype).contiguous()
+        f"{_PEFT_PREFIX}{of_file}{_PEFT_SUFFIX}": matrix.detach().to("cpu", dtype).contiguous()
         for name, view in adapter.views(adapter.weights).items()
+        for of_file, matrix in zip(_names_in_file(name, view.shape), [view] if view.ndim == 2 else view, strict=True)
     }
     save_file(tensors, directory / PEFT_TENSORS, metadata={"format": "pt"})
     alpha = float(adapter.spec.alpha)
@@ -113,6 +116,24 @@ def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torc
         "inference_mode": True,
     }
     (directory / PEFT_JSON).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _names_in_file(name: str, shape: Sequence[int]) -> list[str]:
+    """The names of an adapter's tensor in a PEFT file: as vLLM reads experts, and as PEFT converts them."""
+    if len(shape) == 2:
+        return [name]
+    experts, projection, matrix = name.rsplit(".", 2)
+    return [f"{experts}.{number}.{projection}.{matrix}" for number in range(shape[0])]
+
+
+def _with_joined_experts(adapter: Adapter, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a PEFT file, with one for all experts where the adapter has one. Those that lack an expert stay as
+    they are."""
+    for name, shape in adapter.shapes.items():
+        parts = _names_in_file(name, shape)
+        if len(shape) == 3 and all(part in stored for part in parts):
+            stored[name] = torch.stack([stored.pop(part) for part in parts])
+    return stored
 
 
 def _part(stored: dict[str, Tensor], part: str) -> dict[str, Tensor]:
