@@ -34,7 +34,10 @@ CPU_LORA_TARGETS = (
 )
 """The layers that the trainer's adapters change, in all architectures."""
 MIXTURE_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
-"""With more, vLLM keeps room for adapters on every expert, in each slot: many times the memory of the rest."""
+"""Where adapters do not train experts. With more, vLLM keeps room for adapters on every expert, in each slot: many
+times the memory of the rest."""
+TRAINED_MIXTURE_LORA_TARGETS = (*MIXTURE_LORA_TARGETS, "experts", "gate_proj", "up_proj", "down_proj")
+"""The last three are the MLPs of layers without experts."""
 CPU_CONTEXT = 4096
 CPU_BLOCK_TOKENS = 128
 CPU_KV_BYTES = 256 * 2**20
@@ -152,7 +155,7 @@ def vllm_spec(
         options |= WEIGHT_UPDATES
         env[TELL_VERSIONS_VARIABLE] = "1"
     else:
-        options |= _lora_options(config, MIXTURE_LORA_TARGETS if mixture else None if cuda else CPU_LORA_TARGETS)
+        options |= _lora_options(config, _lora_targets(config, mixture=mixture, cuda=cuda))
     if cuda:
         options |= _gpu_options(config)
     else:
@@ -292,6 +295,14 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "otlp_traces_endpoint": None if config.otlp_endpoint is None else traces_url(config.otlp_endpoint),
     }
+
+
+def _lora_targets(config: ServerConfig, *, mixture: bool, cuda: bool) -> Sequence[str] | None:
+    """The layers that adapters may change; None for all that vLLM knows."""
+    if mixture:
+        trains_experts = config.backend_config.lora.train_mlp_of_mixtures == "train"
+        return TRAINED_MIXTURE_LORA_TARGETS if trains_experts else MIXTURE_LORA_TARGETS
+    return None if cuda else CPU_LORA_TARGETS
 
 
 def _lora_options(config: ServerConfig, targets: Sequence[str] | None) -> dict[str, Any]:

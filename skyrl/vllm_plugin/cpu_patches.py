@@ -15,7 +15,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.outputs import LogprobsTensors
 
-from skyrl.vllm_plugin.experts_cpu import keep_cpu_kernels
+from skyrl.vllm_plugin.experts_cpu import choose_cpu_kernels
 from skyrl.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
 from skyrl.vllm_plugin.routed_experts_cpu import return_routed_experts
 
@@ -29,7 +29,7 @@ def apply(*, fork_engine: bool) -> None:
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)  # type: ignore[method-assign]
     _patch_prompt_logprobs()
     return_routed_experts()
-    keep_cpu_kernels()
+    choose_cpu_kernels()
     if fork_engine:
         _patch_start_method()
 

@@ -1,0 +1,113 @@
+"""Experts with adapters for vLLM 0.32 on a CPU: rows are grouped by expert and adapter.
+
+vLLM's layer for such adapters (`FusedMoEWithLoRA`) loads them and keeps them in slots on every device; its kernels need
+a GPU. This one computes with torch alone: for each expert that is used, two products with the base model's matrices
+over all its rows, and six small ones for each adapter among them.
+
+Knows vLLM's interface of kernels for experts, and how it keeps adapters in slots. Knows nothing of routers, or when
+this kernel is chosen (see `experts_cpu`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, silu
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+
+
+class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
+    """Experts of the kind `silu(gate) * up`, each with the update of its row's adapter."""
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation == MoEActivation.SILU
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """The weights stay as they were loaded: vLLM's other kernel for CPUs keeps them in an order of its own."""
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *_: Any,
+        apply_router_weight_on_input: bool = False,
+        **__: Any,
+    ) -> None:
+        assert not apply_router_weight_on_input
+        context = self._lora_context
+        slots = [-1] * len(hidden_states) if context is None else context.punica_wrapper.token_lora_indices.tolist()
+        if len(slots) != len(hidden_states):
+            raise RuntimeError(f"experts of {len(hidden_states)} rows, but the batch has adapters for {len(slots)}")
+        add_experts(output.zero_(), hidden_states, w1, w2, topk_weights, topk_ids, slots, context)
+
+
+def add_experts(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    slots: list[int],
+    context: MoELoRAContext | None,
+) -> None:
+    """Add to each row of `output` what its chosen experts make of it, in place.
+
+    output, x [T, H]; w13 [E, 2 * I, H], gate above up; w2 [E, H, I]; weights and chosen [T, k]; `slots`: the adapter's
+    slot of each row, -1 without an adapter.
+    """
+    for expert, rows, ranks, groups in _by_expert(chosen.tolist(), slots):
+        inputs = x[rows]
+        gate, up = linear(inputs, w13[expert]).chunk(2, dim=-1)
+        if context is not None:
+            for a, b, y in zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, (gate, up), strict=True):
+                _add_updates(y, inputs, a, b, expert, groups)
+        inner = silu(gate) * up
+        made = linear(inner, w2[expert])
+        if context is not None:
+            _add_updates(made, inner, context.w2_lora_a_stacked[0], context.w2_lora_b_stacked[0], expert, groups)
+        output.index_add_(0, rows, (made * weights[rows, ranks, None]).to(output.dtype))
+
+
+Groups = list[tuple[int, slice]]
+
+
+def _by_expert(
+    chosen: list[list[int]], slots: list[int]
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, Groups]]:
+    """For each used expert: its rows, the rank of the expert among those of each row, and which of these rows each slot
+    has, without -1. The rows of a slot follow each other."""
+    entries = sorted(
+        (expert, slots[row], row, rank) for row, experts in enumerate(chosen) for rank, expert in enumerate(experts)
+    )
+    for expert, of_expert in groupby(entries, key=lambda entry: entry[0]):
+        _, of_slots, rows, ranks = zip(*of_expert, strict=True)
+        groups: Groups = []
+        start = 0
+        for slot, members in groupby(of_slots):
+            stop = start + sum(1 for _ in members)
+            if slot >= 0:
+                groups.append((slot, slice(start, stop)))
+            start = stop
+        yield expert, torch.tensor(rows), torch.tensor(ranks), groups
+
+
+def _add_updates(
+    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, expert: int, groups: Groups
+) -> None:
+    """`y[rows] += x[rows] @ A.T @ B.T` for the rows of each slot, in place. a [slots, E, rank, inputs], b [slots, E,
+    outputs, rank], with the adapter's scale in it."""
+    for slot, rows in groups:
+        down = linear(x[rows].to(a.dtype), a[slot, expert])
+        y[rows] += linear(down, b[slot, expert]).to(y.dtype)
