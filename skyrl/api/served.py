@@ -55,6 +55,7 @@ class Served:
                 "stable_reinforce has no published formula: this server computes cispo for it, with cispo's clip "
                 "thresholds and without its per-sequence terms (metric stable_reinforce_is_cispo:max)"
             )
-        if not self._config.full_finetuning and not self.refuses_mlp and self._is_mixture:
+        leaves_out = self._config.backend_config.lora.train_mlp_of_mixtures == "leave_out"
+        if not self._config.full_finetuning and leaves_out and self._is_mixture:
             warnings.append(FROZEN_WARNING)
         return "; ".join(warnings) or None

@@ -64,8 +64,9 @@ class LoraConfig(Strict):
     """Limits on adapters. `max_loras`, `max_cpu_loras` and `max_lora_rank` are passed to vLLM's options of these names;
     the trainer takes ranks up to `max_lora_rank`, too. `alpha` / rank is the scale of each adapter's update.
 
-    Adapters do not train the experts of a mixture. A request for such a base model that asks for `train_mlp` is
-    refused, or trains the other layers; sessions and metrics then say so."""
+    `train_mlp_of_mixtures`: what `train_mlp` means for a mixture of experts. `train`: adapters train experts, and vLLM
+    keeps room for them in each of `max_loras` slots. `leave_out`: they train the other layers; sessions and metrics say
+    so. `refuse`: the request is refused."""
 
     max_loras: int = Field(8, ge=1)
     max_cpu_loras: int = Field(64, ge=1)

@@ -15,8 +15,9 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which configurations count experts. Qwen3-MoE writes the second one, and means the first."""
 
 TRAIN_MLP_REFUSED = (
-    "must be false: the base model is a mixture of experts, and adapters do not train experts; send train_mlp=False, "
-    "or ask the operator for trainer.policy.model.lora.train_mlp_of_mixtures = leave_out, which trains the other layers"
+    "must be false: the base model is a mixture of experts, and this server does not train its experts; send "
+    "train_mlp=False, or ask the operator for trainer.policy.model.lora.train_mlp_of_mixtures = train, which trains "
+    "experts too, or leave_out, which trains the other layers"
 )
 FROZEN_WARNING = (
     "the base model is a mixture of experts: with train_mlp (the default) this server trains attention and "
@@ -37,9 +38,9 @@ def is_mixture(base_model: str) -> bool:
         values: dict[str, Any] = json.loads(Path(path).read_text())
     except (OSError, TypeError, ValueError):
         return False
-    return has_experts(values.get("text_config") or values)
+    return experts_of(values.get("text_config") or values) > 0
 
 
-def has_experts(config: dict[str, Any]) -> bool:
-    """`config`: the text model's part of a config.json."""
-    return any((config.get(name) or 0) > 0 for name in _COUNTS)
+def experts_of(config: dict[str, Any]) -> int:
+    """How many experts each layer has; 0 for a dense model. `config`: the text model's part of a config.json."""
+    return max(config.get(name) or 0 for name in _COUNTS)

@@ -40,10 +40,18 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        *_: Any,
-        apply_router_weight_on_input: bool = False,
-        **__: Any,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
     ) -> None:
+        """Overwrite `output`. What experts on several devices, quantized ones and other kernels need is not used."""
+        assert expert_map is None
         assert not apply_router_weight_on_input
         context = self._lora_context
         slots = [-1] * len(hidden_states) if context is None else context.punica_wrapper.token_lora_indices.tolist()
@@ -83,9 +91,7 @@ def add_experts(
 Groups = list[tuple[int, slice]]
 
 
-def _by_expert(
-    chosen: list[list[int]], slots: list[int]
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, Groups]]:
+def _by_expert(chosen: list[list[int]], slots: list[int]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, Groups]]:
     """For each used expert: its rows, the rank of the expert among those of each row, and which of these rows each slot
     has, without -1. The rows of a slot follow each other."""
     entries = sorted(

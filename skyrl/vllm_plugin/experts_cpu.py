@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
@@ -23,6 +23,7 @@ EXPERTS = "experts"
 
 def choose_cpu_kernels() -> None:
     """Patch this process."""
+    method: Any = unquantized_fused_moe_method
     initialize, select = FusedMoEConfig.__post_init__, method.select_unquantized_moe_backend
 
     def patched_initialize(config: FusedMoEConfig) -> None:

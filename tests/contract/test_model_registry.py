@@ -172,8 +172,19 @@ def mixture(tmp_path: Path) -> str:
     return str(directory)
 
 
-async def test_train_mlp_of_a_mixture_is_refused_at_once_with_what_to_send(serve: Api, mixture: str) -> None:
+OF_MIXTURES = "trainer.policy.model.lora.train_mlp_of_mixtures"
+
+
+async def test_an_unchanged_script_gets_an_adapter_on_a_mixture(serve: Api, mixture: str) -> None:
     async with serve(base_model=mixture) as http:
+        session = (await http.post("create_session", json={})).json()
+        assert "warning_message" not in session
+        body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "plain"}
+        assert (await http.post("create_model", json=body | {"lora_config": {"rank": 32}})).status_code == 200
+
+
+async def test_train_mlp_of_a_mixture_is_refused_at_once_with_what_to_send(serve: Api, mixture: str) -> None:
+    async with serve(base_model=mixture, backend_config={OF_MIXTURES: "refuse"}) as http:
         session = (await http.post("create_session", json={})).json()
         assert "warning_message" not in session
         body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "plain"}
@@ -187,11 +198,10 @@ async def test_train_mlp_of_a_mixture_is_refused_at_once_with_what_to_send(serve
 
 
 async def test_the_operator_may_leave_out_the_experts_and_sessions_are_warned(serve: Api, mixture: str) -> None:
-    key = "trainer.policy.model.lora.train_mlp_of_mixtures"
-    async with serve(base_model=mixture, backend_config={key: "leave_out"}) as http:
+    async with serve(base_model=mixture, backend_config={OF_MIXTURES: "leave_out"}) as http:
         session = (await http.post("create_session", json={})).json()
         assert "leaves the experts as they are (metric experts_are_frozen:max)" in session["warning_message"]
         body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "plain"}
         assert (await http.post("create_model", json=body)).status_code == 200
-    async with serve(backend_config={key: "leave_out"}) as http:
+    async with serve(backend_config={OF_MIXTURES: "leave_out"}) as http:
         assert "warning_message" not in (await http.post("create_session", json={})).json()

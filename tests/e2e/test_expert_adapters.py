@@ -123,10 +123,7 @@ def test_samples_of_two_adapters_and_of_the_base_model_in_one_batch_keep_their_w
     for name, future in asked.items():
         for sequence in future.result().sequences:
             all_tokens = [*prompt, *sequence.tokens]
-            if name == "base":
-                expected = _logprobs(stock, all_tokens)
-            else:
-                expected = _trained(trainers[name], all_tokens)
+            expected = _logprobs(stock, all_tokens) if name == "base" else _trained(trainers[name], all_tokens)
             assert sequence.logprobs is not None
             assert np.abs(np.asarray(sequence.logprobs) - expected[len(prompt) - 1 :]).max() < LARGEST_GAP
 

@@ -1,10 +1,12 @@
-"""A server whose base model is a mixture of experts: the unmodified SDK trains an adapter and samples from real vLLM.
+"""A server whose base model is a mixture of experts, and whose operator refuses `train_mlp`: the unmodified SDK trains
+an adapter and samples from real vLLM.
 
 The tests share one server and run in the order of this file.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from .test_checkpoints import archive_of
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 KEY = "tml-mixture"
+REFUSE = {"trainer.policy.model.lora.train_mlp_of_mixtures": "refuse"}
 TEXT = "The old fox watches the river at dawn, and a small boat goes down to the sea."
 STEP = types.AdamParams(learning_rate=1e-2)
 LARGEST_GAP = 1e-4
@@ -44,7 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def mixture(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    running = DemoServer(tmp_path_factory.mktemp("server"), "--base-model", model, "--served-model-name", "mixture")
+    given = ("--base-model", model, "--served-model-name", "mixture", "--backend-config", json.dumps(REFUSE))
+    running = DemoServer(tmp_path_factory.mktemp("server"), *given)
     running.start()
     try:
         running.wait_ready(SLOW_START_S)

@@ -184,15 +184,16 @@ def test_ranks_train_a_mixture_as_one_device_does(tmp_path: Path, ranks: int) ->
         over_ranks.close()
 
 
-def test_train_mlp_is_refused_with_what_to_send_instead() -> None:
-    backend = make_backend("mixture")
+REFUSE: dict[str, Any] = {"policy.model.lora.train_mlp_of_mixtures": "refuse"}
+LEAVE_OUT: dict[str, Any] = {"policy.model.lora.train_mlp_of_mixtures": "leave_out"}
+
+
+def test_where_the_operator_refuses_train_mlp_the_error_says_what_to_send_instead() -> None:
+    backend = make_backend("mixture", **REFUSE)
     assert backend.limits.mixture == Mixture(layers=2, experts=8, per_token=2)
     with pytest.raises(InvalidRequest, match="lora_config.train_mlp: .* send train_mlp=False.*train_mlp_of_mixtures"):
         backend.create_model("m", spec())
     make_backend().create_model("m", spec())
-
-
-LEAVE_OUT: dict[str, Any] = {"policy.model.lora.train_mlp_of_mixtures": "leave_out"}
 
 
 def test_the_operator_may_let_train_mlp_train_the_other_layers_and_a_metric_says_so(tmp_path: Path) -> None:
@@ -209,10 +210,10 @@ def test_the_operator_may_let_train_mlp_train_the_other_layers_and_a_metric_says
 
 
 def test_ranks_refuse_and_leave_out_experts_as_one_device_does() -> None:
-    for more in ({}, LEAVE_OUT):
+    for more in (REFUSE, LEAVE_OUT):
         ranks = make_ranks(1, "mixture", **more)
         try:
-            if not more:
+            if more is REFUSE:
                 with pytest.raises(InvalidRequest, match="lora_config.train_mlp"):
                     ranks.create_model("m", spec())
                 continue

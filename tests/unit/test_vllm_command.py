@@ -12,6 +12,7 @@ from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference import vllm_command
 from skyrl.inference.engine_kinds import Vllm
+from skyrl.inference.expert_adapters import memory_hint, room_bytes
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
 from skyrl.nodes.settings import NodeSettings
@@ -371,9 +372,37 @@ def mixture(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_vllm_keeps_no_room_for_adapters_on_experts(mixture: Path, cuda: bool) -> None:
+def test_vllm_keeps_room_for_adapters_on_experts_only_where_the_trainer_trains_them(mixture: Path, cuda: bool) -> None:
+    others = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
+    for mode in ("refuse", "leave_out"):
+        server = spec(mixture, cuda=cuda, trainer__policy__model__lora__train_mlp_of_mixtures=mode)
+        assert option(server, "lora-target-modules") == others
     targets = option(spec(mixture, cuda=cuda), "lora-target-modules")
-    assert targets == ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
+    assert targets == [*others, "experts", "gate_proj", "up_proj", "down_proj"]
+
+
+QWEN3_30B = {
+    "num_hidden_layers": 48,
+    "num_local_experts": 128,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "mlp_only_layers": [],
+}
+
+
+def test_the_room_for_adapters_on_experts_is_named_where_vllm_has_too_little_memory() -> None:
+    lora = "trainer.policy.model.lora"
+    config = load_config({})
+    assert room_bytes(config, QWEN3_30B) == 2 * 8 * 48 * 128 * 32 * 3 * (2048 + 768)
+    hint = memory_hint(config, QWEN3_30B, "RuntimeError: CUDA out of memory")
+    assert "26.6 GB for adapters on the experts" in hint
+    assert f"{lora}.max_loras (8) or max_lora_rank (32), or set train_mlp_of_mixtures to leave_out or refuse" in hint
+    assert memory_hint(config, QWEN3_30B, "ValueError: no such option") == ""
+    assert memory_hint(config, {"num_hidden_layers": 2, "hidden_size": 8}, "out of memory") == ""
+    refusing = load_config({"backend_config": {f"{lora}.train_mlp_of_mixtures": "refuse"}})
+    assert memory_hint(refusing, QWEN3_30B, "out of memory") == ""
+    parallel = load_config({"backend_config": {"generator.inference_engine.tensor_parallel_size": 4}})
+    assert room_bytes(parallel, QWEN3_30B) == 2 * 8 * 48 * 128 * 32 * 3 * (2048 + 192)
 
 
 def test_full_fine_tuning_of_a_mixture_needs_a_gpu_for_vllm(mixture: Path) -> None:

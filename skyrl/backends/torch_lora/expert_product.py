@@ -22,8 +22,8 @@ _ALIGNMENT = 16
 
 
 class ExpertsUpdate(NamedTuple):
-    """An adapter's update of the experts for rows [start, stop): for each projection scale * (x A_e^T) B_e^T, where e is
-    the row's expert. Each pair: lora_A [experts, rank, inputs] and lora_B [experts, outputs, rank]."""
+    """An adapter's update of the experts for rows [start, stop): scale * (x A_e^T) B_e^T for each projection, with the
+    matrices of the row's expert e. Each pair: lora_A [experts, rank, inputs] and lora_B [experts, outputs, rank]."""
 
     start: int
     stop: int

@@ -38,8 +38,7 @@ class PackedModel(nn.Module):
     recomputation: Recomputation | None = None
 
     def __init__(self, model: Any, *, mlp_of_mixtures: bool = False) -> None:
-        """With `mlp_of_mixtures`, adapters can also train the experts of a mixture, and the MLPs of its other layers.
-        """
+        """With `mlp_of_mixtures`, adapters can also train a mixture's experts, and the MLPs of its other layers."""
         super().__init__()
         self.active = ActiveSegments()
         routers = routers_of(model)

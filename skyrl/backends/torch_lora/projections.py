@@ -86,7 +86,7 @@ def wrap_experts(model: nn.Module, active: ActiveSegments) -> dict[str, MultiLor
     adapters cannot train."""
     wrapped = {name: MultiLoraExperts(name, experts, active) for name, experts in experts_in(model)}
     for name, experts in wrapped.items():
-        setattr(model.get_submodule(name.rpartition(".")[0]), "experts", experts)
+        model.get_submodule(name.rpartition(".")[0]).experts = experts
     return wrapped
 
 

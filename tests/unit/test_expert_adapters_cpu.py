@@ -1,0 +1,108 @@
+"""The plugin's kernel for experts with adapters, against one row and one expert at a time."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch, for what vLLM imports
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    from skyrl.vllm_plugin.expert_adapters_cpu import AdaptedExperts, add_experts
+
+EXPERTS, PER_ROW, HIDDEN, SIZE, SLOTS, RANK = 5, 2, 12, 6, 3, 4
+SLOTS_OF_ROWS = [0, 0, -1, 2, 2, -1, 0, 1]
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _adapters() -> Any:
+    shapes = {
+        "w13_lora_a_stacked": ((RANK, HIDDEN), (RANK, HIDDEN)),
+        "w13_lora_b_stacked": ((SIZE, RANK), (SIZE, RANK)),
+        "w2_lora_a_stacked": ((RANK, SIZE),),
+        "w2_lora_b_stacked": ((HIDDEN, RANK),),
+    }
+    seeds = iter(range(100))
+    stacked = {
+        name: tuple(_random(SLOTS, EXPERTS, *shape, seed=next(seeds)) for shape in each)
+        for name, each in shapes.items()
+    }
+    return SimpleNamespace(**stacked)
+
+
+class Batch:
+    """Rows, their experts, and the base model's weights."""
+
+    def __init__(self) -> None:
+        rows = len(SLOTS_OF_ROWS)
+        self.x = _random(rows, HIDDEN, seed=200)
+        self.w13, self.w2 = _random(EXPERTS, 2 * SIZE, HIDDEN, seed=201), _random(EXPERTS, HIDDEN, SIZE, seed=202)
+        self.weights = _random(rows, PER_ROW, seed=203).softmax(-1)
+        self.chosen = torch.stack([torch.randperm(EXPERTS - 1)[:PER_ROW] for _ in range(rows)])  # the last has no row
+
+    def computed(self, slots: list[int], context: Any) -> torch.Tensor:
+        output = torch.zeros_like(self.x)
+        add_experts(output, self.x, self.w13, self.w2, self.weights, self.chosen, slots, context)
+        return output
+
+    def expected(self, slots: list[int], context: Any) -> torch.Tensor:
+        output = torch.zeros_like(self.x)
+        for row, slot in enumerate(slots):
+            for rank, expert in enumerate(self.chosen[row].tolist()):
+                w13, w2 = self.w13[expert], self.w2[expert]
+                if slot >= 0:
+                    pairs = zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True)
+                    w13 = w13 + torch.cat([b[slot, expert] @ a[slot, expert] for a, b in pairs])
+                    w2 = w2 + context.w2_lora_b_stacked[0][slot, expert] @ context.w2_lora_a_stacked[0][slot, expert]
+                gate, up = (w13 @ self.x[row]).chunk(2)
+                output[row] += self.weights[row, rank] * (w2 @ (silu(gate) * up))
+        return output
+
+
+def test_each_row_gets_the_update_of_its_adapter_and_expert() -> None:
+    batch, context = Batch(), _adapters()
+    torch.testing.assert_close(
+        batch.computed(SLOTS_OF_ROWS, context), batch.expected(SLOTS_OF_ROWS, context), atol=1e-10, rtol=1e-10
+    )
+
+
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_rows_without_an_adapter_get_the_base_models_experts(has_slots: bool) -> None:
+    batch = Batch()
+    none = [-1] * len(SLOTS_OF_ROWS)
+    found = batch.computed(none, _adapters() if has_slots else None)
+    torch.testing.assert_close(found, batch.expected(none, None), atol=1e-10, rtol=1e-10)
+
+
+def test_a_map_of_adapters_for_another_number_of_rows_is_an_error() -> None:
+    batch, context = Batch(), _adapters()
+    context.punica_wrapper = SimpleNamespace(token_lora_indices=torch.tensor([0, 1]))
+    kernel = AdaptedExperts.__new__(AdaptedExperts)
+    kernel.set_lora_context(context)
+    with pytest.raises(RuntimeError, match="experts of 8 rows, but the batch has adapters for 2"):
+        kernel.apply(
+            torch.zeros_like(batch.x),
+            batch.x,
+            batch.w13,
+            batch.w2,
+            batch.weights,
+            batch.chosen,
+            MoEActivation.SILU,
+            EXPERTS,
+            None,
+            None,
+            None,
+            batch.x,
+            batch.x,
+            None,
+            False,
+        )
