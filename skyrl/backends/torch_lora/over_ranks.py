@@ -17,9 +17,9 @@ from skyrl.backends.torch_lora import checks
 from skyrl.backends.torch_lora.group import RankGroup, results_of
 from skyrl.backends.torch_lora.losses import Loss, served_losses
 from skyrl.backends.torch_lora.metrics import Tally
-from skyrl.backends.torch_lora.passes import not_finite, result_of
 from skyrl.backends.torch_lora.plan import Plan
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankSettings
+from skyrl.backends.torch_lora.running import not_finite, result_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.server import ServerConfig
 
