@@ -103,6 +103,7 @@ class FullRank(RankBase):
         parameters = self._parameters(training_pass.model_id)
         # A RunningPass hands its gradient to an adapter; here the gradient is kept beside it
         running = RunningPass(cast(Any, parameters), training_pass, self._losses[training_pass.loss_fn])
+        running.tree = plan.trees[0]
         gradient = on_all_or_none(parameters.zeros, self._device) if training_pass.backward else None
         views = None if gradient is None else parameters.views(gradient)
         results: list[PieceResult] = []

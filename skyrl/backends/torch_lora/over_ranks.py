@@ -123,6 +123,8 @@ def outcome_of(
     results: Sequence[Mapping[int, Sequence[PieceResult]]],
 ) -> PassResult | Exception:
     """A pass's outcome from the pieces that the ranks ran, added rank by rank in the order of the plan."""
+    if number in plan.failed:
+        return plan.failed[number]
     of_rank = [iter(each.get(number, ())) for each in results]
     tally = Tally()
     logprobs: dict[int, npt.NDArray[np.float32]] = {}

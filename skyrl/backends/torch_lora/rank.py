@@ -108,6 +108,8 @@ class Rank(RankBase):
         running = [RunningPass(self._adapters[each.model_id], each, self._losses[each.loss_fn]) for each in passes]
         results: dict[int, list[PieceResult]] = {}
         for plan, backward in ((forwards, False), (backwards, True)):
+            for number, tree in plan.trees.items():
+                running[number].tree = tree
             for batch, completed in zip(plan.of(self._rank), plan.completed(), strict=True):
                 pieces = [self._slice(running[piece.number], piece) for piece in batch]
                 outcomes = self._micro_batch(pieces, backward=backward)
