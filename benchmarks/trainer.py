@@ -43,7 +43,7 @@ WAYS: dict[str, Callable[..., Way]] = {
     "server-merged": functools.partial(ServerWay, merge=True),
 }
 MERGED = ("skyrl-merged", "server-merged")
-"""Only for rows with several tenants."""
+"""Only for rows with several passes."""
 OF_SERVER = ("server", "server-merged")
 COLUMNS = ("model, batch, way", "tokens/s", "÷ peft", "peak MiB", "gap of loss", "gap of logprobs")
 RESULTS = Path("out/trainer")
@@ -166,7 +166,7 @@ def main() -> None:
             for row in rows_of(name, cuda=cuda):
                 if options.rows and row.name not in options.rows:
                     continue
-                ways = [way for way in options.ways if way not in MERGED or len(row.ranks) > 1]
+                ways = [way for way in options.ways if way not in MERGED or row.merges]
                 rounds = 2 if options.quick else options.rounds
                 found = measure(model, row, ways, rounds, options.threads, options.clock)
                 by_model.setdefault(name, []).extend(found)

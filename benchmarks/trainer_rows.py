@@ -5,9 +5,10 @@ Knows lengths and losses. Knows nothing of models or of how a batch is trained.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,11 +20,19 @@ MIXED_RANKS = (4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class TenantPass:
-    """What one tenant trains in a step: a pass over `data` with an adapter of this rank, then an optimizer step."""
+    """What one tenant trains in a step: a pass over `data` with an adapter of this rank, then an optimizer step. The
+    data come in `requests` of about the same size, each a pass of its own."""
 
     rank: int
     loss_fn: str
     data: list[Datum]
+    requests: int = 1
+
+    @property
+    def parts(self) -> list[list[Datum]]:
+        """The data of each request."""
+        ends = [len(self.data) * number // self.requests for number in range(self.requests + 1)]
+        return [self.data[first:last] for first, last in itertools.pairwise(ends)]
 
     @property
     def tokens(self) -> int:
@@ -78,17 +87,23 @@ def _sampled(rng: np.random.Generator, prompt: np.ndarray, answer: np.ndarray, v
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A row of the table: one pass of this shape for each of `ranks`."""
+    """A row of the table: one pass of this shape for each of `ranks`, sent in so many `requests`."""
 
     name: str
     what: str
     shape: Shape
     ranks: tuple[int, ...] = (RANK,)
+    requests: int = 1
+
+    @property
+    def merges(self) -> bool:
+        """Whether there are several passes that may run together."""
+        return len(self.ranks) > 1 or self.requests > 1
 
     def passes(self, vocabulary: int) -> list[TenantPass]:
         seed = zlib.crc32(self.name.encode())
         return [
-            TenantPass(rank, self.shape.loss_fn, self.shape.data(vocabulary, seed + number))
+            TenantPass(rank, self.shape.loss_fn, self.shape.data(vocabulary, seed + number), self.requests)
             for number, rank in enumerate(self.ranks)
         ]
 
@@ -102,6 +117,11 @@ def _groups(name: str, groups: int, samples: int, prompt: tuple[int, int], answe
     lengths = ", ".join(f"{what} {_range(ends)}" for what, ends in (("prompt", prompt), ("answers", answer)))
     what = f"{groups} groups × {samples}, {lengths}"
     return BatchRow(name, what, Shape(groups, samples, prompt, answer))
+
+
+def _in_requests(row: BatchRow, requests: int) -> BatchRow:
+    """The same shape in requests that end in the midst of groups."""
+    return replace(row, name=f"{row.name}-in-{requests}", what=f"{row.what}, {requests} requests", requests=requests)
 
 
 def _long(tokens: int, answer: int) -> BatchRow:
@@ -125,6 +145,7 @@ FULL = (
     _uniform(32, 256),
     _groups("grpo-8x8", 8, 8, (256, 256), (32, 64)),
     _groups("grpo-4x16", 4, 16, (512, 512), (32, 64)),
+    _in_requests(_groups("grpo-4x16", 4, 16, (512, 512), (32, 64)), 6),
     _groups("grpo-mixed", 8, 8, (256, 1024), (32, 256)),
     _long(8192, 2048),
     _tenants(1, 16),
@@ -135,6 +156,7 @@ FULL = (
 SMALL = (
     _uniform(2, 64),
     _groups("grpo-1x8", 1, 8, (128, 128), (8, 16)),
+    _in_requests(_groups("grpo-1x8", 1, 8, (128, 128), (8, 16)), 3),
     _groups("grpo-mixed-2x4", 2, 4, (64, 128), (8, 32)),
     _long(1024, 256),
     _tenants(1, 16),

@@ -19,13 +19,13 @@ from tinker import types
 from benchmarks.processes import parts_of
 from benchmarks.stage import NullUpstream
 from benchmarks.trainer_rows import TenantPass
-from benchmarks.trainer_ways import STEP, Trained
+from benchmarks.trainer_ways import STEP, Trained, joined
 from skyrl.backends.base import Datum
 from skyrl.demo.server import DemoServer
 
 
 class ServerWay:
-    """`merge`: passes of several tenants share the base model's work."""
+    """`merge`: passes that wait at the same time share the base model's work."""
 
     def __init__(self, model: str, threads: int, *, merge: bool) -> None:
         self._model = model
@@ -43,7 +43,7 @@ class ServerWay:
         self._server.wait_ready()
 
     def start(self, passes: Sequence[TenantPass]) -> None:
-        self._data = [(each.loss_fn, [_sdk_datum(datum) for datum in each.data]) for each in passes]
+        self._data = [(each.loss_fn, [[_sdk_datum(datum) for datum in data] for data in each.parts]) for each in passes]
         self._clients: list[Any] = []
         for number, each in enumerate(passes):
             service = tinker.ServiceClient(base_url=self._server.url, api_key=f"tml-tenant-{number}")
@@ -54,14 +54,12 @@ class ServerWay:
     def step(self) -> list[Trained]:
         adam = types.AdamParams(learning_rate=STEP.learning_rate, eps=STEP.eps)
         submitted = [
-            (client.forward_backward(data, loss_fn), client.optim_step(adam))
-            for client, (loss_fn, data) in zip(self._clients, self._data, strict=True)
+            ([client.forward_backward(data, loss_fn) for data in parts], client.optim_step(adam))
+            for client, (loss_fn, parts) in zip(self._clients, self._data, strict=True)
         ]
         found: list[Trained] = []
-        for training_pass, step in submitted:
-            result = training_pass.result()
-            logprobs = [np.asarray(each["logprobs"].data, np.float32) for each in result.loss_fn_outputs]
-            found.append(Trained(result.metrics["loss:sum"], np.concatenate(logprobs)))
+        for training_passes, step in submitted:
+            found.append(joined([_trained(each.result()) for each in training_passes]))
             step.result()
         return found
 
@@ -70,6 +68,11 @@ class ServerWay:
 
     def close(self) -> None:
         self._stack.close()
+
+
+def _trained(result: Any) -> Trained:
+    logprobs = [np.asarray(each["logprobs"].data, np.float32) for each in result.loss_fn_outputs]
+    return Trained(result.metrics["loss:sum"], np.concatenate(logprobs))
 
 
 def _sdk_datum(datum: Datum) -> types.Datum:

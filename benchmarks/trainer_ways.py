@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.trainer_rows import TenantPass
-from skyrl.backends.base import AdamParams, TrainingPass
+from skyrl.backends.base import AdamParams, PassResult, TrainingPass
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.device import base_dtype, prepare_device, synchronize
@@ -61,7 +61,7 @@ def spec(rank: int, number: int) -> LoraSpec:
 
 
 class SkyrlWay:
-    """The backend without a server. Passes of several tenants run one after the other, or with `merge` together."""
+    """The backend without a server. Passes run one after the other, or with `merge` together."""
 
     def __init__(self, model: str, threads: int, *, merge: bool, config: dict[str, Any] | None = None) -> None:
         settings: dict[str, Any] = {"trainer.merge_passes": merge, **(config or {})}
@@ -70,19 +70,25 @@ class SkyrlWay:
         self._merge = merge
 
     def start(self, passes: Sequence[TenantPass]) -> None:
-        self._passes = [TrainingPass(f"m{number}", each.data, each.loss_fn) for number, each in enumerate(passes)]
+        self._passes = [
+            [TrainingPass(f"m{number}", data, each.loss_fn) for data in each.parts]
+            for number, each in enumerate(passes)
+        ]
         for number, each in enumerate(passes):
             self._backend.create_model(f"m{number}", spec(each.rank, number))
 
     def step(self) -> list[Trained]:
-        found: list[Trained] = []
-        for together in [self._passes] if self._merge else [[each] for each in self._passes]:
-            for outcome in self._backend.run(together):
-                if isinstance(outcome, Exception):
-                    raise outcome
-                found.append(Trained(outcome.metrics["loss:sum"], np.concatenate(outcome.logprobs)))
-            for each in together:
-                self._backend.optim_step(each.model_id, STEP)
+        if not self._merge:
+            return [trained for of_model in self._passes for trained in self._step([of_model])]
+        return self._step(self._passes)
+
+    def _step(self, passes: Sequence[Sequence[TrainingPass]]) -> list[Trained]:
+        """The passes of some models, then the optimizer steps."""
+        flat = [each for of_model in passes for each in of_model]
+        outcomes = iter(self._backend.run(flat) if self._merge else [self._backend.run([each])[0] for each in flat])
+        found = [joined([_result(next(outcomes)) for _ in of_model]) for of_model in passes]
+        for of_model in passes:
+            self._backend.optim_step(of_model[0].model_id, STEP)
         return found
 
     def pids(self) -> list[int]:
@@ -90,6 +96,17 @@ class SkyrlWay:
 
     def close(self) -> None:
         self._backend.close()
+
+
+def _result(outcome: PassResult | Exception) -> Trained:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return Trained(outcome.metrics["loss:sum"], np.concatenate(outcome.logprobs))
+
+
+def joined(parts: Sequence[Trained]) -> Trained:
+    """What the requests of a tenant have given together."""
+    return Trained(sum(part.loss for part in parts), np.concatenate([part.logprobs for part in parts]))
 
 
 class PeftWay:

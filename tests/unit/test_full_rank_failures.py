@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch_lora_support import assert_same, base_path, files_saved, make_full, ok, rl, sft, stored_tensors, train
 
-from skyrl.backends.base import AdamParams, InvalidRequest, OutOfMemory, PassResult
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult
 from skyrl.backends.torch_full import rank as rank_module
 from skyrl.backends.torch_full import sharded_state
 from skyrl.backends.torch_full.rank import FullRank
 from skyrl.backends.torch_lora import model as model_module
+from skyrl.backends.torch_lora import plan as plan_module
 from skyrl.backends.torch_lora import sharding
 from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
+from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
 from skyrl.backends.torch_lora.rank_base import RankSettings
 from skyrl.types.lora import LoraSpec
 
@@ -136,6 +138,22 @@ def test_a_loss_that_raises_on_one_rank_fails_its_pass_alone(make: Make, tmp_pat
     assert "this loss fails on rank 1" in str(outcomes[1])
     ok(whole.run([good, good]))
     assert_same(files_saved(broken, "m", tmp_path / "broken"), files_saved(whole, "m", tmp_path / "whole"))
+
+
+def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make()
+    backend.create_model("m", WHOLE)
+    good, bad = train("m", sft(0, 9, 20)), train("m", rl(1, 30, 9), "ppo")
+
+    def short(data: Sequence[Datum]) -> PrefixTree:
+        if data is bad.data:
+            raise MemoryError("no memory left")
+        return prefix_tree(data)
+
+    monkeypatch.setattr(plan_module, "prefix_tree", short)
+    assert [type(each) for each in backend.run([good, bad, good])] == [PassResult, OutOfMemory, PassResult]
 
 
 def test_a_model_that_is_deleted_in_the_middle_of_a_save_fails_the_save_alone(

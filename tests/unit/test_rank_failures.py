@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch_lora_support import assert_same, base_path, make_ranks, ok, rl, saved, sft, spec, train
 
-from skyrl.backends.base import AdamParams, InvalidRequest, OutOfMemory, PassResult, RankDied
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, RankDied
+from skyrl.backends.torch_lora import plan as plan_module
 from skyrl.backends.torch_lora import rank as rank_module
 from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
+from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
 from skyrl.backends.torch_lora.rank import Rank
 from skyrl.backends.torch_lora.rank_base import RankSettings
 from skyrl.backends.torch_lora.sharded import ShardedBackend
@@ -152,6 +154,28 @@ def test_a_loss_that_raises_on_one_rank_fails_its_pass_alone(made: list[ShardedB
     assert "this loss fails on rank 1" in str(outcomes[1])
     ok(whole.run([good, good]))
     assert_same(saved(broken, "m", tmp_path / "broken"), saved(whole, "m", tmp_path / "whole"))
+
+
+def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
+    made: list[ShardedBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = _backend(made)
+    backend.clear_gradient("m")
+    passes = [train("m", sft(0, 9, 20)), train("m", rl(1, 30, 9), "ppo"), train("m", sft(2, 12))]
+
+    def short(data: Sequence[Datum]) -> PrefixTree:
+        if data is passes[1].data:
+            raise MemoryError("no memory left")
+        return prefix_tree(data)
+
+    monkeypatch.setattr(plan_module, "prefix_tree", short)
+    first, failed, last = backend.run(passes)
+    assert isinstance(failed, OutOfMemory)
+    ok([first, last])
+    state = saved(backend, "m", tmp_path / "with")
+    backend.clear_gradient("m")
+    ok(backend.run([passes[0], passes[2]]))
+    assert_same(state, saved(backend, "m", tmp_path / "without"))
 
 
 def test_memory_that_runs_out_on_one_rank_changes_nothing_on_any(made: list[ShardedBackend], tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_lora_support import grpo, make_ranks, ok, sft, spec, train
 
-from skyrl.backends.base import TrainingPass
+from skyrl.backends.base import Datum, OutOfMemory, TrainingPass
 from skyrl.backends.torch_lora import plan as plan_module
 from skyrl.backends.torch_lora import sharded
 from skyrl.backends.torch_lora.plan import Plan, cut_evenly, make_plan
-from skyrl.backends.torch_lora.prefixes import prefix_tree
+from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 RANKS = st.integers(1, 5)
@@ -111,6 +113,25 @@ def test_merged_passes_over_ranks_on_a_cpu_share_1024_rows(monkeypatch: pytest.M
     finally:
         backend.close()
     assert [[piece.rows for piece in batch] for batch in plans[0].of(0)] == [[375, 375], [375, 375]]
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
+    monkeypatch: pytest.MonkeyPatch, merge: bool
+) -> None:
+    passes = [train("a", sft(1, 9)), train("b", sft(2, 8, 30)), train("c", sft(3, 7))]
+    expected = _plan([passes[0], passes[2]], 1, merge=merge)
+
+    def short(data: Sequence[Datum]) -> PrefixTree:
+        if data is passes[1].data:
+            raise MemoryError("no memory left")
+        return prefix_tree(data)
+
+    monkeypatch.setattr(plan_module, "prefix_tree", short)
+    plan = _plan(passes, 1, merge=merge)
+    assert isinstance(plan.failed[1], OutOfMemory)
+    assert [len(piece.data) for number in (0, 1, 2) for _, piece in plan.pieces_of(number)] == [1, 1]
+    assert plan.count == expected.count
 
 
 def test_few_cuts_are_tried_where_two_sequences_have_more_rows_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

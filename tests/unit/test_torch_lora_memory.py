@@ -18,7 +18,7 @@ from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, 
 from skyrl.backends.base import AdamParams, Datum, OutOfMemory, PassResult
 from skyrl.backends.torch_lora import adapter as adapter_module
 from skyrl.backends.torch_lora import optimizer, state
-from skyrl.backends.torch_lora import passes as passes_module
+from skyrl.backends.torch_lora import running as running_module
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
@@ -168,14 +168,14 @@ def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(monkeypatch:
     failing, other = train("a", sft(1, 9)), train("b", sft(2, 8))
     backend = _backend("a", "b")
     (expected,) = ok(_backend("a", "b").run([other]))
-    build = passes_module.prefix_tree
+    build = running_module.prefix_tree
 
     def prefix_tree(data: Sequence[Datum]) -> PrefixTree:
         if data is failing.data:
             raise MemoryError("no memory left")
         return build(data)
 
-    monkeypatch.setattr(passes_module, "prefix_tree", prefix_tree)
+    monkeypatch.setattr(running_module, "prefix_tree", prefix_tree)
     lost, kept = backend.run([failing, other])
     assert isinstance(lost, OutOfMemory)
     assert isinstance(kept, PassResult)

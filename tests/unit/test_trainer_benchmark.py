@@ -17,6 +17,7 @@ from benchmarks.trainer_rows import FULL, SMALL, BatchRow, Shape, TenantPass, to
 from benchmarks.trainer_ways import PeftWay, SkyrlWay, Trained, Way, gaps
 
 GRPO = BatchRow("grpo", "2 × 3", Shape(2, 3, (20, 30), (4, 9)))
+CUT = BatchRow("cut", "2 × 3, 2 requests", Shape(2, 3, (20, 30), (4, 9)), requests=2)
 TENANTS = BatchRow("tenants", "2 × (1 × 12)", Shape(1, 1, (0, 0), (12, 12)), (2, 8))
 
 
@@ -31,6 +32,14 @@ def test_every_row_has_the_lengths_that_it_says() -> None:
     assert len(prompts) == 4, "the samples of a group share their prompt"
     assert [each.rank for each in by_name["tenants-64"]] == [4, 8, 16, 32]
     assert {each.tokens for each in by_name["tenants-64"]} == {64}
+
+
+def test_requests_hold_the_whole_batch_and_end_in_the_midst_of_groups() -> None:
+    by_name = {row.name: row.passes(512) for row in FULL}
+    (whole,), (cut,) = by_name["grpo-4x16"], by_name["grpo-4x16-in-6"]
+    assert [len(part) for part in whole.parts] == [64]
+    assert [len(part) for part in cut.parts] == [10, 11, 11, 10, 11, 11]
+    assert [datum for part in cut.parts for datum in part] == cut.data
 
 
 def test_only_the_tokens_of_answers_have_advantages() -> None:
@@ -52,7 +61,7 @@ def _trained(make: Callable[[], Way], passes: list[TenantPass]) -> list[Trained]
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("row", [GRPO, TENANTS], ids=["grpo", "tenants"])
+@pytest.mark.parametrize("row", [GRPO, CUT, TENANTS], ids=["grpo", "requests", "tenants"])
 def test_all_ways_train_the_same(row: BatchRow) -> None:
     passes, model = row.passes(VOCAB), base_path()
     padded = _trained(lambda: PeftWay(model, 1, packed=False), passes)

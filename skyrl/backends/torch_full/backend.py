@@ -28,7 +28,7 @@ from skyrl.backends.torch_full.passes import run_slice
 from skyrl.backends.torch_lora import checks
 from skyrl.backends.torch_lora.device import command_on, prepare_device
 from skyrl.backends.torch_lora.losses import served_losses
-from skyrl.backends.torch_lora.passes import RunningPass, slices_of
+from skyrl.backends.torch_lora.running import RunningPass, slices_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
@@ -97,7 +97,7 @@ class TorchFullBackend(StateSnapshots):
             return error
         parameters = self._parameters(training_pass.model_id)
         # A RunningPass only hands its gradient over, which the parameters take as an adapter does
-        running = RunningPass(training_pass, cast(Any, parameters), self._losses[training_pass.loss_fn])
+        running = RunningPass(cast(Any, parameters), training_pass, self._losses[training_pass.loss_fn])
         for piece in slices_of(running, self._budget, self._device):
             run_slice(self._model, parameters, piece, backward=training_pass.backward)
         return running.outcome()

@@ -10,7 +10,8 @@ import torch
 from skyrl.backends.torch_full.model import FullModel
 from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_lora.device import failure_of
-from skyrl.backends.torch_lora.passes import MicroBatch, Slice, SliceResult, loss_of, record_or_fail
+from skyrl.backends.torch_lora.passes import MicroBatch, PartResult, SliceResult, loss_of, record_or_fail
+from skyrl.backends.torch_lora.running import Slice
 
 
 def run_slice(model: FullModel, parameters: FullParameters, piece: Slice, *, backward: bool) -> None:
@@ -36,11 +37,11 @@ def _forward_backward(model: FullModel, parameters: FullParameters, piece: Slice
     if backward and running.gradient is None:
         running.gradient = parameters.zeros()
     made = MicroBatch.without_adapters([piece], model.base.device)
-    (inputs,) = made.inputs
+    (part,), ((inputs,),) = piece.parts, made.inputs
     with torch.set_grad_enabled(backward):
         (logprobs,) = model.base.packed(made.packed, made.targets, made.segments)
-        value = loss_of(piece, logprobs, inputs)
+        value = loss_of(part, logprobs, inputs)
         if running.gradient is not None:
             with model.gradients.into(parameters.views(running.gradient)):
                 value.total.backward()
-    return SliceResult(logprobs, inputs, value, None)
+    return SliceResult([PartResult(logprobs, inputs, value)], None)

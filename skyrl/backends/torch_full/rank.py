@@ -24,9 +24,10 @@ from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_full.state import are_finite
 from skyrl.backends.torch_lora.collectives import Agreed, failed_anywhere, on_all_or_none, total_norm
 from skyrl.backends.torch_lora.optimizer import non_finite_gradient
-from skyrl.backends.torch_lora.passes import MicroBatch, RunningPass, Slice
+from skyrl.backends.torch_lora.passes import MicroBatch
 from skyrl.backends.torch_lora.plan import Plan
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
+from skyrl.backends.torch_lora.running import RunningPass, Slice
 from skyrl.backends.torch_lora.sharding import ModelForm, local_of, reshard
 from skyrl.backends.torch_lora.state import OPTIMIZER_PARTS
 from skyrl.config.server import ConfigError
@@ -101,7 +102,8 @@ class FullRank(RankBase):
         of the plan. A pass that fails on any rank adds no gradient. Raises Agreed with OutOfMemory."""
         parameters = self._parameters(training_pass.model_id)
         # A RunningPass hands its gradient to an adapter; here the gradient is kept beside it
-        running = RunningPass(training_pass, cast(Any, parameters), self._losses[training_pass.loss_fn])
+        running = RunningPass(cast(Any, parameters), training_pass, self._losses[training_pass.loss_fn])
+        running.tree = plan.trees[0]
         gradient = on_all_or_none(parameters.zeros, self._device) if training_pass.backward else None
         views = None if gradient is None else parameters.views(gradient)
         results: list[PieceResult] = []

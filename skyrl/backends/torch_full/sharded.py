@@ -62,6 +62,8 @@ class ShardedFullBackend(BackendOverRanks):
 
     def _run_one(self, training_pass: TrainingPass) -> PassResult | Exception:
         plan = make_plan([(0, training_pass)], self._group.size, self._budget, shared_rows=0)
+        if 0 in plan.failed:
+            return plan.failed[0]
         try:
             results = self._call("run", training_pass, plan)
         except RankDied:

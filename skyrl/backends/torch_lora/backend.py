@@ -22,12 +22,14 @@ from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter
 from skyrl.backends.torch_lora.device import command_on, prepare_device
 from skyrl.backends.torch_lora.experts import noted
+from skyrl.backends.torch_lora.joined import JoinedPasses, finish, joined
 from skyrl.backends.torch_lora.losses import served_losses
 from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.optimizer import adamw_step
 from skyrl.backends.torch_lora.packing import cut
-from skyrl.backends.torch_lora.passes import RunningPass, run_micro_batch, slices_of
+from skyrl.backends.torch_lora.passes import run_micro_batch
 from skyrl.backends.torch_lora.projections import trained_targets
+from skyrl.backends.torch_lora.running import Running, RunningPass, slices_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.mixtures import TrainMlpOfMixtures
 from skyrl.config.server import ServerConfig
@@ -44,8 +46,8 @@ class TorchLoraBackend(StateSnapshots):
     On a CPU each slice of a pass goes through the base model alone. Results and gradients are then the same to the last
     bit however passes are grouped, because no kernel sees another slice's rows. With `merge_passes` (the default on
     CUDA), slices of several passes share a micro-batch, each with its own adapter: up to `micro_batch_tokens` on CUDA,
-    and 1,024 rows on a CPU. The number of rows may change a matrix product's last bits. On CUDA the last bits may
-    differ in both cases.
+    and 1,024 rows on a CPU. Passes of one adapter then share prompts, too. The number of rows may change a matrix
+    product's last bits. On CUDA the last bits may differ in both cases.
 
     Raises ConfigError when the base model cannot be trained.
     """
@@ -106,22 +108,32 @@ class TorchLoraBackend(StateSnapshots):
         with command_on(self._device, waits=True):
             return self._run(passes)
 
-    def _run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
-        started = [self._start(training_pass) for training_pass in passes]
+    def _run(self, training_passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
+        started = [self._start(each) for each in training_passes]
         for backward in (False, True):
-            slices = [
-                piece
+            passes = [
+                running
                 for running in started
                 if isinstance(running, RunningPass) and running.training_pass.backward == backward
-                for piece in slices_of(running, self._budget, self._device)
             ]
-            for batch in cut([piece.rows for piece in slices], self._shared_rows):
-                run_micro_batch(self._base, slices[batch.start : batch.stop], backward=backward)
+            self._run_checked(joined(passes, self._device) if self._merge else passes, backward=backward)
         leaves_out = self._limits.mixture is not None and self._train_mlp_of_mixtures == "leave_out"
         return [
             noted(running.outcome(), running.adapter.spec, leaves_out) if isinstance(running, RunningPass) else running
             for running in started
         ]
+
+    def _run_checked(self, running: Sequence[Running], *, backward: bool) -> None:
+        slices = [
+            piece
+            for each in running
+            for piece in slices_of(each, self._budget, self._device, accumulates=not each.joins_passes)
+        ]
+        for batch in cut([piece.rows for piece in slices], self._shared_rows):
+            run_micro_batch(self._base, slices[batch.start : batch.stop], backward=backward)
+        for each in running:
+            if isinstance(each, JoinedPasses):
+                finish(self._base, each, self._budget, backward=backward)
 
     def check_step(self, params: AdamParams) -> None:
         checks.check_adam(params)
@@ -160,4 +172,4 @@ class TorchLoraBackend(StateSnapshots):
             self.check(training_pass)
         except InvalidRequest as error:
             return error
-        return RunningPass(training_pass, self._adapter(training_pass.model_id), self._losses[training_pass.loss_fn])
+        return RunningPass(self._adapter(training_pass.model_id), training_pass, self._losses[training_pass.loss_fn])

@@ -17,9 +17,9 @@ from skyrl.backends.torch_lora import checks
 from skyrl.backends.torch_lora.group import RankGroup, results_of
 from skyrl.backends.torch_lora.losses import Loss, served_losses
 from skyrl.backends.torch_lora.metrics import Tally
-from skyrl.backends.torch_lora.passes import not_finite, result_of
 from skyrl.backends.torch_lora.plan import Plan
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankSettings
+from skyrl.backends.torch_lora.running import not_finite, result_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.server import ServerConfig
 
@@ -124,6 +124,8 @@ def outcome_of(
     results: Sequence[Mapping[int, Sequence[PieceResult]]],
 ) -> PassResult | Exception:
     """A pass's outcome from the pieces that the ranks ran, added rank by rank in the order of the plan."""
+    if number in plan.failed:
+        return plan.failed[number]
     of_rank = [iter(each.get(number, ())) for each in results]
     tally = Tally()
     logprobs: dict[int, npt.NDArray[np.float32]] = {}

@@ -1,6 +1,6 @@
-"""Running passes: cuts them into slices, computes each slice's loss and gradient, and sums up each pass.
+"""Running slices: computes their losses and gradients, and adds them to the sums of their passes.
 
-How a pass is cut depends on that pass alone. Every slice has its own leaves of the adapter's weights, and the gradients
+Every slice has its own leaves of the adapter's weights, and the gradients
 of slices are added in order. So where slices run one at a time on a CPU, the results of a pass do not depend on other
 passes, to the last bit. Knows nothing of requests or where results go.
 """
@@ -8,108 +8,48 @@ passes, to the last bit. Knows nothing of requests or where results go.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.backends.base import Datum, InvalidRequest, PassResult, TrainingPass
+from skyrl.backends.base import Datum
 from skyrl.backends.torch_lora import packing
-from skyrl.backends.torch_lora.adapter import Adapter
 from skyrl.backends.torch_lora.checks import loss_config
 from skyrl.backends.torch_lora.device import failure_of
 from skyrl.backends.torch_lora.logprobs import Targets
 from skyrl.backends.torch_lora.lora import LoraSegment
-from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
-from skyrl.backends.torch_lora.metrics import Tally
+from skyrl.backends.torch_lora.losses import LossInputs, LossValue
 from skyrl.backends.torch_lora.model import BaseModel
-from skyrl.backends.torch_lora.prefixes import PrefixTree, lay_out, prefix_tree
-
-
-@dataclass
-class RunningPass:
-    """A checked pass and the sums over its finished slices. `logprobs`: by the index of the sequence. `gradient`: flat,
-    float32."""
-
-    training_pass: TrainingPass
-    adapter: Adapter
-    loss: Loss
-    tally: Tally = field(default_factory=Tally)
-    logprobs: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-    gradient: Tensor | None = None
-    error: Exception | None = None
-
-    @cached_property
-    def tree(self) -> PrefixTree:
-        """The common prefixes of the pass's sequences."""
-        return prefix_tree(self.training_pass.data)
-
-    def fail(self, error: Exception) -> None:
-        """Fail the pass, and drop the gradient of its finished slices."""
-        self.error, self.gradient = error, None
-
-    def outcome(self) -> PassResult | Exception:
-        if self.error is not None:
-            return self.error
-        return result_of(self.loss, self.logprobs, self.tally)
+from skyrl.backends.torch_lora.prefixes import lay_out
+from skyrl.backends.torch_lora.running import Part, Slice, not_finite
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Sequences of one pass that run together: their `indices`, ascending. `rows`: how many rows they have, each common
-    prefix once. `last` marks the last slice of the pass."""
+class PartResult:
+    """`counts`: whether the gradient of the slice has that of the part."""
 
-    running: RunningPass
-    indices: Sequence[int]
-    rows: int
-    last: bool
-
-    @staticmethod
-    def of(running: RunningPass, indices: Sequence[int], *, last: bool) -> Slice:
-        return Slice(running, indices, running.tree.rows(indices), last)
-
-    @property
-    def loss(self) -> Loss:
-        return self.running.loss
-
-    @property
-    def data(self) -> list[Datum]:
-        return [self.running.training_pass.data[index] for index in self.indices]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(datum.tokens) for datum in self.data)
+    logprobs: Tensor
+    inputs: LossInputs
+    value: LossValue
+    counts: bool = True
 
 
 @dataclass(frozen=True)
 class SliceResult:
-    logprobs: Tensor
-    inputs: LossInputs
-    value: LossValue
+    parts: Sequence[PartResult]
     gradient: Tensor | None
 
 
-def slices_of(running: RunningPass, budget: int, device: torch.device) -> list[Slice]:
-    """Slices of at most `budget` rows. A longer sequence has its own slice. If that raises, for example because memory
-    is short, the pass fails and has no slices. DeviceFault is raised."""
-    try:
-        parts = running.tree.cut(budget)
-        return [Slice.of(running, part, last=number == len(parts)) for number, part in enumerate(parts, start=1)]
-    except Exception as error:
-        running.fail(failure_of(error, device))
-        return []
-
-
 def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
-    """Run slices together. If that raises, run each slice alone, so that only the pass that causes the error fails.
+    """Run slices together. If that raises, run each slice alone, so that only the one that causes the error fails.
 
-    The error becomes the outcome of the pass (OutOfMemory if memory was short). DeviceFault is raised.
+    The error becomes that of what the slice belongs to (OutOfMemory if memory was short). DeviceFault is raised.
     """
-    batch = [piece for piece in batch if piece.running.error is None]
+    batch = [left for piece in batch if (left := piece.left()) is not None]
     if not batch:
         return
     failure: Exception | None = None
@@ -129,7 +69,8 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
 
 
 def record_or_fail(piece: Slice, result: SliceResult, device: torch.device) -> None:
-    """Record a result. If there is no memory for metrics and logprobs, the pass fails; its model's gradient stays."""
+    """Record a result. If there is no memory for metrics and logprobs, `piece.running` fails; its adapter's gradient
+    stays."""
     try:
         _record(piece, result)
     except Exception as error:
@@ -138,12 +79,13 @@ def record_or_fail(piece: Slice, result: SliceResult, device: torch.device) -> N
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Slices as `PackedModel.forward` takes them: one entry for each slice in each list. `inputs`: of their losses."""
+    """Slices as `PackedModel.forward` takes them: one entry for each slice in each list. `inputs`: of the losses of
+    each slice's parts."""
 
     packed: list[packing.PackedSlice] = field(default_factory=list)
     targets: list[Targets] = field(default_factory=list)
     segments: list[LoraSegment] = field(default_factory=list)
-    inputs: list[LossInputs] = field(default_factory=list)
+    inputs: list[list[LossInputs]] = field(default_factory=list)
 
     @staticmethod
     def of(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
@@ -162,58 +104,86 @@ class MicroBatch:
             packed = packing.pack(data, layout, made.packed[-1].stop if made.packed else 0, device)
             made.packed.append(packed)
             arrays = [datum.loss_inputs["target_tokens"] for datum in data]
-            made.targets.append(Targets.of(arrays, layout.rows_of, trained_entries(piece), device))
+            trained = np.concatenate([trained_entries(part) for part in piece.parts])
+            made.targets.append(Targets.of(arrays, layout.rows_of, trained, device))
             made.segments.append(LoraSegment(packed.start, packed.stop, 1.0))
-            made.inputs.append(loss_inputs(piece, device))
+            made.inputs.append([loss_inputs(part, device) for part in piece.parts])
         return made
 
 
-def loss_of(piece: Slice, logprobs: Tensor, inputs: LossInputs) -> LossValue:
-    training_pass = piece.running.training_pass
-    config = loss_config(training_pass.loss_fn, piece.loss, training_pass.loss_config)
-    return piece.loss.function(logprobs, inputs, config)
+def loss_of(part: Part, logprobs: Tensor, inputs: LossInputs) -> LossValue:
+    training_pass = part.running.training_pass
+    config = loss_config(training_pass.loss_fn, part.loss, training_pass.loss_config)
+    return part.loss.function(logprobs, inputs, config)
 
 
 def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[SliceResult]:
     made = MicroBatch.of(batch, base.device, backward=backward)
     with torch.set_grad_enabled(backward), base.packed.active.use(made.segments):
         logprobs = base.packed(made.packed, made.targets, made.segments)
-        values = [loss_of(*each) for each in zip(batch, logprobs, made.inputs, strict=True)]
-        totals = [value.total for value in values]
-        gradients = slice_gradients(totals, made.segments) if backward else [None] * len(batch)
-    return [SliceResult(*parts) for parts in zip(logprobs, made.inputs, values, gradients, strict=True)]
+        scored = [_scored(*each) for each in zip(batch, logprobs, made.inputs, strict=True)]
+        totals = [[part.value.total for part in parts if part.counts] for parts in scored]
+        gradients = _gradients(totals, made.segments) if backward else [None] * len(batch)
+    return [SliceResult(*each) for each in zip(scored, gradients, strict=True)]
 
 
-def loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
-    """The slice's inputs, flattened to one entry per target in the order of `target_tokens`."""
-    names = (*piece.loss.required, *piece.loss.optional)
-    tensors = {name: torch.from_numpy(_entries(piece, name)).to(device) for name in names}
-    sizes = [datum.loss_inputs["target_tokens"].size for datum in piece.data]
+def _scored(piece: Slice, logprobs: Tensor, inputs: Sequence[LossInputs]) -> list[PartResult]:
+    """The losses of a slice's parts. logprobs: [entries] of the slice, those of one part after those of another."""
+    of_parts = logprobs.split([part.entries for part in piece.parts])
+    found: list[PartResult] = []
+    for part, lp, of_loss in zip(piece.parts, of_parts, inputs, strict=True):
+        value = loss_of(part, lp, of_loss)
+        found.append(PartResult(lp, of_loss, value, not piece.running.joins_passes or _is_finite(value.total, lp)))
+    return found
+
+
+def _is_finite(total: Tensor, logprobs: Tensor) -> bool:
+    """Whether a loss and its gradient with respect to logprobs are finite."""
+    if not total.isfinite():
+        return False
+    if not total.requires_grad:
+        return True
+    (gradient,) = torch.autograd.grad(total, logprobs, retain_graph=True)
+    return bool(gradient.isfinite().all())
+
+
+def _gradients(totals: Sequence[Sequence[Tensor]], segments: Sequence[LoraSegment]) -> list[Tensor | None]:
+    """Each slice's gradient; None for a slice without totals."""
+    chosen = [segment for of_slice, segment in zip(totals, segments, strict=True) if of_slice]
+    if not chosen:
+        return [None] * len(segments)
+    found = iter(slice_gradients([total for of_slice in totals for total in of_slice], chosen))
+    return [next(found) if of_slice else None for of_slice in totals]
+
+
+def loss_inputs(part: Part, device: torch.device) -> LossInputs:
+    """The inputs of a part's loss, flattened to one entry per target in the order of `target_tokens`."""
+    names = (*part.loss.required, *part.loss.optional)
+    tensors = {name: torch.from_numpy(_entries(part, name)).to(device) for name in names}
+    sizes = [datum.loss_inputs["target_tokens"].size for datum in part.data]
     datum_of_entry = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
     return LossInputs(tensors, datum_of_entry, len(sizes))
 
 
-def trained_entries(piece: Slice) -> npt.NDArray[np.bool_]:
-    """The entries where the slice's loss may have a gradient: bool [M]. At least one, so that the loss always has a
+def trained_entries(part: Part) -> npt.NDArray[np.bool_]:
+    """The entries where the part's loss may have a gradient: bool [M]. At least one, so that the loss always has a
     graph. Without a backward they are the same, so that the logprobs are the same bits."""
-    if piece.loss.trained is not None:
-        found = _entries(piece, piece.loss.trained) != 0
-    else:
-        found = np.ones(sum(datum.loss_inputs["target_tokens"].size for datum in piece.data), np.bool_)
+    trained = part.loss.trained
+    found = np.ones(part.entries, np.bool_) if trained is None else _entries(part, trained) != 0
     if not found.any():
         found[0] = True
     return found
 
 
-def _entries(piece: Slice, name: str) -> npt.NDArray[np.float32]:
-    """One input of the slice, float32 [M]."""
-    default = piece.loss.optional.get(name, 0.0)
+def _entries(part: Part, name: str) -> npt.NDArray[np.float32]:
+    """One input of the part, float32 [M]."""
+    default = part.loss.optional.get(name, 0.0)
     return np.concatenate(
         [
             datum.loss_inputs[name].reshape(-1).astype(np.float32)
             if name in datum.loss_inputs
             else np.full(datum.loss_inputs["target_tokens"].size, default, np.float32)
-            for datum in piece.data
+            for datum in part.data
         ]
     )
 
@@ -230,11 +200,18 @@ def slice_gradients(
 
 def _record(piece: Slice, result: SliceResult) -> None:
     running = piece.running
-    running.tally.add(result.value, piece.tokens, piece.rows, result.inputs.tensors.get("advantages"))
-    if not math.isfinite(running.tally.loss):
-        running.fail(not_finite(running.training_pass, running.tally.loss))
+    for part, of_part in zip(piece.parts, result.parts, strict=True):
+        of_pass = part.running
+        of_pass.tally.add(of_part.value, part.tokens, part.rows, of_part.inputs.tensors.get("advantages"))
+        if of_part.counts and math.isfinite(of_pass.tally.loss):
+            of_pass.logprobs |= zip(part.indices, by_datum(of_part.logprobs, part.data), strict=True)
+            continue
+        error = not_finite(of_pass.training_pass, of_pass.tally.loss)
+        of_pass.fail(error)
+        if of_part.counts or of_pass.logprobs:  # then the gradient of this or of an earlier slice has a part of it
+            running.fail(error)
+    if running.error is not None:
         return
-    running.logprobs |= zip(piece.indices, by_datum(result.logprobs, piece.data), strict=True)
     if result.gradient is not None:
         running.gradient = result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
     if piece.last and running.gradient is not None:
@@ -242,22 +219,8 @@ def _record(piece: Slice, result: SliceResult) -> None:
         running.gradient = None
 
 
-def not_finite(training_pass: TrainingPass, loss: float) -> InvalidRequest:
-    """The failure of a pass whose loss is NaN or infinite."""
-    return InvalidRequest(
-        f"loss_fn: the sum of {training_pass.loss_fn} is {loss}, no gradient was kept; check loss_fn_inputs (logprobs "
-        "far from the model's own overflow the ratio) and the learning rate of earlier steps"
-    )
-
-
 def by_datum(logprobs: Tensor, data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:
     """A slice's logprobs [entries], for each sequence in the shape of its target_tokens."""
     shapes = [datum.loss_inputs["target_tokens"].shape for datum in data]
     flat = np.split(logprobs.detach().cpu().numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
     return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
-
-
-def result_of(loss: Loss, logprobs: Mapping[int, npt.NDArray[np.float32]], tally: Tally) -> PassResult:
-    """logprobs: of every sequence of the pass, by its index."""
-    notice = {} if loss.notice is None else {loss.notice: 1.0}
-    return PassResult([logprobs[index] for index in range(len(logprobs))], tally.metrics() | notice)

@@ -9,11 +9,18 @@ from __future__ import annotations
 import heapq
 import zlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from skyrl.backends.base import TrainingPass
+from skyrl.backends.torch_lora.collectives import sendable
+from skyrl.backends.torch_lora.device import failure_of
 from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+
+_CPU = torch.device("cpu")
+"""Planning needs no other device."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +36,12 @@ class Piece:
 @dataclass(frozen=True)
 class Plan:
     """`batches[rank]` are that rank's micro-batches, in order. A rank that has fewer than `count` runs empty ones
-    after them: the ranks gather parameters together, so all must run the same number."""
+    after them: the ranks gather parameters together, so all must run the same number. `trees`: of the passes, by
+    number. `failed`: passes that could not be cut, which have no pieces."""
 
     batches: tuple[tuple[tuple[Piece, ...], ...], ...]
+    trees: Mapping[int, PrefixTree]
+    failed: Mapping[int, Exception]
 
     @property
     def count(self) -> int:
@@ -74,6 +84,7 @@ class Plan:
 
 def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: int, *, shared_rows: int) -> Plan:
     """A plan for passes, given with their numbers. A micro-batch of a rank has at most `budget` rows or one sequence.
+    A pass that raises while it is cut, for example because memory is short, fails alone.
 
     With `shared_rows` 0 each piece is a micro-batch. Otherwise pieces of several passes share micro-batches of at most
     so many rows; then a pass's ranks depend on the other passes, too.
@@ -82,10 +93,18 @@ def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: in
     batches: list[list[list[Piece]]] = [[] for _ in range(ranks)]
     open_rows, all_rows = [0] * ranks, [0] * ranks
     """Of each rank: the rows of its last micro-batch, and of all its pieces."""
+    trees: dict[int, PrefixTree] = {}
+    failed: dict[int, Exception] = {}
     for number, training_pass in passes:
-        tree = prefix_tree(training_pass.data)
+        try:
+            tree = prefix_tree(training_pass.data)
+            rounds = cut_evenly(tree, ranks, budget)
+        except Exception as error:
+            failed[number] = sendable(failure_of(error, _CPU))
+            continue
+        trees[number] = tree
         first = _first_rank(training_pass, ranks)
-        for parts in cut_evenly(tree, ranks, budget):
+        for parts in rounds:
             by_load = sorted(range(ranks), key=lambda rank: all_rows[rank])
             for place, data in enumerate(parts):
                 if not data:
@@ -99,7 +118,7 @@ def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: in
                     batches[rank].append([piece])
                     open_rows[rank] = piece.rows
                 all_rows[rank] += piece.rows
-    return Plan(tuple(tuple(tuple(batch) for batch in of_rank) for of_rank in batches))
+    return Plan(tuple(tuple(tuple(batch) for batch in of_rank) for of_rank in batches), trees, failed)
 
 
 def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]]]:

@@ -26,10 +26,11 @@ from skyrl.backends.torch_lora.collectives import (
 )
 from skyrl.backends.torch_lora.device import command_on
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, compute_step, take_step
-from skyrl.backends.torch_lora.passes import MicroBatch, RunningPass, Slice, slice_gradients
+from skyrl.backends.torch_lora.passes import MicroBatch, slice_gradients
 from skyrl.backends.torch_lora.plan import Plan
 from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
+from skyrl.backends.torch_lora.running import RunningPass, Slice
 from skyrl.backends.torch_lora.sharding import frozen, reshard
 from skyrl.types.lora import LoraSpec
 
@@ -104,9 +105,11 @@ class Rank(RankBase):
 
         Each adapter gets the gradients of its passes that failed on no rank, summed in the order of the ranks.
         """
-        running = [RunningPass(each, self._adapters[each.model_id], self._losses[each.loss_fn]) for each in passes]
+        running = [RunningPass(self._adapters[each.model_id], each, self._losses[each.loss_fn]) for each in passes]
         results: dict[int, list[PieceResult]] = {}
         for plan, backward in ((forwards, False), (backwards, True)):
+            for number, tree in plan.trees.items():
+                running[number].tree = tree
             for batch, completed in zip(plan.of(self._rank), plan.completed(), strict=True):
                 pieces = [self._slice(running[piece.number], piece) for piece in batch]
                 outcomes = self._micro_batch(pieces, backward=backward)

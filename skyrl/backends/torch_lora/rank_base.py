@@ -28,9 +28,10 @@ from skyrl.backends.torch_lora.lora import LoraSegment
 from skyrl.backends.torch_lora.losses import LossInputs, served_losses
 from skyrl.backends.torch_lora.metrics import Tally
 from skyrl.backends.torch_lora.packing import pack_alone
-from skyrl.backends.torch_lora.passes import MicroBatch, RunningPass, Slice, by_datum, loss_of
+from skyrl.backends.torch_lora.passes import MicroBatch, by_datum, loss_of
 from skyrl.backends.torch_lora.plan import Piece
 from skyrl.backends.torch_lora.recomputation import Setting
+from skyrl.backends.torch_lora.running import RunningPass, Slice
 from skyrl.backends.torch_lora.sharding import ModelForm, ShardedModel, load_sharded_model
 
 
@@ -154,13 +155,13 @@ class RankBase:
     def _slice(self, running: RunningPass, piece: Piece) -> Slice:
         return Slice(running, piece.data, piece.rows, last=False)
 
-    def _scored(self, piece: Slice, logprobs: Tensor, inputs: LossInputs) -> ScoredPiece:
+    def _scored(self, piece: Slice, logprobs: Tensor, inputs: Sequence[LossInputs]) -> ScoredPiece:
         """A loss that raises an exception, or is not finite, fails its piece. It ends no rank's backward: the ranks
         gather each layer together, in backward too."""
-        tally = Tally()
+        (part,), (of_loss,), tally = piece.parts, inputs, Tally()
         try:
-            value = loss_of(piece, logprobs, inputs)
-            tally.add(value, piece.tokens, piece.rows, inputs.tensors.get("advantages"))
+            value = loss_of(part, logprobs, of_loss)
+            tally.add(value, part.tokens, part.rows, of_loss.tensors.get("advantages"))
         except Exception as error:
             return ScoredPiece(logprobs.sum() * 0, tally, sendable(failure_of(error, self._device)))
         return ScoredPiece(value.total, tally, None if math.isfinite(tally.loss) else FloatingPointError("loss"))

@@ -1,0 +1,122 @@
+"""Passes of one adapter that run as one, because their sequences have prefixes in common.
+
+Their sequences have one tree, so that rows are shared between passes; each pass keeps its own loss, metrics and
+failures. A row that several passes share counts for the first of them. Their gradients come as one sum. So if a pass is
+found to be at fault after the sum has a part of it, the sum is dropped and the passes run again apart.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import torch
+
+from skyrl.backends.base import Datum
+from skyrl.backends.torch_lora.device import failure_of
+from skyrl.backends.torch_lora.metrics import Tally
+from skyrl.backends.torch_lora.model import BaseModel
+from skyrl.backends.torch_lora.passes import run_micro_batch
+from skyrl.backends.torch_lora.running import Part, Running, RunningPass, not_finite, slices_of
+
+
+@dataclass
+class JoinedPasses(Running):
+    """Passes of one adapter. `data`: the sequences of the first pass, then those of the second, and so on."""
+
+    members: Sequence[RunningPass]
+
+    joins_passes = True
+
+    def __post_init__(self) -> None:
+        self._data = [datum for member in self.members for datum in member.data]
+        self._starts = [0, *accumulate(len(member.data) for member in self.members)]
+
+    @property
+    def data(self) -> Sequence[Datum]:
+        return self._data
+
+    def parts(self, indices: Sequence[int], rows: int) -> list[Part]:
+        found: list[Part] = []
+        stop, counted = 0, 0
+        for number, group in groupby(indices, self._member):
+            own = [index - self._starts[number] for index in group]
+            stop += len(own)
+            together = rows if stop == len(indices) else self.tree.rows(indices[:stop])
+            found.append(Part(self.members[number], own, together - counted))
+            counted = together
+        return found
+
+    def left(self, indices: Sequence[int]) -> Sequence[int]:
+        if self.error is not None:
+            return []
+        return [index for index in indices if self.members[self._member(index)].error is None]
+
+    @property
+    def share_rows(self) -> bool:
+        """Whether sequences of different passes have rows in common."""
+        return any(len(set(map(self._member, family))) > 1 for family in self.tree.families)
+
+    def begin_again(self) -> list[RunningPass]:
+        """The passes that have not failed themselves, without results."""
+        left = [member for member in self.members if member.error is None]
+        for member in left:
+            member.tally, member.logprobs = Tally(), {}
+        return left
+
+    def _member(self, index: int) -> int:
+        return bisect_right(self._starts, index) - 1
+
+
+def joined(passes: Sequence[RunningPass], device: torch.device) -> list[Running]:
+    """What runs: the passes of an adapter as one if they have prefixes in common, other passes as they are. Adapters
+    come in the order of their first passes. DeviceFault is raised."""
+    of_adapter: dict[int, list[RunningPass]] = {}
+    for each in passes:
+        of_adapter.setdefault(id(each.adapter), []).append(each)
+    found: list[Running] = []
+    for members in of_adapter.values():
+        together = _joined(members, device) if len(members) > 1 else None
+        found += members if together is None else [together]
+    return found
+
+
+def _joined(members: Sequence[RunningPass], device: torch.device) -> JoinedPasses | None:
+    """None if the passes share no rows, or if there is no memory to find that out."""
+    try:
+        together = JoinedPasses(members[0].adapter, members)
+        return together if together.share_rows else None
+    except Exception as error:
+        failure_of(error, device)
+        return None
+
+
+def finish(base: BaseModel, together: JoinedPasses, budget: int, *, backward: bool) -> None:
+    """After the last slice: add the gradient to the adapter's. If the passes have failed as one, or their gradient's
+    norm is not finite, they run again apart, and each fails or adds its gradient alone. DeviceFault is raised."""
+    if _is_added(together, base.device):
+        return
+    for member in together.begin_again():
+        for piece in slices_of(member, budget, base.device, accumulates=False):
+            run_micro_batch(base, [piece], backward=backward)
+        if not _is_added(member, base.device) and member.error is None:
+            member.fail(not_finite(member.training_pass, member.tally.loss))
+
+
+def _is_added(running: Running, device: torch.device) -> bool:
+    """Add the gradient to the adapter's, unless `running` has failed or the gradient's norm is not finite. Returns
+    whether all went well."""
+    gradient, running.gradient = running.gradient, None
+    if running.error is not None or gradient is None:
+        return running.error is None
+    try:
+        is_finite = math.isfinite(torch.linalg.vector_norm(gradient))  # as the optimizer's step asks
+    except Exception as error:
+        running.fail(failure_of(error, device))
+        return False
+    if is_finite:
+        running.adapter.accumulate(gradient)
+    return is_finite

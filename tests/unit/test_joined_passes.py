@@ -1,0 +1,175 @@
+"""Passes of one adapter that share prompts with each other give the numbers of passes alone, up to rounding: logprobs
+within 2e-5, gradients within 1e-5 of the largest one. A pass at fault changes nothing of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch_lora_support import assert_same, grpo, make_backend, ok, saved, sft, spec, train
+
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
+from skyrl.backends.torch_lora import running as running_module
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+
+BATCH = sorted(grpo(1, 3, 4, 30), key=lambda datum: datum.tokens.tolist())
+"""Three groups of four samples, one after the other."""
+
+
+def _backend(architecture: str = "qwen3", *, merge: bool = True, budget: int = 4096) -> TorchLoraBackend:
+    """With adapters "a" and "b" that have made a step, so that lora_B is not 0."""
+    backend = make_backend(architecture, merge=merge, micro_batch_tokens=budget)
+    for model_id in "ab":
+        backend.create_model(model_id, spec(seed=ord(model_id)))
+        ok(backend.run([train(model_id, sft(0, 20))]))
+        backend.optim_step(model_id, AdamParams(learning_rate=1e-2))
+    return backend
+
+
+def _in_the_midst_of_groups(loss_fns: Sequence[str] = ("importance_sampling",) * 3) -> list[TrainingPass]:
+    parts = BATCH[:3], BATCH[3:6], BATCH[6:]
+    return [train("a", part, loss_fn) for part, loss_fn in zip(parts, loss_fns, strict=True)]
+
+
+def _assert_close_to_alone(
+    results: Sequence[PassResult], backend: TorchLoraBackend, passes: Sequence[TrainingPass], path: Path, **options: str
+) -> None:
+    """Within the bound of this file, for the model "a"."""
+    alone = _backend(merge=False, **options)
+    for each, result in zip(passes, results, strict=True):
+        (expected,) = ok(alone.run([each]))
+        assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
+        assert result.metrics["num_tokens:sum"] == expected.metrics["num_tokens:sum"]
+        for one, other in zip(result.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+    gradients, others = (_gradient(each, path / name) for each, name in ((backend, "joined"), (alone, "alone")))
+    assert gradients.keys() == others.keys()
+    largest = max((float(gradient.abs().max()) for gradient in others.values()), default=0.0)
+    for name, gradient in gradients.items():
+        assert float((gradient - others[name]).abs().max()) < 1e-5 * largest, name
+
+
+def _gradient(backend: TorchLoraBackend, path: Path) -> dict[str, Tensor]:
+    return {name: value for name, value in saved(backend, "a", path).items() if name.startswith("gradient.")}
+
+
+def _rows(data: Sequence[Datum]) -> int:
+    return prefix_tree(data).rows(range(len(data)))
+
+
+def _computed(results: Sequence[PassResult]) -> list[float]:
+    return [result.metrics["computed_tokens:sum"] for result in results]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2-window"])
+@pytest.mark.parametrize("budget", [4096, 72])
+def test_passes_that_share_prompts_are_those_alone_within_the_bound(
+    tmp_path: Path, architecture: str, budget: int
+) -> None:
+    passes = _in_the_midst_of_groups(("importance_sampling", "ppo", "dro"))
+    backend = _backend(architecture, budget=budget)
+    results = ok(backend.run(passes))
+    assert sum(_computed(results)) < sum(_rows(each.data) for each in passes) - 25, "they share rows with each other"
+    _assert_close_to_alone(results, backend, passes, tmp_path, architecture=architecture)
+
+
+def test_a_common_row_counts_for_the_first_of_the_passes_that_have_it() -> None:
+    passes = _in_the_midst_of_groups()
+    results = ok(_backend().run(passes))
+    ends = np.cumsum([len(each.data) for each in passes])
+    assert np.cumsum(_computed(results)).tolist() == [_rows(BATCH[:end]) for end in ends]
+
+
+def test_forwards_share_prompts_with_each_other_and_with_no_backward() -> None:
+    backwards = _in_the_midst_of_groups()
+    forwards = [TrainingPass(each.model_id, each.data, each.loss_fn, backward=False) for each in backwards]
+    backend = _backend()
+    alone = ok(_backend(merge=False).run(forwards))
+    results = ok(backend.run([each for pair in zip(forwards, backwards, strict=True) for each in pair]))
+    assert sum(_computed(results[0::2])) == sum(_computed(results[1::2])) == _rows(BATCH)
+    for result, expected in zip(results[0::2], alone, strict=True):
+        for one, other in zip(result.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_passes_of_different_adapters_share_no_rows(tmp_path: Path) -> None:
+    passes = _in_the_midst_of_groups()
+    others = [train("b", each.data, each.loss_fn) for each in passes]
+    backend = _backend()
+    results = ok(backend.run([each for pair in zip(passes, others, strict=True) for each in pair]))
+    assert sum(_computed(results[0::2])) == sum(_computed(results[1::2])) == _rows(BATCH)
+    _assert_close_to_alone(results[0::2], backend, passes, tmp_path)
+
+
+def test_without_merging_passes_share_nothing_and_give_the_bits_of_passes_alone(tmp_path: Path) -> None:
+    passes = _in_the_midst_of_groups()
+    together, alone = _backend(merge=False), _backend(merge=False)
+    results = ok(together.run(passes))
+    for result, each in zip(results, passes, strict=True):
+        (expected,) = ok(alone.run([each]))
+        assert result.metrics == expected.metrics
+        for one, other in zip(result.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert_same(saved(together, "a", tmp_path / "together"), saved(alone, "a", tmp_path / "alone"))
+
+
+def _overflow(datum: Datum) -> None:
+    datum.loss_inputs["logprobs"][:] = -500
+
+
+def _explode(datum: Datum) -> None:
+    """The loss stays finite, and the square of the gradient exceeds the range of float32."""
+    datum.loss_inputs["advantages"][-1:] = 1e30
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["first slice", "last slice"])
+@pytest.mark.parametrize("budget", [4096, 40], ids=["one slice", "slices"])
+@pytest.mark.parametrize(("spoil", "said"), [(_overflow, "the sum of"), (_explode, "the gradient of")])
+def test_a_pass_that_is_not_finite_fails_alone_and_changes_no_neighbour(
+    tmp_path: Path, spoil: Callable[[Datum], None], said: str, budget: int, place: int
+) -> None:
+    first, _, last = _in_the_midst_of_groups()
+    bad = [Datum(d.tokens, {name: array.copy() for name, array in d.loss_inputs.items()}) for d in BATCH[3:6]]
+    spoil(bad[place])
+    backend = _backend(budget=budget)
+    one, failed, other = backend.run([first, train("a", bad, "importance_sampling"), last])
+    assert isinstance(failed, InvalidRequest)
+    assert str(failed).startswith(f"loss_fn: {said} importance_sampling is")
+    _assert_close_to_alone(ok([one, other]), backend, [first, last], tmp_path)
+    assert backend.optim_step("a", AdamParams())["grad_norm"] > 0
+
+
+def test_a_pass_that_raises_fails_alone_and_the_others_run_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setitem(LOSSES, "exhausting", Loss(out_of_memory, ("logprobs", "advantages")))
+    passes = _in_the_midst_of_groups(("ppo", "exhausting", "ppo"))
+    backend = _backend()
+    one, failed, other = backend.run(passes)
+    assert isinstance(failed, OutOfMemory)
+    _assert_close_to_alone(ok([one, other]), backend, [passes[0], passes[2]], tmp_path)
+
+
+def test_passes_run_apart_if_there_is_no_memory_for_their_common_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(data: Sequence[Datum]) -> PrefixTree:
+        if len(data) == len(BATCH):
+            raise MemoryError
+        return prefix_tree(data)
+
+    passes = _in_the_midst_of_groups()
+    backend = _backend()
+    monkeypatch.setattr(running_module, "prefix_tree", short)
+    results = ok(backend.run(passes))
+    assert _computed(results) == [_rows(each.data) for each in passes]
+    _assert_close_to_alone(results, backend, passes, tmp_path)
