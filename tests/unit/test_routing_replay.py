@@ -11,12 +11,13 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 from torch import Tensor, nn
-from torch_lora_support import base_path, make_backend, make_full, make_ranks, ok, rl, saved, sft, spec, train
+from torch_lora_support import base_path, grpo, make_backend, make_full, make_ranks, ok, rl, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.losses import LOSSES
+from skyrl.backends.torch_lora.prefixes import prefix_tree
 from skyrl.backends.torch_lora.routed_experts import check_routed_experts, experts_of
 from skyrl.backends.torch_lora.routing import own_experts
 from skyrl.engine.passes import run_passes
@@ -220,6 +221,30 @@ def test_packed_experts_are_the_same_experts() -> None:
     for other in (as_bytes, both):
         for one, two in zip(plain.logprobs, _forward(backend, other).logprobs, strict=True):
             np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_rows_whose_experts_differ_in_order_alone_are_shared(compact: bool) -> None:
+    """And the bytes after packed experts may differ."""
+    targets = "target_tokens"
+    data = [Datum(each.tokens, {targets: each.loss_inputs[targets]}) for each in grpo(0, 1, 4, 30)]
+    longest = _random_experts(1, max(len(datum.tokens) for datum in data))
+    rng = np.random.default_rng(0)
+    ordered = [_with(datum, longest[: len(datum.tokens)]) for datum in data]
+    shuffled = [_with(datum, rng.permuted(longest[: len(datum.tokens)], axis=-1)) for datum in data]
+    if compact:
+        shuffled = [_with(datum, packed(datum.loss_inputs["routed_experts"])) for datum in shuffled]
+        for number, datum in enumerate(shuffled):
+            datum.loss_inputs["routed_experts"].view(np.uint8)[:, -1] = number
+    given = [datum.loss_inputs["routed_experts"].copy() for datum in shuffled]
+    backend = _backend()
+    one, two = (_forward(backend, each) for each in (ordered, shuffled))
+    assert one.metrics == two.metrics
+    assert one.metrics["computed_tokens:sum"] == prefix_tree(data).rows(range(4))
+    for a, b in zip(one.logprobs, two.logprobs, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for datum, before in zip(shuffled, given, strict=True):
+        np.testing.assert_array_equal(datum.loss_inputs["routed_experts"], before)
 
 
 def test_packed_experts_are_checked_too() -> None:

@@ -26,8 +26,9 @@ from skyrl.backends.torch_full.optimizer import adamw_step
 from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_full.passes import run_slice
 from skyrl.backends.torch_lora import checks
-from skyrl.backends.torch_lora.device import command_on, prepare_device
+from skyrl.backends.torch_lora.device import command_on, failure_of, prepare_device
 from skyrl.backends.torch_lora.losses import served_losses
+from skyrl.backends.torch_lora.routed_experts import with_sorted_experts
 from skyrl.backends.torch_lora.running import RunningPass, slices_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.server import ServerConfig
@@ -93,8 +94,9 @@ class TorchFullBackend(StateSnapshots):
     def _run(self, training_pass: TrainingPass) -> PassResult | Exception:
         try:
             self.check(training_pass)
-        except InvalidRequest as error:
-            return error
+            training_pass = with_sorted_experts(training_pass, self._limits.mixture)
+        except Exception as error:
+            return failure_of(error, self._device)
         parameters = self._parameters(training_pass.model_id)
         # A RunningPass only hands its gradient over, which the parameters take as an adapter does
         running = RunningPass(cast(Any, parameters), training_pass, self._losses[training_pass.loss_fn])

@@ -20,7 +20,7 @@ from skyrl.backends.base import (
 )
 from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter
-from skyrl.backends.torch_lora.device import command_on, prepare_device
+from skyrl.backends.torch_lora.device import command_on, failure_of, prepare_device
 from skyrl.backends.torch_lora.experts import noted
 from skyrl.backends.torch_lora.joined import JoinedPasses, finish, joined
 from skyrl.backends.torch_lora.losses import served_losses
@@ -29,6 +29,7 @@ from skyrl.backends.torch_lora.optimizer import adamw_step
 from skyrl.backends.torch_lora.packing import cut
 from skyrl.backends.torch_lora.passes import run_micro_batch
 from skyrl.backends.torch_lora.projections import trained_targets
+from skyrl.backends.torch_lora.routed_experts import with_sorted_experts
 from skyrl.backends.torch_lora.running import Running, RunningPass, slices_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.mixtures import TrainMlpOfMixtures
@@ -167,9 +168,10 @@ class TorchLoraBackend(StateSnapshots):
             raise InvalidRequest(f"model_id: there is no model {model_id}")
         return self._adapters[model_id]
 
-    def _start(self, training_pass: TrainingPass) -> RunningPass | InvalidRequest:
+    def _start(self, training_pass: TrainingPass) -> RunningPass | Exception:
         try:
             self.check(training_pass)
-        except InvalidRequest as error:
-            return error
+            training_pass = with_sorted_experts(training_pass, self._limits.mixture)
+        except Exception as error:
+            return failure_of(error, self._device)
         return RunningPass(self._adapter(training_pass.model_id), training_pass, self._losses[training_pass.loss_fn])

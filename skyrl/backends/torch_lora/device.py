@@ -16,6 +16,8 @@ from skyrl.backends.base import DeviceFault, OutOfMemory
 
 _MEMORY_WORDS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """Texts of torch's plain RuntimeError when the CPU's allocator, cuBLAS or cuDNN finds no memory."""
+HOST = torch.device("cpu")
+"""What the engine's own work needs where ranks compute."""
 
 
 def prepare_device(threads: int) -> torch.device:

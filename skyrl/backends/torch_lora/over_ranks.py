@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from skyrl.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
+from skyrl.backends.base import AdamParams, ModelLimits, PassResult, TrainingPass
 from skyrl.backends.torch_lora import checks
+from skyrl.backends.torch_lora.device import HOST, failure_of
 from skyrl.backends.torch_lora.group import RankGroup, results_of
 from skyrl.backends.torch_lora.losses import Loss, served_losses
 from skyrl.backends.torch_lora.metrics import Tally
 from skyrl.backends.torch_lora.plan import Plan
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankSettings
+from skyrl.backends.torch_lora.routed_experts import with_sorted_experts
 from skyrl.backends.torch_lora.running import not_finite, result_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
 from skyrl.config.server import ServerConfig
@@ -79,10 +81,9 @@ class BackendOverRanks(StateSnapshots):
         for index, training_pass in enumerate(passes):
             try:
                 self.check(training_pass)
-            except InvalidRequest as error:
-                outcomes[index] = error
-            else:
-                checked.append((index, training_pass))
+                checked.append((index, with_sorted_experts(training_pass, self._limits.mixture)))
+            except Exception as error:
+                outcomes[index] = failure_of(error, HOST)
         if checked:
             for (index, _), outcome in zip(checked, self._run([each for _, each in checked]), strict=True):
                 outcomes[index] = outcome

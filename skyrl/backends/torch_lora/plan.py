@@ -12,15 +12,10 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from skyrl.backends.base import TrainingPass
 from skyrl.backends.torch_lora.collectives import sendable
-from skyrl.backends.torch_lora.device import failure_of
+from skyrl.backends.torch_lora.device import HOST, failure_of
 from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
-
-_CPU = torch.device("cpu")
-"""Planning needs no other device."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: in
             tree = prefix_tree(training_pass.data)
             rounds = cut_evenly(tree, ranks, budget)
         except Exception as error:
-            failed[number] = sendable(failure_of(error, _CPU))
+            failed[number] = sendable(failure_of(error, HOST))
             continue
         trees[number] = tree
         first = _first_rank(training_pass, ranks)

@@ -1,7 +1,8 @@
 """Routed experts that a datum brings with it: which experts the sampler used for each token and layer.
 
 The loss input `routed_experts` is int64 [N, layers, k]: for each token of `model_input` and each layer with experts,
-the k experts that the sampler has used. k times -1 means that nothing was recorded there: the trainer's router chooses.
+the k experts that the sampler has used, in any order. k times -1 means that nothing was recorded there: the trainer's
+router chooses.
 
 Packed it is int64 [N, ceil(layers * k / 8)], an eighth of the bytes: a token's experts as bytes in the same order,
 eight in each int64, the first one lowest. A byte of 255 is -1. The bytes after the last expert may be anything.
@@ -12,12 +13,13 @@ Knows arrays. Knows no model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from skyrl.backends.base import Datum, InvalidRequest, Mixture
+from skyrl.backends.base import Datum, InvalidRequest, Mixture, TrainingPass
 
 FIELD = "routed_experts"
 UNRECORDED = -1
@@ -62,6 +64,29 @@ def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
     if twice.any():
         token, layer = _first(twice)
         raise InvalidRequest(f"{field}: [{token}, {layer}] names an expert twice: {experts[token, layer].tolist()}")
+
+
+def with_sorted_experts(training_pass: TrainingPass, mixture: Mixture | None) -> TrainingPass:
+    """The checked pass with the experts of each token and layer in ascending order, and the bytes after packed ones
+    set to 255: so rows with the same experts are equal, and may be shared. The order has no meaning, because a router's
+    weights are looked up by the expert's number. It may change the last bits of a sum over k experts."""
+    if mixture is None or all(FIELD not in datum.loss_inputs for datum in training_pass.data):
+        return training_pass
+    return replace(training_pass, data=[_sorted(datum, mixture) for datum in training_pass.data])
+
+
+def _sorted(datum: Datum, mixture: Mixture) -> Datum:
+    given = datum.loss_inputs.get(FIELD)
+    if given is None:
+        return datum
+    if given.ndim == 3:
+        return replace(datum, loss_inputs=datum.loss_inputs | {FIELD: np.sort(given, axis=-1)})
+    count, width = len(given), mixture.layers * mixture.per_token
+    of_bytes = np.ascontiguousarray(given, "<i8").view(np.uint8)
+    experts = of_bytes[:, :width].reshape(count, mixture.layers, mixture.per_token)
+    result = np.full_like(of_bytes, _PACKED_UNRECORDED)
+    result[:, :width] = np.sort(experts, axis=-1).reshape(count, width)
+    return replace(datum, loss_inputs=datum.loss_inputs | {FIELD: result.view("<i8")})
 
 
 def experts_of(data: Sequence[Datum]) -> Iterator[npt.NDArray[np.int32]] | None:

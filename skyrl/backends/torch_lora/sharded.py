@@ -18,6 +18,7 @@ from skyrl.backends.base import AdapterDtype, InvalidRequest, PassResult, Traini
 from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.backend import SHARED_ROWS_ON_CPU
+from skyrl.backends.torch_lora.device import HOST
 from skyrl.backends.torch_lora.experts import noted
 from skyrl.backends.torch_lora.group import RankGroup, results_of
 from skyrl.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
@@ -28,8 +29,6 @@ from skyrl.backends.torch_lora.rank_base import PieceResult
 from skyrl.config.mixtures import TrainMlpOfMixtures
 from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
-
-_CPU = torch.device("cpu")
 
 
 class ShardedBackend(BackendOverRanks):
@@ -127,7 +126,7 @@ class ShardedBackend(BackendOverRanks):
     def _empty(self, model_id: str) -> Adapter:
         """An adapter of the model's shape on the CPU. Its weights are not the model's."""
         spec, targets = self._known(model_id)
-        return Adapter(spec, targets, _CPU, drawn=False)
+        return Adapter(spec, targets, HOST, drawn=False)
 
     def _copy(self, model_id: str, *, optimizer: bool) -> Adapter:
         adapter = self._empty(model_id)
