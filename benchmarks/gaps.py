@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-EVERY_S = 0.01
+EVERY_S = 0.02
 MANY = 3
 """So many threads, or more, are counted together."""
 
@@ -36,7 +36,7 @@ def number_shares(counts: Mapping[int, int]) -> dict[str, float]:
 
 
 class Gaps:
-    """Looks at the threads every 10 ms, in a thread of its own, between `with` and its end. `named` threads are told
+    """Looks at the threads every 20 ms, in a thread of its own, between `with` and its end. `named` threads are told
     apart; of these and `others` together only the number that wants a core is counted. A thread that has ended wants
     none."""
 
