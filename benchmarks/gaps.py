@@ -1,13 +1,18 @@
-"""Which of some threads want a core at a time: shares of a run in which all, some or none of them do."""
+"""Which threads of a run want a core at a time: shares of the run in which all, some or none of them do."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-EVERY_S = 0.01
+EVERY_S = 0.02
+MANY = 3
+"""So many threads, or more, are counted together."""
+
+Thread = tuple[int, int]
+"""Process id and thread id."""
 
 
 def wants_core(stat: str) -> bool:
@@ -21,13 +26,25 @@ def shares(counts: Mapping[tuple[str, ...], int]) -> dict[str, float]:
     return {"+".join(names) or "none": count / total for names, count in sorted(counts.items())} if total else {}
 
 
-class Gaps:
-    """Looks at the threads every 10 ms, in a thread of its own, between `with` and its end. `threads`: name to process
-    id and thread id."""
+def number_shares(counts: Mapping[int, int]) -> dict[str, float]:
+    """Counts of looks by the number of threads that wanted a core, as shares of all looks. "3+": three or more."""
+    total = sum(counts.values())
+    found = Counter[str]()
+    for number, count in sorted(counts.items()):
+        found[str(number) if number < MANY else f"{MANY}+"] += count
+    return {number: count / total for number, count in found.items()}
 
-    def __init__(self, threads: Mapping[str, tuple[int, int]]) -> None:
-        self._stats = {name: Path(f"/proc/{pid}/task/{thread}/stat") for name, (pid, thread) in threads.items()}
-        self._counts: Counter[tuple[str, ...]] = Counter()
+
+class Gaps:
+    """Looks at the threads every 20 ms, in a thread of its own, between `with` and its end. `named` threads are told
+    apart; of these and `others` together only the number that wants a core is counted. A thread that has ended wants
+    none."""
+
+    def __init__(self, named: Mapping[str, Thread], others: Collection[Thread] = ()) -> None:
+        self._named = {name: _stat_of(thread) for name, thread in named.items()}
+        self._others = [_stat_of(thread) for thread in set(others) - set(named.values())]
+        self._names: Counter[tuple[str, ...]] = Counter()
+        self._numbers: Counter[int] = Counter()
         self._end = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gaps", daemon=True)
 
@@ -41,7 +58,24 @@ class Gaps:
 
     def _watch(self) -> None:
         while not self._end.wait(EVERY_S):
-            self._counts[tuple(name for name, stat in self._stats.items() if wants_core(stat.read_text()))] += 1
+            wanting = tuple(name for name, stat in self._named.items() if _wants_core(stat))
+            self._names[wanting] += 1
+            self._numbers[len(wanting) + sum(map(_wants_core, self._others))] += 1
 
     def shares(self) -> dict[str, float]:
-        return shares(self._counts)
+        return shares(self._names)
+
+    def number_shares(self) -> dict[str, float]:
+        return number_shares(self._numbers)
+
+
+def _stat_of(thread: Thread) -> Path:
+    process, number = thread
+    return Path(f"/proc/{process}/task/{number}/stat")
+
+
+def _wants_core(stat: Path) -> bool:
+    try:
+        return wants_core(stat.read_text())
+    except (FileNotFoundError, ProcessLookupError):
+        return False

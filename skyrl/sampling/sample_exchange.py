@@ -14,6 +14,7 @@ from skyrl.sampling.job import SampleJob
 from skyrl.sampling.served_context import ServedContext
 from skyrl.sampling.transport import Answer, CompletionTransport
 from skyrl.types.weights import WeightsRef
+from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 
@@ -33,7 +34,7 @@ class SampleExchange:
         self._job = job
         self.request_id = job.request_id
         self.weights: WeightsRef = job.weights
-        self.headers: Mapping[str, str] = {"X-Request-Id": job.request_id}
+        self.headers: Mapping[str, str] = {"X-Request-Id": job.request_id, TOKENS_ONLY: "1"}
         """vLLM's own id of the request becomes `cmpl-<request id>`."""
         self.key = job.session_key
         self.shared_key = job.sampling_session

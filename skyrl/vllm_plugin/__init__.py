@@ -1,11 +1,11 @@
 """vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
-Changes eleven things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
-allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens
-(see `token_versions`); adapters on lm_head work in more architectures (see `unembedding`); on a CPU, LoRA computes
-correct results (see `punica_cpu`), prompts get more logprobs than vLLM's own (see `xargs`), routed experts can be
-returned (see `routed_experts_cpu`), mixtures of experts can be served with adapters (see `experts_cpu`), and the engine
-core is forked from the API server, which saves its imports.
+Changes twelve things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens (see
+`token_versions`); clients may do without the text of completions (see `tokens_only`); adapters on lm_head work in more
+architectures (see `unembedding`); on a CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs
+than vLLM's own (see `xargs`), routed experts can be returned (see `routed_experts_cpu`), mixtures of experts can be
+served with adapters (see `experts_cpu`), and the engine core is forked from the API server, which saves its imports.
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.
@@ -58,7 +58,9 @@ def register() -> None:
     serve_lm_head()
     if parent is None:
         from skyrl.vllm_plugin.token_versions import tell_versions
+        from skyrl.vllm_plugin.tokens_only import allow_tokens_only
 
+        allow_tokens_only()
         tell_versions(early=os.environ.get(TELL_VERSIONS_VARIABLE) == "1")
         _guard_all_endpoints()
     if current_platform.is_cpu():

@@ -50,6 +50,7 @@ from skyrl.storage.directories import link_files
 from skyrl.storage.registry import open_store
 from skyrl.tiny import model_path
 from skyrl.types.weights import AdapterVersion
+from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.weights.adapters import AdapterFiles
 from tests.weight_media import World, check
 
@@ -478,6 +479,35 @@ async def test_prompt_and_sequences_requested_apart_equal_one_request(served: Ru
         hits.append(completion.decode_answer(answer.body, part).cached_tokens)
     assert hits[0] == 0 < hits[1], "the request for the sequences finds the prompt in the cache"
     await client.close()
+
+
+async def test_a_completion_may_do_without_text_unless_it_has_stop_strings(served: RunningServer) -> None:
+    asked: dict[str, Any] = {
+        "model": served.config.served_names[0],
+        "prompt": [5, 6, 7],
+        "n": 2,
+        "max_tokens": 6,
+        "seed": 3,
+        "ignore_eos": True,
+    }
+    asked |= {"logprobs": 0, "return_token_ids": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=served.spec.url, headers=headers, trust_env=False, timeout=120) as http:
+
+        async def choices(more: dict[str, Any], **more_headers: str) -> list[dict[str, Any]]:
+            answer = await http.post(completion.PATH, json=asked | more, headers=more_headers)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"]
+
+        only = {TOKENS_ONLY: "1"}
+        whole, bare = await choices({}), await choices({}, **only)
+        stopping = await choices({"stop": ["\x00never\x00"], "skip_special_tokens": False}, **only)
+    for given, reference in zip(bare, whole, strict=True):
+        assert given["token_ids"] == reference["token_ids"]
+        assert given["logprobs"]["token_logprobs"] == pytest.approx(reference["logprobs"]["token_logprobs"], abs=1e-4)
+        assert (given["text"], given["prompt_token_ids"], given["logprobs"]["tokens"]) == ("", None, [])
+        assert reference["text"]
+    assert all(choice["text"] for choice in stopping), "vLLM looks for stop strings in the text"
 
 
 async def test_samples_of_the_base_model_ignore_loaded_adapters(served: RunningServer) -> None:

@@ -19,6 +19,7 @@ from benchmarks.processes import thread_seconds
 from benchmarks.report import bench_page
 from benchmarks.table import Row, Target, number, text_table
 from benchmarks.tenants import Round, Spent, bound, medians
+from benchmarks.two_loops import CORES, STEPS, Machine, Stages, simulate
 from skyrl.wire.results import SampledSequence, SampleResult, encode_sample
 
 ROUND = 20_011_275
@@ -206,9 +207,9 @@ def test_reached_share_and_speed_ups_of_two_tenants_are_ratios_to_the_bound() ->
     alone = [Spent(4.5, {"trainer": 2.0}, {"trainer": 2.0}), Spent(5.5, {"trainer": 2.0}, {"trainer": 2.0})]
     beside = Spent(5.0, {"trainer": 4.0, "vllm": 4.0}, {"trainer": 3.9, "vllm": 3.9})
     found = Round.of(alone, beside, 2)
-    assert (found.then_s, found.beside_s, found.bound_s) == (10.0, 5.0, 4.0)
+    assert (found.then_s, found.beside_s, found.bound_s, found.chain_s) == (10.0, 5.0, 4.0, 5.5)
     assert (found.reached, found.speedup, found.best) == (0.8, 2.0, 2.5)
-    middle = medians([found, Round(10.0, 8.0, 4.0), Round(10.0, 4.0, 4.0)])
+    middle = medians([found, Round(10.0, 8.0, 4.0, 5.5), Round(10.0, 4.0, 4.0, 5.5)])
     assert (middle["reached"], middle["speedup"]) == (0.8, 2.0), "the median of the rounds' ratios"
 
 
@@ -220,8 +221,32 @@ def test_gaps_are_shares_of_the_looks_and_a_name_of_a_process_may_have_brackets(
     counts = {("trainer", "vllm"): 5, ("trainer",): 3, (): 2}
     assert gaps.shares(counts) == {"none": 0.2, "trainer": 0.3, "trainer+vllm": 0.5}
     assert gaps.shares({}) == {}
+    assert gaps.number_shares({0: 1, 2: 4, 3: 2, 7: 3}) == {"0": 0.1, "2": 0.4, "3+": 0.5}
+    assert gaps.number_shares({}) == {}
     assert gaps.wants_core("7 (a) S) R 1 7")
     assert not gaps.wants_core("7 (a) R) S 1 7")
+
+
+def test_simulated_threads_share_the_cores_and_one_thread_is_on_one_core() -> None:
+    machine = Machine(CORES)
+    ends: list[tuple[str, float]] = []
+    for thread, ms in (("a", 10.0), ("a", 10.0), ("b", 10.0), ("c", 10.0)):
+        machine.work(thread, ms, lambda thread=thread: ends.append((thread, round(machine.now, 6))))
+    machine.chain([("disk", 40.0), ("d", 1.0)], lambda: ends.append(("d", round(machine.now, 6))))
+    machine.run()
+    assert ends == [("a", 15.0), ("b", 15.0), ("c", 15.0), ("a", 25.0), ("d", 41.0)]
+    assert machine.used == {"a": 20.0, "b": 10.0, "c": 10.0, "d": 1.0}
+
+
+def test_two_simulated_loops_do_the_work_of_two_and_are_not_faster_than_the_bound() -> None:
+    stages = Stages()
+    one, two = simulate(stages, 1), simulate(stages, 2)
+    assert one.wall_ms < two.wall_ms < 2 * one.wall_ms
+    assert two.bound_ms < two.wall_ms
+    each = stages.trainer + stages.files + stages.api + stages.client + stages.front
+    assert two.bound_ms * CORES > 2 * STEPS * each * 0.95, "only steps of the engine are shared"
+    held = simulate(stages, 2, hold_ms=50.0)
+    assert held.bound_ms > two.bound_ms, "fewer steps of the engine are shared"
 
 
 def test_the_cpu_time_of_a_thread_is_its_own() -> None:
