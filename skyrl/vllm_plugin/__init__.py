@@ -4,8 +4,8 @@ Changes eleven things: no process of vLLM outlives its parent; every endpoint ne
 allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens
 (see `token_versions`); adapters on lm_head work in more architectures (see `unembedding`); on a CPU, LoRA computes
 correct results (see `punica_cpu`), prompts get more logprobs than vLLM's own (see `xargs`), routed experts can be
-returned (see `routed_experts_cpu`), mixtures of experts can be served with adapters (see `experts_cpu`), and the engine
-core is forked from the API server, which saves its imports.
+returned (see `routed_experts_cpu`), mixtures of experts can be served with adapters, on experts too (see
+`experts_cpu`), and the engine core is forked from the API server, which saves its imports.
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.

@@ -22,7 +22,7 @@ from skyrl.inference.placement import LocalPlacement, LocalServer, free_port
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.tiny import model_path
 from skyrl.types.lora import LoraSpec
-from tests.families import FAMILIES, VOCAB, make_family
+from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -71,7 +71,7 @@ async def _of_vllm(http: httpx.AsyncClient, name: str) -> npt.NDArray[np.float32
     return np.array([row[str(token)]["logprob"] for row, token in zip(rows, prompt[1:], strict=True)], np.float32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 async def test_vllm_and_the_trainer_agree_on_base_model_and_adapter(tmp_path: Path, family: str) -> None:
     path = make_family(family, tmp_path, **CHANGED.get(family, {}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
