@@ -36,10 +36,15 @@ SAMPLES, NEW_TOKENS = 12, 48
 
 
 @contextlib.asynccontextmanager
-async def serving(model: Path, directory: Path, dtype: str) -> AsyncIterator[RunningSidecar]:
+async def serving(
+    model: Path, directory: Path, dtype: str, train_mlp_of_mixtures: str = "train"
+) -> AsyncIterator[RunningSidecar]:
     options = {"enable_return_routed_experts": True, "dtype": dtype}
-    inference = {"generator.inference_engine": {"max_model_len": 256, "engine_init_kwargs": options}}
-    config = load_config({"base_model": str(model), "backend_config": inference})
+    settings = {
+        "generator.inference_engine": {"max_model_len": 256, "engine_init_kwargs": options},
+        "trainer.policy.model.lora.train_mlp_of_mixtures": train_mlp_of_mixtures,
+    }
+    config = load_config({"base_model": str(model), "backend_config": settings})
     spec = vllm_spec(config, free_port(), KEY, cuda=False)
     handle = LocalPlacement(directory).run(spec, [])
     try:
@@ -85,8 +90,8 @@ def files(backend: TorchLoraBackend, tmp_path_factory: pytest.TempPathFactory) -
 
 async def _sampled(sidecar: RunningSidecar, files: dict[str, Path]) -> dict[str, list[tuple[list[int], Any]]]:
     """By adapter, or `base`: prompts and answers. All run together."""
-    for name, path in files.items():
-        status, answer = await sidecar.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+    for name in files:
+        status, answer = await _load(sidecar, name, files)
         assert status == 200, answer
     params = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     body = {"sampling_params": params, "return_routed_experts": True, "return_logprob": True}
@@ -146,3 +151,18 @@ async def test_in_bfloat16_replay_brings_trained_adapters_closer_to_the_sampler(
             print(f"{name}, {way}: mean {np.abs(gaps[way]).mean():.4f}, largest {np.abs(gaps[way]).max():.2f} nats")
         assert (gaps["replayed"] ** 2).mean() < (gaps["free"] ** 2).mean()
         assert np.abs(gaps["replayed"]).mean() < 0.03
+
+
+async def test_without_room_for_experts_an_adapter_that_changes_them_is_refused(
+    model: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    async with serving(model, tmp_path, "float32", "refuse") as sidecar:
+        status, answer = await _load(sidecar, "experts", files)
+        assert status == 502
+        assert "train_mlp_of_mixtures to train" in str(answer)
+        status, answer = await _load(sidecar, "attention", files)
+        assert status == 200, answer
+
+
+async def _load(sidecar: RunningSidecar, name: str, files: dict[str, Path]) -> tuple[int, Any]:
+    return await sidecar.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(files[name])})
