@@ -32,7 +32,7 @@ from tests.component.test_routed_experts import KEY, chosen_experts, prompt_of, 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ADAPTERS = {"experts": LoraSpec(8, 32.0, 1), "attention": LoraSpec(8, 32.0, 2, train_mlp=False)}
-SAMPLES, NEW_TOKENS = 12, 48
+SAMPLES, NEW_TOKENS = 24, 48
 
 
 @contextlib.asynccontextmanager
@@ -94,13 +94,18 @@ async def _sampled(sidecar: RunningSidecar, files: dict[str, Path]) -> dict[str,
         status, answer = await _load(sidecar, name, files)
         assert status == 200, answer
     params = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    body = {"sampling_params": params, "return_routed_experts": True, "return_logprob": True}
+    body = {"return_routed_experts": True, "return_logprob": True}
     names = [name for name in (*files, "base") for _ in range(SAMPLES)]
     prompts = [prompt_of(number % SAMPLES, 12) for number in range(len(names))]
     answers = await asyncio.gather(
         *(
-            sidecar.generate(input_ids=prompt, **body, **({} if name == "base" else {"lora_path": name}))
-            for name, prompt in zip(names, prompts, strict=True)
+            sidecar.generate(
+                input_ids=prompt,
+                sampling_params=params | {"sampling_seed": seed},
+                **body,
+                **({} if name == "base" else {"lora_path": name}),
+            )
+            for seed, (name, prompt) in enumerate(zip(names, prompts, strict=True))
         )
     )
     found: dict[str, list[tuple[list[int], Any]]] = {}
