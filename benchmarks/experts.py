@@ -1,7 +1,8 @@
-"""CPU time of a layer's experts, forward and backward, with each of transformers' implementations.
+"""CPU time of a layer's experts, forward and backward: with each of transformers' implementations, and with adapters.
 
 Run as `python -m benchmarks.experts`.
-The experts are frozen, as under adapters; `trained` has gradients of the experts, too, as in full fine-tuning.
+The experts are frozen, as under adapters on attention; `trained` has gradients of the experts, too, as in full
+fine-tuning. `adapters` has frozen experts, and gradients of one adapter on them, or of four that share the rows.
 The last shape is that of Qwen3-30B-A3B.
 """
 
@@ -14,12 +15,18 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from skyrl.backends.torch_lora.expert_product import ExpertsUpdate, FrozenExperts, experts_with_updates
+
 REPEATS = 3
 SHAPES = ((128, 320, 8, 2, 1024), (1024, 384, 64, 8, 1024), (1024, 384, 64, 8, 4096), (2048, 768, 128, 8, 512))
 """Hidden size, size of an expert, experts, experts per token, rows."""
 SMALL_ONLY = {False: ("batched_mm",), True: ("batched_mm", "eager")}
 """Implementations that are measured on the first shape alone, for frozen and for trained experts. `batched_mm` copies
 an expert's weights for each row, and `eager` makes a gradient of all experts for each expert."""
+
+
+ADAPTERS = ((8, 1), (32, 1), (32, 4))
+"""Rank, and how many adapters share the rows."""
 
 
 def seconds(experts: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
@@ -29,6 +36,39 @@ def seconds(experts: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: tor
     start = time.process_time()
     experts(rows, chosen, weights).square().sum().backward()
     return time.process_time() - start
+
+
+class Adapted:
+    """A layer's frozen experts with adapters, each on its part of the rows. Called as the experts are."""
+
+    def __init__(self, experts: Any, rows: int, rank: int, adapters: int) -> None:
+        count, hidden, size = experts.down_proj.shape
+        self._frozen = FrozenExperts(experts.gate_up_proj, experts.down_proj, experts.act_fn)
+        bounds = [rows * number // adapters for number in range(adapters + 1)]
+        self._updates = [
+            ExpertsUpdate(
+                start,
+                stop,
+                1.0,
+                *(
+                    (
+                        torch.randn(count, rank, inputs, requires_grad=True),
+                        torch.randn(count, outputs, rank, requires_grad=True),
+                    )
+                    for inputs, outputs in ((hidden, size), (hidden, size), (size, hidden))
+                ),
+            )
+            for start, stop in zip(bounds, bounds[1:], strict=False)
+        ]
+
+    def zero_grad(self) -> None:
+        for update in self._updates:
+            for pair in (update.gate, update.up, update.down):
+                for matrix in pair:
+                    matrix.grad = None
+
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return experts_with_updates(rows, chosen, weights, self._frozen, self._updates)
 
 
 def main() -> None:
@@ -56,6 +96,16 @@ def main() -> None:
             figures = "  ".join(f"{name} {found * 1e3:.0f} ms" for name, found in best.items())
             kind = "trained" if trained else "frozen"
             print(f"{hidden} x {size}, {per_token} of {count}, {length} rows, {kind}: {figures}", flush=True)
+        experts.requires_grad_(False)
+        config._experts_implementation = "grouped_mm"
+        ways = {"none": experts}
+        ways |= {f"{adapters} of rank {rank}": Adapted(experts, length, rank, adapters) for rank, adapters in ADAPTERS}
+        best = dict.fromkeys(ways, 1e9)
+        for _ in range(REPEATS):
+            for name, way in ways.items():
+                best[name] = min(best[name], seconds(way, rows, chosen, weights))
+        figures = "  ".join(f"{name} {found * 1e3:.0f} ms" for name, found in best.items())
+        print(f"{hidden} x {size}, {per_token} of {count}, {length} rows, adapters: {figures}", flush=True)
 
 
 if __name__ == "__main__":

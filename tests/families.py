@@ -111,6 +111,19 @@ OPT: dict[str, Any] = {
 }
 """Learned positions."""
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+}
+"""Mixtures of experts that adapters can train. This one also has a dense layer, whose MLP PEFT leaves out."""
+
 GPT_OSS: dict[str, Any] = {
     **_SHAPE,
     "model_type": "gpt_oss",
@@ -126,7 +139,7 @@ GPT_OSS: dict[str, Any] = {
 def make_family(name: str, directory: Path, **changed: Any) -> str:
     """Save a random float32 model of the family, with `changed` settings. Norm weights and biases are random too.
     Returns its path."""
-    return save_random({**_SHAPE, **FAMILIES[name], **changed}, directory / name)
+    return save_random({**_SHAPE, **{**FAMILIES, **MIXTURES}[name], **changed}, directory / name)
 
 
 def save_random(settings: dict[str, Any], path: Path) -> str:

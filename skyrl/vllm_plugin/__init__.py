@@ -1,11 +1,12 @@
 """vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
-Changes twelve things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+Changes thirteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
 allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens (see
 `token_versions`); clients may do without the text of completions (see `tokens_only`); adapters on lm_head work in more
-architectures (see `unembedding`); on a CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs
-than vLLM's own (see `xargs`), routed experts can be returned (see `routed_experts_cpu`), mixtures of experts can be
-served with adapters (see `experts_cpu`), and the engine core is forked from the API server, which saves its imports.
+architectures (see `unembedding`); adapters whose experts vLLM would ignore are refused (see `ignored_experts`); on a
+CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs than vLLM's own (see `xargs`), routed
+experts can be returned (see `routed_experts_cpu`), mixtures of experts can be served with adapters, on experts too (see
+`experts_cpu`), and the engine core is forked from the API server, which saves its imports.
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.
@@ -49,6 +50,7 @@ def register() -> None:
             vllm.__version__,
         )
         return
+    from skyrl.vllm_plugin.ignored_experts import refuse_ignored_experts
     from skyrl.vllm_plugin.prefix_cache import forget_with_weights
     from skyrl.vllm_plugin.temperature import allow_any_temperature
     from skyrl.vllm_plugin.unembedding import serve_lm_head
@@ -56,6 +58,7 @@ def register() -> None:
     allow_any_temperature()
     forget_with_weights()
     serve_lm_head()
+    refuse_ignored_experts()
     if parent is None:
         from skyrl.vllm_plugin.token_versions import tell_versions
         from skyrl.vllm_plugin.tokens_only import allow_tokens_only

@@ -24,7 +24,7 @@ from skyrl.inference.placement import LocalPlacement, LocalServer, free_port
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.tiny import model_path
 from skyrl.types.lora import LoraSpec
-from tests.families import FAMILIES, VOCAB, make_family
+from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,13 +32,13 @@ KEY = "test-key"
 BOUND = 1e-4
 """Of the difference between a logprob of vLLM and the trainer's."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES},
+    **{family: (family, {}) for family in (*FAMILIES, *MIXTURES)},
     # vLLM's window of Cohere2 is one token longer than transformers'. Within the window they agree.
     "command-a": ("command-a", {"sliding_window": 64}),
     # That of released models. vLLM's own bound for adapters on lm_head is lower.
     "gemma-3, large vocabulary": ("gemma-3", {"vocab_size": 262_208}),
 }
-"""Each family, and the settings of its tiny model that differ from `FAMILIES`."""
+"""Each family, and the settings of its tiny model that differ from `tests.families`."""
 
 
 def _trained(path: str, directory: Path) -> TorchLoraBackend:

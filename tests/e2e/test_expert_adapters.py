@@ -29,7 +29,16 @@ KEY = "tml-experts"
 TEXTS = {
     "first": "The old fox watches the river at dawn, and a small boat goes down to the sea.",
     "second": "Every evening the teacher counts her books, and one of them is always missing.",
+    "alone": "Two farmers carry the apples to the market, where nobody has seen the sun for days.",
+    "attention": "In winter the train is late, so the doctor reads the letter a second time.",
 }
+LORA: dict[str, dict[str, Any]] = {
+    "first": {"rank": 8},
+    "second": {"rank": 32},
+    "alone": {"rank": 4, "train_attn": False, "train_unembed": False},
+    "attention": {"rank": 8, "train_mlp": False},
+}
+"""Two tenants with the SDK's defaults but the rank, one that trains experts alone, one that trains none."""
 LARGEST_GAP = 1e-4
 """Nats. Trainer and sampler compute in float32 with different kernels."""
 
@@ -65,10 +74,10 @@ def tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def trainers(client: tinker.ServiceClient, tokens: dict[str, list[int]]) -> dict[str, tinker.TrainingClient]:
-    """Two tenants with the SDK's defaults but the rank, each trained on its own text."""
+    """Each trained on its own text."""
     made = {}
-    for rank, name in ((8, "first"), (32, "second")):
-        trainer = client.create_lora_training_client(base_model="mixture", rank=rank).result()
+    for name, lora in LORA.items():
+        trainer = client.create_lora_training_client(base_model="mixture", **lora).result()
         losses = []
         for _ in range(4):
             passed = trainer.forward_backward([cross_entropy(tokens[name])], "cross_entropy")
@@ -105,7 +114,7 @@ def test_the_sampler_has_the_trainers_logprobs(
             assert gap < LARGEST_GAP
 
 
-def test_samples_of_two_adapters_and_of_the_base_model_in_one_batch_keep_their_weights(
+def test_samples_of_adapters_and_of_the_base_model_in_one_batch_keep_their_weights(
     client: tinker.ServiceClient,
     trainers: dict[str, tinker.TrainingClient],
     samplers: dict[str, tinker.SamplingClient],

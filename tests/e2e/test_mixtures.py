@@ -6,7 +6,6 @@ The tests share one server and run in the order of this file.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -47,8 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def mixture(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    given = ("--base-model", model, "--served-model-name", "mixture", "--backend-config", json.dumps(REFUSE))
-    running = DemoServer(tmp_path_factory.mktemp("server"), *given)
+    flags = ("--base-model", model, "--served-model-name", "mixture")
+    running = DemoServer(tmp_path_factory.mktemp("server"), *flags, backend_config=REFUSE)
     running.start()
     try:
         running.wait_ready(SLOW_START_S)

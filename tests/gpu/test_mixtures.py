@@ -1,0 +1,109 @@
+"""Adapters on the experts of a mixture, in bfloat16 and float32. The data name the experts: rounding could choose other
+experts, and such results cannot be compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from skyrl.backends.base import AdamParams, Datum
+from skyrl.backends.torch_lora.expert_product import ExpertsUpdate, FrozenExperts, experts_with_updates
+from skyrl.types.lora import LoraSpec
+from tests.gpu.support import DEVICE, FIGURES, NUMERICS, backend_on, build, distance, gradient_of, ok, texts
+from tests.gpu.test_numerics import SLACK, _train
+
+EXPERTS, PER_TOKEN, LAYERS = 16, 4, NUMERICS["num_hidden_layers"]
+MIXTURE: dict[str, Any] = NUMERICS | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 128,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": PER_TOKEN,
+    "norm_topk_prob": True,
+}
+VOCAB = NUMERICS["vocab_size"]
+
+
+def _naive(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: FrozenExperts, updates: Any) -> Tensor:
+    """Each row and expert for itself, with merged weights."""
+    output = torch.zeros_like(hidden)
+    for update in updates:
+        for row in range(update.start, update.stop):
+            for rank, expert in enumerate(chosen[row].tolist()):
+                gate, up, down = (update.scale * b[expert] @ a[expert] for a, b in update[3:])
+                inner = (experts.gate_up[expert] + torch.cat([gate, up])) @ hidden[row]
+                first, second = inner.chunk(2)
+                made = (experts.down[expert] + down) @ (silu(first) * second)
+                output = output.index_add(0, torch.tensor([row], device=DEVICE), (weights[row, rank] * made)[None])
+    return output
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("bounds", [(0, 24), (0, 9, 24)], ids=["one adapter", "two adapters"])
+def test_the_grouped_products_agree_with_merged_weights(
+    dtype: torch.dtype, bound: float, bounds: tuple[int, ...]
+) -> None:
+    hidden_size, size, rows = 64, 32, 24
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * 0.3).to(DEVICE)
+
+    x, experts = random(rows, hidden_size), (random(EXPERTS, 2 * size, hidden_size), random(EXPERTS, hidden_size, size))
+    weights, chosen = random(rows, EXPERTS).softmax(-1).topk(PER_TOKEN)
+    projections = [(hidden_size, size), (hidden_size, size), (size, hidden_size)]
+    leaves = [
+        [(random(EXPERTS, rank, i).requires_grad_(), random(EXPERTS, o, rank).requires_grad_()) for i, o in projections]
+        for rank in (3, 8)[: len(bounds) - 1]
+    ]
+    flat = [matrix for pairs in leaves for pair in pairs for matrix in pair]
+    found: dict[str, list[Tensor]] = {}
+    for name, of, function in (("ours", dtype, experts_with_updates), ("naive", torch.float64, _naive)):
+        given = x.to(of).requires_grad_()
+        frozen = FrozenExperts(experts[0].to(of), experts[1].to(of), silu)
+        updates = [
+            ExpertsUpdate(start, stop, 0.5, *((a.to(of), b.to(of)) for a, b in pairs))
+            for start, stop, pairs in zip(bounds, bounds[1:], leaves, strict=False)
+        ]
+        output = function(given, chosen, weights.to(of), frozen, updates)
+        gradients = torch.autograd.grad(output.double().square().sum(), [given, *flat])
+        found[name] = [output.double(), *(gradient.double() for gradient in gradients)]
+    for ours, naive in zip(found["ours"], found["naive"], strict=True):
+        assert (ours - naive).norm() < bound * naive.norm()
+
+
+def _with_experts(data: list[Datum]) -> list[Datum]:
+    rng = np.random.default_rng(len(data))
+    every = np.arange(EXPERTS)
+    for datum in data:
+        chosen = rng.permuted(np.tile(every, (len(datum.tokens), LAYERS, 1)), axis=-1)[..., :PER_TOKEN]
+        datum.loss_inputs["routed_experts"] = chosen
+    return data
+
+
+def test_merged_passes_of_a_mixture_are_as_close_to_float32_as_separate_ones(bases: Path, tmp_path: Path) -> None:
+    path = build(MIXTURE, bases)
+    specs = {f"r{rank}": LoraSpec(rank, 32.0, rank) for rank in (1, 8, 32)}
+    specs["attention"] = LoraSpec(8, 32.0, 5, train_mlp=False)
+    queue = [_train(name, _with_experts(texts(seed, VOCAB, 40, 9))) for seed, name in enumerate(specs)]
+    gradients: dict[str, dict[str, dict[str, Tensor]]] = {}
+    kinds = {"exact": (torch.float32, False), "alone": (torch.bfloat16, False), "merged": (torch.bfloat16, True)}
+    for kind, (dtype, merge) in kinds.items():
+        backend = backend_on(path, dtype=dtype, merge=merge, budget=512)
+        for name, spec in specs.items():
+            backend.create_model(name, spec)
+            ok(backend.run([_train(name, _with_experts(texts(7, VOCAB, 30)))]))
+            backend.optim_step(name, AdamParams(learning_rate=1e-3, eps=1e-3))
+        ok(backend.run(queue))
+        gradients[kind] = {name: gradient_of(backend, name, tmp_path / kind / name) for name in specs}
+    for name in specs:
+        alone, merged = (distance(gradients[kind][name], gradients["exact"][name]) for kind in ("alone", "merged"))
+        FIGURES[f"mixture, {name}: gradient's distance from float32, alone"] = alone
+        FIGURES[f"mixture, {name}: gradient's distance from float32, merged"] = merged
+        assert 1e-4 < alone < 0.3
+        assert merged < SLACK * alone
