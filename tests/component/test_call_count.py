@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message
 
 from benchmarks.stage import NullUpstream
 from skyrl.api.http_table import HttpTable
+from skyrl.api.incoming import IncomingHeaders
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_url
 from tests.postgres_server import ON_SQLITE
@@ -62,6 +63,7 @@ class Whole:
 
     def __init__(self, body: bytes) -> None:
         self.whole_body = body
+        self.received = IncomingHeaders(KEY)
         self.answered: tuple[int, bytes] | None = None
 
     async def answer(self, status: int, _: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
