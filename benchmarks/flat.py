@@ -4,8 +4,11 @@ latency at 64, 512 and 2,048 in flight, and what is added to an upstream that ta
 Usage: python -m benchmarks.flat [/path/to/other/checkout ...] [--rounds 7] [--seconds 3] [--out FILE]
 
 All servers run at once, in front of one null upstream, and get their loads in turns, so a machine that becomes slower
-slows all cells. The table has medians. `/ 64` is the median of the rounds' ratios. Rounds in which other programs took
-more than 0.3 cores are left out where enough others are left.
+slows all cells. Each window begins and ends in the steady state, when a multiple of the samples in flight has ended
+(`benchmarks.load`). The samples for the slow upstream begin evenly over its 200 ms.
+
+The table has medians. `/ 64` is the median of the rounds' ratios. Rounds in which other programs took more than 0.3
+cores are left out where enough others are left.
 """
 
 from __future__ import annotations
@@ -98,12 +101,14 @@ class Comparison:
             for name in names:
                 self.loads[name, in_flight].append(self._load(name, in_flight))
         with self._stage.upstream.delayed(DELAY_MS):
-            direct = self._stage.direct("flat", DELAYED_IN_FLIGHT)
+            direct = self._stage.direct("flat", DELAYED_IN_FLIGHT, spread_s=DELAY_MS / 1e3)
             for name in names:
-                self.added_ms[name].append(self._load(name, DELAYED_IN_FLIGHT)[P50] - direct[P50])
+                delayed = self._load(name, DELAYED_IN_FLIGHT, spread_s=DELAY_MS / 1e3)
+                self.added_ms[name].append(delayed[P50] - direct[P50])
 
-    def _load(self, name: str, in_flight: int) -> Load:
-        return self._stage.forwarded("flat", self._servers[name], in_flight, seconds=self._window_s)
+    def _load(self, name: str, in_flight: int, spread_s: float = 0.0) -> Load:
+        server = self._servers[name]
+        return self._stage.forwarded("flat", server, in_flight, seconds=self._window_s, spread_s=spread_s)
 
     def table(self) -> list[Line]:
         return [

@@ -69,7 +69,8 @@ class ClosedLoop:
         self._latencies: list[float] = []
         self._errors: Counter[str] = Counter()
 
-    async def _worker(self) -> None:
+    async def _worker(self, index: int) -> None:
+        await asyncio.sleep(index / self._spec.in_flight * self._spec.spread_s)
         connection = self._kind.connect()
         while not self._stopping:
             began = time.perf_counter()
@@ -119,7 +120,7 @@ class ClosedLoop:
 
     async def run(self) -> dict[str, Any]:
         await self._kind.open()
-        workers = [asyncio.create_task(self._worker()) for _ in range(self._spec.in_flight)]
+        workers = [asyncio.create_task(self._worker(index)) for index in range(self._spec.in_flight)]
         await self._warm_up()
         cpu, began = await self._edge_of_window()
         await asyncio.sleep(self._spec.seconds)

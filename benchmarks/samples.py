@@ -19,7 +19,8 @@ FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 0.05, 2.0
 class LoadSpec:
     """`pid`: the server process whose CPU is measured. `upstream_pid`: the upstream's process. `exact`: the null
     upstream answers, so the tokens are known. `clients`: the number of sampling sessions; a `one-poll` load has one
-    poll for each. `headers`: more header lines of each request."""
+    poll for each. `headers`: more header lines of each request. `spread_s`: the samples in flight begin evenly over
+    this time. So a load on a slow upstream need not first lose the bunch in which it would begin."""
 
     url: str
     path: Literal["direct", "tinker", "one-poll"]
@@ -33,6 +34,7 @@ class LoadSpec:
     base_model: str = "tiny"
     api_key: str = "tml-bench"
     headers: str = ""
+    spread_s: float = 0.0
     pid: int | None = None
     upstream_pid: int | None = None
     exact: bool = True

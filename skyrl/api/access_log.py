@@ -24,7 +24,7 @@ class AccessLog:
         """Nothing to do: the call has the time of its arrival."""
 
     def end(self, call: Call) -> None:
-        scope = call.request.scope
+        scope = call.scope
         if call.route is not None and call.route.path in UNTRACED:
             return
         path = plain(scope["path"]) if call.route is None else call.route.path

@@ -39,7 +39,7 @@ def router(services: Services) -> Routes:
     async def token(call: Call) -> Response:
         """A token for the caller's key. A caller that sends a token gets that token back: asking does not prolong
         it."""
-        caller, key_or_token = call.caller, offered_key(call.request)
+        caller, key_or_token = call.caller, offered_key(call.received)
         if is_token(key_or_token):
             return reply({"jwt": key_or_token})
         return reply({"jwt": services.tokens.issue(caller.tenant, caller.key.id if caller.key is not None else None)})

@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from skyrl.api.access import Caller
 from skyrl.api.body_memory import LargeBody
-from skyrl.api.incoming import IncomingRequest
+from skyrl.api.incoming import IncomingHeaders, IncomingRequest
 from skyrl.api.reply import WholeBody
 from skyrl.api.route import Route
 
@@ -18,6 +18,7 @@ class WholeRequest(Protocol):
     """A request whose body has arrived, and the short way for its answer."""
 
     whole_body: bytes
+    received: IncomingHeaders
 
     async def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """Send head and body at once. `headers` has the body's length."""
@@ -29,6 +30,8 @@ class Call:
 
     __slots__ = (
         "_caller",
+        "_receive",
+        "_request",
         "_send",
         "_unended_hooks",
         "answered",
@@ -37,9 +40,10 @@ class Call:
         "headers",
         "id",
         "large_body",
+        "received",
         "recorded",
-        "request",
         "route",
+        "scope",
         "status",
         "whole",
     )
@@ -47,7 +51,7 @@ class Call:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, route: Route | None, hooks: Sequence[Hook] = ()
     ) -> None:
-        self.request = IncomingRequest(scope, receive, send)
+        self.scope = scope
         self.route = route
         """None if no route has the path and method of the request."""
         self.id = "-"
@@ -68,9 +72,19 @@ class Call:
         """Whether the head of the answer is sent. After that no other answer can be given."""
         self.whole: WholeRequest | None = scope.get("whole")
         """The connection's side of a request that came as a whole; None for requests that came through uvicorn."""
+        self.received = IncomingHeaders(scope["headers"]) if self.whole is None else self.whole.received
+        """The headers of the request."""
+        self._request: IncomingRequest | None = None
         self._caller: Caller | None = None
-        self._send = send
+        self._receive, self._send = receive, send
         self._unended_hooks = iter(hooks)
+
+    @property
+    def request(self) -> IncomingRequest:
+        """Starlette's request. A sample needs only `received`, and makes none."""
+        if self._request is None:
+            self._request = IncomingRequest(self.scope, self._receive, self._send, self.received)
+        return self._request
 
     @property
     def caller(self) -> Caller:

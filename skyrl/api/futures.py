@@ -84,7 +84,7 @@ def router(services: Services) -> Routes:
             outcome = await services.futures.wait(body.request_id, tenant, _hold_s())
         except KeyError:
             # After a 410 the SDK sends a lost sample again. It cannot send a training command again.
-            status = 410 if call.request.headers.get("x-tinker-request-type") == "Sample" else 404
+            status = 410 if call.received.get("x-tinker-request-type") == "Sample" else 404
             detail = f"request_id: no request {body.request_id!r}"
             return reply({"detail": detail, "field": "request_id", "request_id": call.id}, status)
         except Exception:
@@ -94,7 +94,7 @@ def router(services: Services) -> Routes:
             return await _try_again(services, waits, body.request_id, tenant)
         if outcome.error is not None:
             return reply({"error": outcome.error, "category": outcome.error_category or "unknown"})
-        if outcome.result_format != "json" and PROTOBUF in call.request.headers.get("accept", ""):
+        if outcome.result_format != "json" and PROTOBUF in call.received.get("accept", ""):
             return WholeBody(outcome.result, PROTOBUF)
         return WholeBody(to_json(outcome.result, outcome.result_format), "application/json")
 

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterable
 from itertools import count
 from typing import Any
 
-from starlette.requests import Request
+from starlette.datastructures import Headers
 
 from skyrl.api.access import Access, check_scope
 from skyrl.api.body_memory import BodyReader
@@ -25,7 +25,7 @@ from skyrl.metrics.http import HttpMetrics
 from skyrl.wire.errors import RequestError
 
 MAX_KEY = 2_000
-"""The most characters of a key or a token. `tenant_of_key` keeps the last 4,096 keys in memory."""
+"""The most characters of a key or a token. `skyrl.api.access` keeps the last 4,096 keys in memory."""
 MAX_REQUEST_ID = 128
 """The most characters of a request id that a client gives."""
 _PRINTABLE_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
@@ -65,7 +65,7 @@ class RequestIds:
         self._numbers = count(1)
 
     def begin(self, call: Call) -> None:
-        offered = call.request.headers.get("x-request-id")
+        offered = call.received.get("x-request-id")
         if offered is not None and _PRINTABLE_ID.fullmatch(offered):
             call.id = offered
         else:
@@ -93,7 +93,7 @@ class AccessCheck:
         if route.scope == "signed":
             self._urls.verify(call.request)
             return
-        call.caller = caller = self._access.caller(key_of(call.request))
+        call.caller = caller = self._access.caller(key_of(call.received))
         if caller.scopes != ALL_SCOPES and route.scope != "any":
             check_scope(caller, route.scope)
 
@@ -133,9 +133,9 @@ class BodyMemoryHook:
             call.large_body.release()
 
 
-def key_of(request: Request) -> str:
+def key_of(headers: Headers) -> str:
     """The API key, or the token in its place. Raises RequestError 401 without one."""
-    key = offered_key(request)
+    key = offered_key(headers)
     if not key:
         raise RequestError("send an API key in X-API-Key, or in Authorization as Bearer", status=401)
     if len(key) > MAX_KEY:

@@ -23,23 +23,24 @@ class IncomingHeaders(Headers):
 
     def __init__(self, raw: list[tuple[bytes, bytes]]) -> None:
         super().__init__(raw=raw)
-        self._first = dict(reversed(raw))
+        self.first = dict(reversed(raw))
+        """The first value of each name, both as received; the names are in lower case."""
 
     def get(self, key: str, default: T = None) -> str | T:  # pyright: ignore[reportIncompatibleMethodOverride]
-        value = self._first.get(_as_received(key))
+        value = self.first.get(_as_received(key))
         return default if value is None else value.decode("latin-1")
 
     def __getitem__(self, key: str) -> str:
-        return self._first[_as_received(key)].decode("latin-1")
+        return self.first[_as_received(key)].decode("latin-1")
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and _as_received(key) in self._first
+        return isinstance(key, str) and _as_received(key) in self.first
 
 
 class IncomingRequest(Request):
     headers: IncomingHeaders = IncomingHeaders([])
     """An attribute in place of Starlette's property."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, headers: IncomingHeaders) -> None:
         super().__init__(scope, receive, send)
-        self.headers = IncomingHeaders(scope["headers"])  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.headers = headers  # pyright: ignore[reportIncompatibleMethodOverride]

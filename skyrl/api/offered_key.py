@@ -5,14 +5,14 @@ The Tinker SDK sends the first header, OpenAI clients the second. With both, the
 
 from __future__ import annotations
 
-from starlette.requests import Request
+from starlette.datastructures import Headers
 
 _BEARER = "bearer "
 
 
-def offered_key(request: Request) -> str:
-    """Empty if the request has none. The key is not checked."""
-    if key := request.headers.get("x-api-key", ""):
+def offered_key(headers: Headers) -> str:
+    """Empty if a request with these headers has none. The key is not checked."""
+    if key := headers.get("x-api-key", ""):
         return key
-    authorization = request.headers.get("authorization", "")
+    authorization = headers.get("authorization", "")
     return authorization[len(_BEARER) :].strip() if authorization[: len(_BEARER)].lower() == _BEARER else ""

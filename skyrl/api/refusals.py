@@ -50,7 +50,7 @@ class Refusals:
     def note(self, call: Call, status: int, sentence: str, error: RequestError | None = None) -> None:
         """Log a request that is answered with `status` and `sentence`."""
         request, path = call.request, path_of(call)
-        known, caller = self._caller(offered_key(request))
+        known, caller = self._caller(offered_key(call.received))
         quota = error.quota if isinstance(error, OverQuota) else None
         field = None if error is None else error.field
         about = f", quota {quota}" if quota is not None else f", field {plain(field)}" if field else ""

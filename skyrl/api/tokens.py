@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ _ISSUER = "passport-skyrl"
 _USER_URN = "tml:user:"
 
 
-@lru_cache(maxsize=4096)
 def tenant_of_key(key: str) -> str:
     """The tenant of an API key that the operator did not make: a digest, so that no key is ever stored."""
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()

@@ -38,7 +38,7 @@ class TraceHook:
         """By the call's identity: the request's span, its parent, and when the request came, in nanoseconds."""
 
     def begin(self, call: Call) -> None:
-        if not _starts_work(call.route) or (decided := self._decision.of(call.request.scope["headers"])) is None:
+        if not _starts_work(call.route) or (decided := self._decision.of(call.scope["headers"])) is None:
             return
         context, parent = decided
         self._running[id(call)] = (context, parent, time.time_ns())

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from skyrl.api.body import SMALL_BYTES
 from skyrl.api.http_table import HttpTable
+from skyrl.api.incoming import IncomingHeaders
 from skyrl.web.whole_requests import WholeRequests, whole_answer
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,13 @@ class WholeRequest:
     attributes that uvicorn and `BoundedHttp` use there."""
 
     __slots__ = (
-        "_connection", "body", "disconnected", "keep_alive", "message_event", "response_complete", "response_started",
-        "whole_body",
+        "_connection", "body", "disconnected", "keep_alive", "message_event", "received", "response_complete",
+        "response_started", "whole_body",
     )  # fmt: skip
 
     def __init__(self, connection: DirectHttp, body: bytes) -> None:
         self._connection = connection
+        self.received = connection.received
         self.whole_body = body
         self.keep_alive = connection.parser.should_keep_alive()
         self.response_started = self.response_complete = False
@@ -98,12 +100,15 @@ class DirectHttp(WholeRequests):
     table: HttpTable
     """Set once per process, on a subclass: see `protocol_with`."""
     paths = {path.encode(): path for path in SHORT_WAY}
+    received: IncomingHeaders
+    """The headers of the request that was taken last."""
 
     def takes(self) -> bool:
         """A POST to one of the two paths, with a body that is small and not compressed."""
         if self.url not in self.paths or self.parser.get_method() != b"POST":
             return False
-        headers = dict(reversed(self.headers))  # the first of several counts, as everywhere
+        self.received = IncomingHeaders(self.headers)
+        headers = self.received.first
         length = headers.get(b"content-length")
         return (
             length is not None

@@ -64,6 +64,7 @@ class GroupCommitWriter:
         self._turn: list[_Write] = []
         self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
         self._driver: sqlite3.Connection | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
         self._begun = self._closed = False
         self.commits = 0
@@ -86,7 +87,7 @@ class GroupCommitWriter:
     ) -> asyncio.Future[Any]:
         if self._closed:
             raise RuntimeError("the writer is closed; nothing would commit this write")
-        loop = asyncio.get_running_loop()
+        loop = self._loop = self._loop or asyncio.get_running_loop()
         waiter = loop.create_future()
         if not self._turn:
             loop.call_soon(self._hand_over)

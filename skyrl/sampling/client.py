@@ -114,14 +114,15 @@ class ForwardingClient:
         self._attempts: dict[str, Attempts[Any]] = {}
         """The running requests, by their ids."""
 
-    async def sample(self, job: SampleJob, priority: int | None = None) -> completion.SampleAnswer:
+    def sample(self, job: SampleJob, priority: int | None = None) -> Coroutine[Any, Any, completion.SampleAnswer]:
         """The encoded SampleResponse, with its token counts. The server runs samples of lower `priority` first.
 
         Raises FailedRequest: category user with vLLM's message, or category server with the last failure.
         """
         deadline = asyncio.get_running_loop().time() + self._deadline_s
-        if not prompt_apart.is_apart(job):
-            return await self._sample(job, priority, deadline)
+        return (self._sample_apart if prompt_apart.is_apart(job) else self._sample)(job, priority, deadline)
+
+    async def _sample_apart(self, job: SampleJob, priority: int | None, deadline: float) -> completion.SampleAnswer:
         prompt = await self._sample(prompt_apart.prompt_part(job), priority, deadline)
         sequences = await self._sample(prompt_apart.sequences_part(job), priority, deadline)
         return prompt_apart.joined(sequences, prompt)

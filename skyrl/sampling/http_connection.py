@@ -30,6 +30,7 @@ class HttpConnection(asyncio.Protocol):
         self.idle_since = 0.0
         self.reusable = True
         self._memory = memory
+        self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[Answer] | None = None
         self._max_bytes = self._bound = CONTROL_ANSWER_BYTES
@@ -50,13 +51,12 @@ class HttpConnection(asyncio.Protocol):
     async def exchange(self, request: bytes, deadline: float, max_bytes: int) -> Answer:
         """Send `request` and return the answer. `deadline` is in the event loop's time. `max_bytes` bounds the body of
         a 2xx answer. Raises Interrupted when the connection breaks or no answer comes in time."""
-        loop = asyncio.get_running_loop()
         if self.transport is None or not self.reusable:
             raise Interrupted("the server closed the connection")
         self._max_bytes, self._received = max_bytes, 0
-        waiter = self._waiter = loop.create_future()
+        waiter = self._waiter = self._loop.create_future()
         self.transport.write(request)
-        timer = loop.call_at(deadline, self._fail, "no whole answer in time")
+        timer = self._loop.call_at(deadline, self._fail, "no whole answer in time")
         try:
             return await waiter
         except asyncio.CancelledError:

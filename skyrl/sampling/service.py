@@ -7,8 +7,8 @@ SAMPLE future, which the engine runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from skyrl.db.api_processes import PendingSample
@@ -41,8 +41,7 @@ from skyrl.wire.sample_request import SampleRequest
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
+class Promise(msgspec.Struct, frozen=True):
     """The immediate answer to `asample`. `max_tokens` is set if the request's `max_tokens` was cut to this number.
     `note` is a sentence about the cut, for the first sample of a sampling session that is cut."""
 

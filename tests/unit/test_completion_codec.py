@@ -370,12 +370,19 @@ def test_sample_topk_is_sorted_and_cut() -> None:
         sampled_topk({" the": -1.0}),
         answer(choice([1, 2], logprobs=None) | {"logprobs": {"token_logprobs": [-1, -1], "top_logprobs": [{}]}}),
         answer(choice([1])),
+        answer(choice([1], logprobs=None) | {"logprobs": {"token_logprobs": [-1], "top_logprobs": ["x"]}}),
     ],
-    ids=["keyed by text", "ragged", "absent"],
+    ids=["keyed by text", "ragged", "absent", "no rows"],
 )
 def test_incomplete_sample_topk_is_malformed(body: bytes) -> None:
     with pytest.raises(MalformedAnswer):
         decode_answer(body, job(topk_sample=2))
+
+
+def test_rows_of_best_tokens_are_not_read_when_nobody_asked_for_them() -> None:
+    logprobs = {"token_logprobs": [-1], "top_logprobs": ["x"]}
+    result = read(answer(choice([1], logprobs=None) | {"logprobs": logprobs}), job(topk_sample=0))
+    assert result.sequences[0].logprobs == [-1.0]
 
 
 # Refusals
