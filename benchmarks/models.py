@@ -1,5 +1,5 @@
-"""Models for benchmarks: random float32 weights with the layers of Qwen3-0.6B and tied embeddings; and the tiny model
-with a longer context."""
+"""Models for benchmarks: random float32 weights with the layers of Qwen3-0.6B or smaller ones, and tied embeddings; the
+tiny model with a longer context."""
 
 from __future__ import annotations
 
@@ -31,18 +31,25 @@ def make_long_tiny(directory: Path) -> str:
     return str(directory)
 
 
-def _make(directory: Path, *, layers: int, vocabulary: int) -> str:
+def make_wide(directory: Path) -> str:
+    """21 million parameters: 6 layers of half the width, and a vocabulary of 4,096. Returns the path."""
+    return _make(directory, layers=6, vocabulary=4096, hidden=512, heads=8, head=64)
+
+
+def _make(
+    directory: Path, *, layers: int, vocabulary: int, hidden: int = 1024, heads: int = 16, head: int = 128
+) -> str:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=vocabulary,
-        hidden_size=1024,
-        intermediate_size=3072,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=head,
         max_position_embeddings=40_960,
         tie_word_embeddings=True,
     )

@@ -5,8 +5,8 @@ Usage: python -m benchmarks.trainer [--models tiny 0.6b] [--rows ROW ...] [--way
                                     [--threads N] [--clock cpu] [--quick] [--out DIRECTORY]
 
 A row is a batch; a step is its forward_backward and optim_step, from arrays to results. On a CPU everything is float32;
-on CUDA, where there is one, bfloat16 with float32 adapters. On a CPU 0.6b (random weights in Qwen3-0.6B's shape) trains
-smaller batches of the same kinds.
+on CUDA, where there is one, bfloat16 with float32 adapters. 0.6b has random weights in Qwen3-0.6B's shape, quarter 7 of
+its 28 layers, wide 21 million parameters. On a CPU 0.6b trains smaller batches of the same kinds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.models import make_large, make_long_tiny
+from benchmarks.models import make_large, make_long_tiny, make_quarter, make_wide
 from benchmarks.series import without_nan
 from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import model_flops, peak_flops
@@ -32,19 +32,21 @@ from benchmarks.trainer_rows import FULL, SMALL, BatchRow, TenantPass, rows_of, 
 from benchmarks.trainer_server import ServerWay
 from benchmarks.trainer_ways import PeftWay, SkyrlWay, Way, gaps
 
-MODELS = {"tiny": make_long_tiny, "0.6b": make_large}
+MODELS = {"tiny": make_long_tiny, "wide": make_wide, "quarter": make_quarter, "0.6b": make_large}
 BASELINE = "peft"
 WAYS: dict[str, Callable[..., Way]] = {
     "peft": functools.partial(PeftWay, packed=False),
     "peft-packed": functools.partial(PeftWay, packed=True),
     "skyrl": functools.partial(SkyrlWay, merge=False),
     "skyrl-merged": functools.partial(SkyrlWay, merge=True),
+    "skyrl-recomputed": functools.partial(SkyrlWay, merge=False, config={"trainer.gradient_checkpointing": True}),
     "server": functools.partial(ServerWay, merge=False),
     "server-merged": functools.partial(ServerWay, merge=True),
 }
 MERGED = ("skyrl-merged", "server-merged")
 """Only for rows with several passes."""
 OF_SERVER = ("server", "server-merged")
+NOT_BY_DEFAULT = ("skyrl-recomputed", *OF_SERVER)
 COLUMNS = ("model, batch, way", "tokens/s", "÷ peft", "peak MiB", "gap of loss", "gap of logprobs")
 RESULTS = Path("out/trainer")
 ROUND_S = 0.3
@@ -137,9 +139,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny"], metavar="MODEL", help="tiny, 0.6b")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=["tiny"], metavar="MODEL", help=", ".join(MODELS)
+    )
     parser.add_argument("--rows", nargs="+", choices=names, metavar="ROW", help=f"of: {', '.join(names)}")
-    default = [way for way in WAYS if way not in OF_SERVER]
+    default = [way for way in WAYS if way not in NOT_BY_DEFAULT]
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=default, metavar="WAY", help=f"of: {', '.join(WAYS)}"
     )

@@ -1,8 +1,8 @@
 """Running slices: computes their losses and gradients, and adds them to the sums of their passes.
 
-Every slice has its own leaves of the adapter's weights, and the gradients
-of slices are added in order. So where slices run one at a time on a CPU, the results of a pass do not depend on other
-passes, to the last bit. Knows nothing of requests or where results go.
+Every slice has its own leaves of the adapter's weights, and the gradients of slices are added in order. So where slices
+run one at a time on a CPU, the results of a pass do not depend on other passes, to the last bit. Knows nothing of
+requests or where results go.
 """
 
 from __future__ import annotations

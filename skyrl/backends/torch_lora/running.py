@@ -1,6 +1,7 @@
 """What runs: checked passes, the slices they are cut into, and the sums over finished slices.
 
-How a pass is cut depends on that pass alone. Knows sequences and adapters. Knows nothing of how a slice is computed.
+How a pass is cut depends on that pass alone, or on the passes that it is joined with. Knows sequences and adapters.
+Knows nothing of how a slice is computed.
 """
 
 from __future__ import annotations
