@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_or_stopped_is_found_within_the_timeout(
 ) -> None:
     timeout_s = LONG_S if kind == signal.SIGKILL else SHORT_S
     backend = _backend(made, timeout_s=timeout_s)
-    passes = [train("m", sft(seed, *[60] * 40)) for seed in range(4)]
+    passes = [train("m", sft(seed, *[60] * 30)) for seed in range(4)]  # fits the socket of a stopped rank
 
     def strike() -> None:
         if not idle:
