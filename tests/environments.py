@@ -1,7 +1,8 @@
 """Isolated Python environments for tests that run other versions of a client than this environment has.
 
-uv (which `make setup` installs) makes an environment from a file of pinned requirements, and makes it anew after the
-file has changed. If several processes want the same environment, the first makes it and the others wait.
+uv (which `make setup` installs) makes an environment from a file of pinned requirements. It lies in the user's cache,
+under the digest of what it is made from, and so all checkouts use it, also later ones. If several processes want the
+same environment, the first makes it and the others wait.
 """
 
 from __future__ import annotations
@@ -12,26 +13,31 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENTS = ROOT / ".venv" / "environments"
+UNUSED_S = 30 * 86400
+"""Environments that no test has used for so long are deleted when another one of the same name is made."""
 
 
 def environment(requirements: Path) -> Path:
     """The Python of an environment that holds exactly these requirements (without resolving dependencies)."""
-    home = ENVIRONMENTS / requirements.stem
-    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
-    with home.with_name(f"{home.name}.lock").open("w") as lock:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl" / "test-environments"
+    cache.mkdir(parents=True, exist_ok=True)
+    made_from = f"{sys.base_prefix} {sys.version} ".encode() + requirements.read_bytes()
+    home = cache / f"{requirements.stem}-{hashlib.sha256(made_from).hexdigest()[:16]}"
+    with (cache / f"{requirements.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _make_if_outdated(home, requirements)
+        whole = home / "whole"
+        if not whole.exists():
+            _delete_unused(cache, requirements.stem)
+            _make(home, requirements)
+        whole.touch()
+    return home / "bin" / "python"
 
 
-def _make_if_outdated(home: Path, requirements: Path) -> Path:
-    python, stamp = home / "bin" / "python", home / "made-from"
-    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == digest:
-        return python
+def _make(home: Path, requirements: Path) -> None:
     uv = Path(sys.executable).parent / "uv"
     # uv does not read pip's find-links. Without find-links, `--torch-backend cpu` makes uv use PyTorch's own index.
     links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
@@ -39,7 +45,11 @@ def _make_if_outdated(home: Path, requirements: Path) -> Path:
     torch = [] if links else ["--torch-backend", "cpu"]
     shutil.rmtree(home, ignore_errors=True)
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, home], check=True, env=env)
-    install = [uv, "pip", "install", "--quiet", "--python", python, *torch, "--no-deps", "-r", requirements]
-    subprocess.run(install, check=True, env=env)
-    stamp.write_text(digest)
-    return python
+    install = [uv, "pip", "install", "--quiet", "--python", home / "bin" / "python", *torch, "--no-deps"]
+    subprocess.run([*install, "-r", requirements], check=True, env=env)
+
+
+def _delete_unused(cache: Path, stem: str) -> None:
+    for whole in cache.glob(f"{stem}-{'?' * 16}/whole"):
+        if whole.stat().st_mtime < time.time() - UNUSED_S:
+            shutil.rmtree(whole.parent, ignore_errors=True)

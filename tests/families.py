@@ -95,6 +95,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Those that adapters can train, by the family's name in the documentation."""
 
+OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "init_std": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""Learned positions."""
+
 GPT_OSS: dict[str, Any] = {
     **_SHAPE,
     "model_type": "gpt_oss",
@@ -110,15 +126,15 @@ GPT_OSS: dict[str, Any] = {
 def make_family(name: str, directory: Path, **changed: Any) -> str:
     """Save a random float32 model of the family, with `changed` settings. Norm weights and biases are random too.
     Returns its path."""
-    settings = {**_SHAPE, **FAMILIES[name], **changed}
-    if settings["head_dim"] is None:
-        del settings["head_dim"]
-    return save_random(settings, directory / name)
+    return save_random({**_SHAPE, **FAMILIES[name], **changed}, directory / name)
 
 
 def save_random(settings: dict[str, Any], path: Path) -> str:
-    """Save a random model of these settings of transformers' configuration, `model_type` among them."""
+    """Save a random model of these settings of transformers' configuration, `model_type` among them. `head_dim` may be
+    None: some configurations have no such setting."""
     given = {name: value for name, value in settings.items() if name != "model_type"}
+    if given.get("head_dim", 0) is None:
+        del given["head_dim"]
     config = AutoConfig.for_model(settings["model_type"], **given)
     with torch.random.fork_rng():
         torch.manual_seed(7)

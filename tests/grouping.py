@@ -36,6 +36,7 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_keys.py",
         "tests/e2e/test_large_bodies.py",
         "tests/e2e/test_lifecycle.py",
+        "tests/e2e/test_mixtures.py",
         "tests/e2e/test_postgres.py",
         "tests/e2e/test_replicas.py",
         "tests/e2e/test_two_apis.py",

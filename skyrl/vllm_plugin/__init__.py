@@ -51,11 +51,11 @@ def register() -> None:
         return
     from skyrl.vllm_plugin.prefix_cache import forget_with_weights
     from skyrl.vllm_plugin.temperature import allow_any_temperature
-    from skyrl.vllm_plugin.unembedding import name_lm_head
+    from skyrl.vllm_plugin.unembedding import serve_lm_head
 
     allow_any_temperature()
     forget_with_weights()
-    name_lm_head()
+    serve_lm_head()
     if parent is None:
         from skyrl.vllm_plugin.token_versions import tell_versions
 

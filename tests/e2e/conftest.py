@@ -21,8 +21,8 @@ from skyrl.tiny import model_path
 from tests.databases import rows_in, url_of
 from tests.otlp_receiver import Collector, collector
 from tests.postgres_server import PostgresServer
-
-from .mortal_server import SLOW_START_S
+from tests.servers import SLOW_START_S as SLOW_START_S
+from tests.servers import ready
 
 ClientFactory = Callable[..., tinker.ServiceClient]
 
@@ -43,13 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Itera
     directory = tmp_path_factory.mktemp("server")
     config = directory / "skyrl.toml"
     config.write_text(f'otlp_endpoint = "{traces.url}"\ntrace_ratio = 0.0\nopenai_grammars = true\n')
-    running = DemoServer(directory, *names, "--config", str(config))
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(DemoServer(directory, *names, "--config", str(config))) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="session")

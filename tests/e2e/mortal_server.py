@@ -19,10 +19,9 @@ from aiohttp import web
 from skyrl.db.database import Database
 from skyrl.demo.server import DemoServer
 from tests.databases import rows_in, url_of
+from tests.servers import SLOW_START_S
 
 WAIT_S = 300.0
-SLOW_START_S = 500.0
-"""Seconds until a server must be ready, on a busy machine."""
 VOCABULARY = 500
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 STEP = {"adam_params": {"learning_rate": 0.01}}

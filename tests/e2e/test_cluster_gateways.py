@@ -14,8 +14,8 @@ import pytest
 
 from skyrl.db.database import Database
 from skyrl.db.engine_state import read_state
+from tests.servers import SLOW_START_S
 
-from .conftest import SLOW_START_S
 from .mortal_server import STEP, Client, MortalServer, running, training_pass
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

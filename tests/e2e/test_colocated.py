@@ -13,8 +13,9 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
+from tests.servers import ready
 
-from .conftest import SLOW_START_S, ask, cross_entropy, greedy, train
+from .conftest import ask, cross_entropy, greedy, train
 from .long_pass import sample_ends_first
 from .reference import Reference
 
@@ -23,15 +24,12 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    running = DemoServer(
-        tmp_path_factory.mktemp("colocated"), backend_config={"trainer": {"placement": {"colocate_all": True}}}
-    )
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(
+        DemoServer(
+            tmp_path_factory.mktemp("colocated"), backend_config={"trainer": {"placement": {"colocate_all": True}}}
+        )
+    ) as running:
         yield running
-    finally:
-        running.stop()
 
 
 def test_samples_run_as_engine_commands(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:

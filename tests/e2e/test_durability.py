@@ -20,7 +20,8 @@ import httpx
 import pytest
 from psutil import Process
 
-from .conftest import SLOW_START_S
+from tests.servers import SLOW_START_S, ready
+
 from .mortal_server import STEP, WAIT_S, Client, MortalServer, Upstream, insist, training_pass
 
 SAMPLES = 160
@@ -42,13 +43,8 @@ def upstream() -> Iterator[Upstream]:
 @pytest.fixture
 def server(upstream: Upstream, tmp_path: Path) -> Iterator[MortalServer]:
     gateway = ("--backend", "none", "--base-model", "tiny", "--external-inference-url", upstream.url)
-    running = MortalServer(tmp_path / "state", *gateway)
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(MortalServer(tmp_path / "state", *gateway)) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from openai import APIError, OpenAI
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
+from tests.servers import SLOW_START_S
 
-from .conftest import SLOW_START_S, ClientFactory, cross_entropy, find_process, greedy, train
+from .conftest import ClientFactory, cross_entropy, find_process, greedy, train
 
 pytestmark = pytest.mark.vllm
 

@@ -27,8 +27,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from skyrl.demo.server import DemoServer
 from skyrl.tiny import model_path
 from skyrl.wire import tinker_pb2 as pb
+from tests.servers import SLOW_START_S, ready
 
-from .conftest import SLOW_START_S, ask, cross_entropy, find_process
+from .conftest import ask, cross_entropy, find_process
 from .reference import Reference
 from .test_checkpoints import archive_of
 
@@ -43,13 +44,10 @@ GONE = "these weights are not loaded any more"
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    running = DemoServer(tmp_path_factory.mktemp("full"), backend_config={"trainer.policy.model.lora.rank": 0})
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(
+        DemoServer(tmp_path_factory.mktemp("full"), backend_config={"trainer.policy.model.lora.rank": 0})
+    ) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture
@@ -399,13 +397,8 @@ def test_an_export_loads_in_a_vllm_without_skyrl(
 @pytest.fixture(scope="module")
 def two_vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     config = {"trainer.full_finetuning": True, "generator.inference_engine.num_engines": 2}
-    running = DemoServer(tmp_path_factory.mktemp("two"), backend_config=config)
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(DemoServer(tmp_path_factory.mktemp("two"), backend_config=config)) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
+from tests.servers import ready
 
-from .conftest import SLOW_START_S, greedy, vllm_of
+from .conftest import greedy, vllm_of
 
 pytestmark = pytest.mark.vllm
 
@@ -22,18 +23,15 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture
 def gateway(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     url, key = vllm_of(server)
-    running = DemoServer(
-        tmp_path_factory.mktemp("gateway"),
-        *("--backend", "none", "--base-model", "tiny"),
-        *("--external-inference-url", url),
-        *("--external-inference-api-key", key),
-    )
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(
+        DemoServer(
+            tmp_path_factory.mktemp("gateway"),
+            *("--backend", "none", "--base-model", "tiny"),
+            *("--external-inference-url", url),
+            *("--external-inference-api-key", key),
+        )
+    ) as running:
         yield running
-    finally:
-        running.stop()
 
 
 def test_a_gateway_samples_and_does_not_train(gateway: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:

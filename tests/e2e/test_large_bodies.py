@@ -22,8 +22,7 @@ from benchmarks.processes import parts_of, peak_resident_mb
 from skyrl.demo.server import DemoServer
 from skyrl.wire import tinker_pb2 as pb
 from skyrl.wire.training import PROTOBUF
-
-from .conftest import SLOW_START_S
+from tests.servers import SLOW_START_S
 
 BODY_BYTES = 3_300_000
 CONTENT = np.random.default_rng(0).bytes(BODY_BYTES // 2)

@@ -26,8 +26,9 @@ import tinker
 from tinker import types
 
 from skyrl.demo.server import DemoServer
+from tests.servers import SLOW_START_S
 
-from .conftest import SLOW_START_S, ask, cross_entropy, greedy, train, vllm_of
+from .conftest import ask, cross_entropy, greedy, train, vllm_of
 from .fault_proxy import Call, FaultProxy, Gate, busy, edited
 
 pytestmark = pytest.mark.vllm

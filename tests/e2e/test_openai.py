@@ -21,8 +21,9 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
+from tests.servers import SLOW_START_S
 
-from .conftest import ALIAS, SLOW_START_S, cross_entropy, train, vllm_of
+from .conftest import ALIAS, cross_entropy, train, vllm_of
 
 pytestmark = pytest.mark.vllm
 

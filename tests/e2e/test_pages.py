@@ -24,11 +24,12 @@ from skyrl.db.migrate import migrate
 from skyrl.demo.server import DemoServer
 from skyrl.inference.placement import free_port
 from tests.e2e import page_programs
-from tests.e2e.conftest import SLOW_START_S, cross_entropy, train, vllm_of
+from tests.e2e.conftest import cross_entropy, train, vllm_of
 from tests.e2e.page_runner import PageFailed, Terminal, run_python
 from tests.nginx import NEEDS_NGINX, PROXY_PAGE, certificate, running_nginx
 from tests.pages import ROOT, RUN_PAGES, SHELL, Command, blocks_of, commands_in
 from tests.postgres_server import ON_SQLITE, PostgresServer
+from tests.servers import SLOW_START_S
 
 pytestmark = [pytest.mark.vllm, ON_SQLITE]  # the pages show SQLite, and PostgreSQL where a page is about PostgreSQL
 

@@ -11,8 +11,9 @@ import tinker
 
 from tests.databases import rows_in
 from tests.postgres_server import PostgresServer
+from tests.servers import SLOW_START_S, ready
 
-from .conftest import SLOW_START_S, cross_entropy, greedy, train
+from .conftest import cross_entropy, greedy, train
 from .mortal_server import MortalServer, Upstream
 
 DATA = [cross_entropy([5, 6, 7, 8, 9, 10])]
@@ -35,13 +36,8 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 @pytest.fixture
 def server(tmp_path: Path, url: str, upstream: Upstream) -> Iterator[MortalServer]:
     flags = ("--database-url", url, "--external-inference-url", upstream.url)
-    running = MortalServer(tmp_path / "state", *flags)
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(MortalServer(tmp_path / "state", *flags)) as running:
         yield running
-    finally:
-        running.stop()
 
 
 def test_a_server_on_postgresql_trains_samples_and_saves_through_deaths(server: MortalServer, url: str) -> None:

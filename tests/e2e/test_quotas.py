@@ -16,8 +16,9 @@ from tinker import types
 from skyrl.api.tokens import tenant_of_key
 from skyrl.demo.server import DemoServer
 from tests.databases import url_of
+from tests.servers import SLOW_START_S
 
-from .conftest import SLOW_START_S, ClientFactory, ask, cross_entropy, greedy, train
+from .conftest import ClientFactory, ask, cross_entropy, greedy, train
 
 pytestmark = pytest.mark.vllm
 

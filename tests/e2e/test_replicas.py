@@ -23,8 +23,9 @@ from openai import OpenAI
 
 from skyrl.demo.server import DemoServer
 from skyrl.router.admin import ADMIN_METHODS
+from tests.servers import SLOW_START_S, ready
 
-from .conftest import SLOW_START_S, cross_entropy, find_process, train
+from .conftest import cross_entropy, find_process, train
 from .load import PROMPT, Load, client_that_outlives, sample, start_load
 
 pytestmark = pytest.mark.vllm
@@ -67,15 +68,10 @@ class Replicas:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    running = DemoServer(
-        tmp_path_factory.mktemp("replicas"), backend_config={"generator.inference_engine.num_engines": 2}
-    )
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(
+        DemoServer(tmp_path_factory.mktemp("replicas"), backend_config={"generator.inference_engine.num_engines": 2})
+    ) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,10 @@ from tinker import types
 from skyrl.demo.server import DemoServer
 from skyrl.wire import tinker_pb2 as pb
 from skyrl.wire.errors import NoSpace
+from tests.servers import SLOW_START_S
 
 from . import fault_proxy
-from .conftest import SLOW_START_S, ClientFactory, ask, cross_entropy, find_process, greedy
+from .conftest import ClientFactory, ask, cross_entropy, find_process, greedy
 from .fault_proxy import Call, Fault, FaultProxy, Gate, busy, edited, late, lost_request, lost_response, twice
 
 pytestmark = pytest.mark.vllm

@@ -20,8 +20,8 @@ from sqlalchemy import text
 from skyrl.db.database import Database
 from skyrl.demo.server import ServerFailed
 from tests.postgres_server import PostgresServer
+from tests.servers import SLOW_START_S
 
-from .conftest import SLOW_START_S
 from .mortal_server import WAIT_S, Client, MortalServer, Upstream, insist, running
 from .test_durability import learn
 

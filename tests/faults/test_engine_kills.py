@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from skyrl.storage.base import MANIFEST
-from tests.e2e.conftest import SLOW_START_S
 from tests.e2e.mortal_server import STEP, WAIT_S, Client, MortalServer, Upstream, training_pass
+from tests.servers import ready
 
 AFTER_EVERY_STEP_S = 0.000_001
 
@@ -36,15 +36,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MortalServer]:
     """A server that takes snapshots after every step, with a stand-in for vLLM."""
     with Upstream() as upstream:
         flags = ("--served-model-name", "tiny", "--external-inference-url", upstream.url)
-        running = MortalServer(
-            tmp_path_factory.mktemp("state"), *flags, "--snapshot-interval-s", f"{AFTER_EVERY_STEP_S:f}"
-        )
-        running.start()
-        try:
-            running.wait_ready(SLOW_START_S)
+        with ready(
+            MortalServer(tmp_path_factory.mktemp("state"), *flags, "--snapshot-interval-s", f"{AFTER_EVERY_STEP_S:f}")
+        ) as running:
             yield running
-        finally:
-            running.stop()
 
 
 @pytest.fixture

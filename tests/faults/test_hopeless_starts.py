@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from skyrl.inference.placement import free_port
-from tests.e2e.conftest import SLOW_START_S
+from tests.servers import SLOW_START_S
 
 BERT = {
     "model_type": "bert",

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from skyrl.demo.server import DemoServer
-from tests.e2e.conftest import SLOW_START_S, find_process
+from tests.e2e.conftest import find_process
 from tests.e2e.mortal_server import MortalServer, Upstream, running
+from tests.servers import SLOW_START_S
 
 ENDED_S = 300.0
 

@@ -21,8 +21,9 @@ import tinker
 from tinker import types
 
 from skyrl.demo.server import DemoServer
-from tests.e2e.conftest import SLOW_START_S, ask, cross_entropy, find_process, train, vllm_of
+from tests.e2e.conftest import ask, cross_entropy, find_process, train, vllm_of
 from tests.e2e.load import client_that_outlives
+from tests.servers import ready
 
 pytestmark = pytest.mark.vllm
 
@@ -60,13 +61,10 @@ def _sample(sampler: tinker.SamplingClient, length: int) -> types.SampledSequenc
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     bounds = {"probe_interval_s": 0.5, "health_timeout_s": HANG_S, "step_timeout_s": HANG_S}
-    running = DemoServer(tmp_path_factory.mktemp("hangs"), backend_config={"generator": {"inference_engine": bounds}})
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(
+        DemoServer(tmp_path_factory.mktemp("hangs"), backend_config={"generator": {"inference_engine": bounds}})
+    ) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from hypothesis import seed, settings
 
 from tests.e2e.mortal_server import MortalServer, Upstream
 from tests.fuzz.target import QUICK, Target
+from tests.servers import ready
 
 INPUTS = "inputs"
 """The name of the property of a test report that holds the number of inputs. It works across processes."""
@@ -27,14 +28,11 @@ class Run(Protocol):
 
 @pytest.fixture(scope="package")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with Upstream() as upstream:
-        server = MortalServer(tmp_path_factory.mktemp("fuzz"), "--external-inference-url", upstream.url)
-        server.start()
-        try:
-            server.wait_ready()
-            yield Target(server)
-        finally:
-            server.stop()
+    with (
+        Upstream() as upstream,
+        ready(MortalServer(tmp_path_factory.mktemp("fuzz"), "--external-inference-url", upstream.url)) as server,
+    ):
+        yield Target(server)
 
 
 @pytest.fixture

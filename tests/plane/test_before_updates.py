@@ -22,9 +22,9 @@ import pytest_asyncio
 
 from skyrl.demo.server import DemoServer
 from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams, Trajectory, make_strategy
-from tests.e2e.conftest import SLOW_START_S
 from tests.plane.running import READY_S, RunningPlane, gateway
 from tests.sdk_programs import TRACED, succeeded
+from tests.servers import SLOW_START_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -25,10 +25,10 @@ from skyrl.demo.server import DemoServer
 from skyrl.rollout import RolloutAnswer, RolloutClient, RolloutConfig, RolloutRequest, SamplingParams
 from skyrl.rollout.routed_experts import routed_experts_input
 from skyrl.tiny import model_path, moe
-from tests.e2e.conftest import SLOW_START_S
 from tests.pages import blocks_of
 from tests.plane.running import RunningPlane
 from tests.sdk_programs import TRACED, succeeded
+from tests.servers import SLOW_START_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,7 +14,7 @@ from skyrl.demo.rl import Settings
 from skyrl.demo.run import BACKEND_CONFIG, BASE_MODEL
 from skyrl.demo.server import DemoServer
 from skyrl.demo.tenants import Run, Tenant
-from tests.e2e.conftest import SLOW_START_S
+from tests.servers import SLOW_START_S
 
 from .machines import machines
 

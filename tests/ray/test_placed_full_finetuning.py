@@ -18,7 +18,8 @@ import tinker
 from tinker import types
 
 from skyrl.demo.server import DemoServer
-from tests.e2e.conftest import SLOW_START_S, cross_entropy
+from tests.e2e.conftest import cross_entropy
+from tests.servers import ready
 
 from .conftest import BOX, addresses
 from .machines import Machine, Machines
@@ -47,13 +48,8 @@ def server(
         "trainer.placement.policy_resources": {"CPU": 0, "trainer": 0.5},  # on the head, which lives
     }
     flags = ("--ray-address", cluster.address, "--checkpoint-store", f"file://{store}")
-    running = DemoServer(tmp_path_factory.mktemp("placed"), *flags, backend_config=backend)
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(DemoServer(tmp_path_factory.mktemp("placed"), *flags, backend_config=backend)) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="module")

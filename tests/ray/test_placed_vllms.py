@@ -18,8 +18,9 @@ import pytest
 import tinker
 
 from skyrl.demo.server import DemoServer
-from tests.e2e.conftest import SLOW_START_S, cross_entropy, find_process, train
+from tests.e2e.conftest import cross_entropy, find_process, train
 from tests.e2e.load import PROMPT, Load, client_that_outlives, sample, start_load
+from tests.servers import ready
 
 from .conftest import BOX
 from .machines import HEAD, Machine, Machines
@@ -57,13 +58,8 @@ def server(cluster: Machines, node: Machine, tmp_path_factory: pytest.TempPathFa
     }
     store = tmp_path_factory.mktemp("store")
     flags = ("--ray-address", cluster.address, "--checkpoint-store", f"file://{store}")
-    running = DemoServer(tmp_path_factory.mktemp("placed"), *flags, backend_config=backend)
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(DemoServer(tmp_path_factory.mktemp("placed"), *flags, backend_config=backend)) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="module")

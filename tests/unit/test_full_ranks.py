@@ -10,13 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_support import (
+    STEP,
+    TOLERANCE,
+    Run,
+    assert_close_results,
+    assert_same_results,
+    closed_at_end,
+    uneven_passes,
+)
 from safetensors import SafetensorError
 from torch_lora_support import (
     assert_close,
     assert_same,
     base_path,
     files_saved,
-    grpo,
     make_backend,
     make_full,
     ok,
@@ -29,44 +37,25 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, Backend, InvalidRequest, PassResult, PlaceTaken, TrainingPass
+from skyrl.backends.base import Backend, InvalidRequest, PassResult, PlaceTaken, TrainingPass
 from skyrl.backends.torch_full import sharded_state
 from skyrl.backends.torch_full.sharded import ShardedFullBackend
 from skyrl.types.lora import LoraSpec
 
-TOLERANCE = 1e-5
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
-STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0, weight_decay=0.01)
-"""With an `eps` above the rounding of gradients, as in test_ranks."""
 STEPS = 3
-Run = tuple[list[PassResult], list[dict[str, float]], dict[str, Any]]
 Make = Callable[..., Any]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     """`make_full`; closes the backends at the end."""
-    made: list[Any] = []
-
-    def full(*arguments: Any, **options: Any) -> Any:
-        made.append(make_full(*arguments, **options))
-        return made[-1]
-
-    yield full
-    for backend in made:
-        backend.close()
+    with closed_at_end(make_full) as made:
+        yield made
 
 
 def _passes(step: int) -> list[TrainingPass]:
-    """Passes of uneven sequences, one with shared prompts; the last has one sequence, fewer than there are ranks."""
-    seed = 100 * step
-    return [
-        train("m", sft(seed, 3, 17, 1, 40)),
-        train("m", rl(seed + 10, 12, 5, 30, 30, 2), "ppo"),
-        train("m", grpo(seed + 15, 3, 4, 20), "importance_sampling"),
-        TrainingPass("m", sft(seed + 20, 8, 20), "cross_entropy", backward=False),
-        train("m", sft(seed + 30, 11)),
-    ]
+    return uneven_passes("m", 100 * step)
 
 
 def _learn(backend: Any, directory: Path) -> Run:
@@ -82,23 +71,13 @@ def _learn(backend: Any, directory: Path) -> Run:
 
 
 def _assert_close(one: Run, other: Run) -> None:
-    for result, expected in zip(one[0], other[0], strict=True):
-        for logprobs, expected_logprobs in zip(result.logprobs, expected.logprobs, strict=True):
-            np.testing.assert_allclose(logprobs, expected_logprobs, rtol=TOLERANCE, atol=TOLERANCE)
-        other_rows = {"computed_tokens:sum": result.metrics["computed_tokens:sum"]}  # prompts are on several ranks
-        assert result.metrics == pytest.approx(expected.metrics | other_rows, rel=TOLERANCE, abs=2e-5)
-    for metrics, expected in zip(one[1], other[1], strict=True):
-        assert metrics == pytest.approx(expected, rel=TOLERANCE)
+    assert_close_results(one, other)
     assert {"exp_avg", "exp_avg_sq", "gradient", "model"} <= {name.partition(".")[0] for name in one[2]}
     assert_close(one[2], other[2], TOLERANCE)
 
 
 def _assert_same(one: Run, other: Run) -> None:
-    for result, expected in zip(one[0], other[0], strict=True):
-        assert result.metrics == expected.metrics
-        for logprobs, expected_logprobs in zip(result.logprobs, expected.logprobs, strict=True):
-            assert np.array_equal(logprobs, expected_logprobs)
-    assert one[1] == other[1]
+    assert_same_results(one, other)
     assert_same(one[2], other[2])
 
 

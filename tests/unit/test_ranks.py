@@ -9,12 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_support import (
+    STEP,
+    TOLERANCE,
+    Run,
+    assert_close_results,
+    assert_same_results,
+    closed_at_end,
+    uneven_passes,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch_lora_support import (
     VOCAB,
     assert_close,
     assert_same,
-    grpo,
     make_backend,
     make_ranks,
     ok,
@@ -26,16 +34,12 @@ from torch_lora_support import (
     train,
 )
 
-from skyrl.backends.base import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
+from skyrl.backends.base import Backend, InvalidRequest, PassResult, TrainingPass
 from skyrl.backends.torch_lora import logprobs as logprobs_module
 from skyrl.backends.torch_lora import recomputation
 from skyrl.backends.torch_lora.rank import Rank
 from skyrl.backends.torch_lora.sharded import ShardedBackend
 
-TOLERANCE = 1e-5
-STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0, weight_decay=0.01)
-"""With an `eps` above the rounding of gradients. With a smaller one, a weight whose gradient is 0 but for rounding
-would make a whole step in the direction of the rounding."""
 SPECS = {
     "all": spec(8, 1),
     "attention": spec(4, 2, train_mlp=False, train_unembed=False),
@@ -44,19 +48,10 @@ SPECS = {
 STEPS = 3
 PASSES = 5
 """The number of passes that each model has in a step."""
-Run = tuple[list[PassResult], list[dict[str, float]], dict[str, Any]]
 
 
 def _passes(model_id: str, step: int) -> list[TrainingPass]:
-    """Passes of uneven sequences, one with shared prompts; the last has one sequence, fewer than there are ranks."""
-    seed = 100 * step + list(SPECS).index(model_id)
-    return [
-        train(model_id, sft(seed, 3, 17, 1, 40)),
-        train(model_id, rl(seed + 10, 12, 5, 30, 30, 2), "ppo"),
-        train(model_id, grpo(seed + 15, 3, 4, 20), "importance_sampling"),
-        TrainingPass(model_id, sft(seed + 20, 8, 20), "cross_entropy", backward=False),
-        train(model_id, sft(seed + 30, 11)),
-    ]
+    return uneven_passes(model_id, 100 * step + list(SPECS).index(model_id))
 
 
 def _learn(backend: Any, directory: Path, model_ids: tuple[str, ...] = tuple(SPECS)) -> Run:
@@ -75,26 +70,14 @@ def _learn(backend: Any, directory: Path, model_ids: tuple[str, ...] = tuple(SPE
 
 
 def _assert_close(one: Run, other: Run) -> None:
-    for result, expected in zip(one[0], other[0], strict=True):
-        for logprobs, expected_logprobs in zip(result.logprobs, expected.logprobs, strict=True):
-            assert logprobs.shape == expected_logprobs.shape
-            assert logprobs.dtype == np.float32
-            np.testing.assert_allclose(logprobs, expected_logprobs, rtol=TOLERANCE, atol=TOLERANCE)
-        other_rows = {"computed_tokens:sum": result.metrics["computed_tokens:sum"]}  # prompts are on several ranks
-        assert result.metrics == pytest.approx(expected.metrics | other_rows, rel=TOLERANCE, abs=2e-5)
-    for metrics, expected in zip(one[1], other[1], strict=True):
-        assert metrics == pytest.approx(expected, rel=TOLERANCE)
+    assert_close_results(one, other)
     for model_id, state in one[2].items():
         assert {key.partition(".")[0] for key in state} == {"weights", "exp_avg", "exp_avg_sq", "gradient"}
         assert_close(state, other[2][model_id], TOLERANCE)
 
 
 def _assert_same(one: Run, other: Run) -> None:
-    for result, expected in zip(one[0], other[0], strict=True):
-        assert result.metrics == expected.metrics
-        for logprobs, expected_logprobs in zip(result.logprobs, expected.logprobs, strict=True):
-            assert np.array_equal(logprobs, expected_logprobs)
-    assert one[1] == other[1]
+    assert_same_results(one, other)
     for model_id, state in one[2].items():
         assert_same(state, other[2][model_id])
 
@@ -102,15 +85,8 @@ def _assert_same(one: Run, other: Run) -> None:
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., ShardedBackend]]:
     """`make_ranks`; closes the backends at the end."""
-    made: list[ShardedBackend] = []
-
-    def make(count: int, architecture: str = "qwen3", **settings: Any) -> ShardedBackend:
-        made.append(make_ranks(count, architecture, **settings))
-        return made[-1]
-
-    yield make
-    for backend in made:
-        backend.close()
+    with closed_at_end(make_ranks) as make:
+        yield make
 
 
 Ranks = Callable[..., ShardedBackend]

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from torch_lora_support import assert_close, make_full, ok, saved, sft, spec, train
+from torch_lora_support import assert_close, files_saved, make_full, ok, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, TrainingPass
+from skyrl.backends.base import AdamParams, Backend, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError
-from tests.families import FAMILIES, GPT_OSS, make_family, save_random
+from skyrl.types.lora import LoraSpec
+from tests.families import FAMILIES, GPT_OSS, OPT, make_family, save_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 LENGTHS = (7, 31, 1, 18)
+WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
 
 
@@ -47,12 +49,29 @@ def test_logprobs_and_gradients_equal_transformers_and_peft(tmp_path: Path, fami
     assert all(bool(tensor.any()) for tensor in ours.values())
 
 
+def test_full_finetuning_of_learned_positions_equals_transformers(tmp_path: Path) -> None:
+    """Adapters cannot train such a model, because of its projections."""
+    path = save_random(OPT, tmp_path / "opt")
+    backend = make_full(path=path)
+    backend.create_model("m", WHOLE)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    _compare_a_pass(backend, model)
+    stored = files_saved(backend, "m", tmp_path / "state")
+    ours = {name: tensor for name, tensor in stored.items() if name.startswith("gradient.")}
+    theirs = {f"gradient.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradients in (ours, theirs):  # a bias of all keys changes no softmax: its gradient is rounding
+        for name in [name for name in gradients if name.endswith("k_proj.bias")]:
+            del gradients[name]
+    assert "gradient.model.decoder.embed_positions.weight" in ours
+    assert_close(ours, theirs, GRADIENT_BOUND)
+
+
 def test_full_finetuning_refuses_gpt_oss_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"GptOssForCausalLM.* mixture of experts of a kind that cannot be trained"):
         make_full(path=save_random(GPT_OSS, tmp_path / "gpt-oss"))
 
 
-def _compare_a_pass(backend: TorchLoraBackend, model: Any) -> None:
+def _compare_a_pass(backend: Backend, model: Any) -> None:
     """Run the same pass on the backend's model "m" and on `model`, whose parameters get their gradients. Logprobs must
     agree."""
     data = sft(1, *LENGTHS)

@@ -50,6 +50,18 @@ LONGROPE = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+INKLING: dict[str, Any] = {
+    "model_type": "inkling_text",
+    "mlp_layer_types": ["dense", "dense"],
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 1,
+    "swa_head_dim": 8,
+    "sliding_window_size": 8,
+    "d_rel": 4,
+    "rel_extent": 8,
+}
+"""Its attention has position biases."""
+FALCON: dict[str, Any] = {"model_type": "falcon", "alibi": True, "head_dim": None}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt-oss": (
         {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -67,6 +79,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "starcoder2"},
         r"Starcoder2.*: the projections of model.layers.0 .* mlp.c_fc \(Linear\)",
     ),
+    "falcon": (FALCON, r"FalconForCausalLM.*: no linear layers of a known name found"),
+    "inkling": (INKLING, r"layer 0 \(InklingAttention\): attention with position_bias is not supported"),
+    "stablelm": ({"model_type": "stablelm"}, "the model does not pass the layout of the rows on to its attention"),
     "phi-3 with longrope": (
         {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
         "longrope position embeddings",
@@ -88,6 +103,26 @@ def test_an_architecture_is_refused_with_what_is_missing(tmp_path: Path, name: s
     path = save_random({**SMALL, **settings}, tmp_path / "model")
     with pytest.raises(ConfigError, match=f"^base_model: .*{words}"):
         TorchLoraBackend(load_config({"base_model": path}))
+
+
+REFUSED_IN_FULL: dict[str, tuple[dict[str, Any], str]] = {
+    "falcon": (FALCON, r"FalconForCausalLM.*: its decoder has no list of `layers`"),
+    "gpt-2": ({"model_type": "gpt2"}, r"GPT2LMHeadModel.*: its decoder has no list of `layers`"),
+    "xglm": (
+        {"model_type": "xglm", "d_model": 16, "ffn_dim": 16, "num_layers": 1, "attention_heads": 2},
+        "the model computes attention itself, not by transformers' attention interface",
+    ),
+    "inkling": (INKLING, r"layer 0 \(InklingAttention\): attention with position_bias is not supported"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*causal_conv1d")
+@pytest.mark.parametrize("name", REFUSED_IN_FULL)
+def test_full_finetuning_refuses_an_architecture_with_what_is_missing(tmp_path: Path, name: str) -> None:
+    settings, words = REFUSED_IN_FULL[name]
+    path = save_random({**SMALL, **settings}, tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"^base_model: .*{words}"):
+        TorchFullBackend(load_config({"base_model": path, "backend_config": {"trainer.full_finetuning": True}}))
 
 
 @pytest.mark.parametrize("full", [False, True])

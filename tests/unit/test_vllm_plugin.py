@@ -17,12 +17,15 @@ with warnings.catch_warnings():
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
     from vllm.distributed.aux_output_connector.store import BackgroundBlockObjectStore, BlockObjectStore
     from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+    from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
+    from skyrl.vllm_plugin import unembedding
     from skyrl.vllm_plugin.prefix_cache import name_rows_anew
     from skyrl.vllm_plugin.routed_experts_cpu import _add_rows, _AsVersion2
-    from skyrl.vllm_plugin.unembedding import LARGEST_VOCABULARY, add_lm_head
+    from skyrl.vllm_plugin.unembedding import add_lm_head
 
 BLOCK, SHAPE = 4, (3, 2)
 
@@ -148,24 +151,53 @@ def test_vllms_checks_see_the_configuration_with_another_runner() -> None:
     assert (config.use_v2_model_runner, config.other) == (True, 1)
 
 
-def _model(vocabulary: int, **parts: Any) -> Any:
-    """What the plugin reads of a model. vLLM's layers cannot be made without its process groups."""
-    processor = LogitsProcessor.__new__(LogitsProcessor)
-    torch.nn.Module.__init__(processor)
-    processor.vocab_size = vocabulary
-    head = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
-    return SimpleNamespace(**{"lm_head": head, "logits_processor": processor, "embedding_modules": {"e": "i"}} | parts)
+def _part(kind: type[torch.nn.Module]) -> Any:
+    """An empty layer of this class. vLLM's layers cannot be made without its process groups."""
+    part = kind.__new__(kind)
+    torch.nn.Module.__init__(part)
+    return part
+
+
+def _model(**parts: Any) -> Any:
+    """What the plugin reads of a model."""
+    given = {"logits_processor": _part(LogitsProcessor), "embedding_modules": {"e": "i"}}
+    return SimpleNamespace(**given | parts)
 
 
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        (_model(1000), {"e", "lm_head"}),
-        (_model(LARGEST_VOCABULARY + 1), {"e"}),  # vLLM would not start
-        (_model(1000, lm_head=None), {"e"}),
-        (_model(1000, logits_processor=None), {"e"}),
+        (_model(lm_head=_part(VocabParallelEmbedding)), {"e", "lm_head"}),
+        (_model(lm_head=None), {"e"}),
+        (_model(lm_head=_part(VocabParallelEmbedding), logits_processor=None), {"e"}),
+        (_model(model=SimpleNamespace(embed_tokens=None)), {"e"}),
     ],
 )
 def test_adapters_may_change_lm_head_where_vllm_can_wrap_it(model: Any, names: set[str]) -> None:
     add_lm_head(model)
     assert set(model.embedding_modules) == names
+
+
+def test_a_model_that_computes_logits_with_its_embeddings_gets_an_lm_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    embeddings, head = _part(VocabParallelEmbedding), _part(VocabParallelEmbedding)
+    monkeypatch.setattr(unembedding, "_tied_to", {embeddings: head}.__getitem__)
+    model = _model(model=SimpleNamespace(embed_tokens=embeddings))
+    add_lm_head(model)
+    assert model.lm_head is head
+    assert set(model.embedding_modules) == {"e", "lm_head"}
+
+
+@pytest.mark.parametrize("vocabulary", [1000, unembedding.VLLMS_BOUND + 64])
+def test_adapters_on_lm_head_have_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
+    for owner, name in ((LoRAModelRunnerMixin, "load_lora_model"), (LogitsProcessorWithLoRA, "create_lora_weights")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that the test's end restores vLLM's own
+    unembedding.serve_lm_head()
+    layer = _part(LogitsProcessorWithLoRA)
+    layer.base_layer = _part(LogitsProcessor)
+    layer.base_layer.vocab_size = vocabulary
+    layer.hidden_size, layer.device, layer.sharded_to_full_mapping = 4, "cpu", None
+    layer.create_lora_weights(2, SimpleNamespace(max_lora_rank=1, lora_dtype=torch.float16))
+    assert layer.base_layer.vocab_size == vocabulary
+    assert layer.lora_a_stacked.shape == (2, 1, 1, 4)
+    assert (layer.lora_b_stacked.shape, layer.lora_b_stacked.dtype) == ((2, 1, vocabulary, 1), torch.float16)
+    assert not layer.lora_b_stacked.any()

@@ -30,10 +30,13 @@ from skyrl.config.server import ConfigError
 class PlainModel(PackedModel):
     """A causal language model over packed rows, with its own linear layers: no adapter changes them.
 
-    Raises ValueError for a mixture of experts of an unknown kind (`routers_of`)."""
+    Raises ValueError for a mixture of experts of an unknown kind (`routers_of`), and for decoder layers in another
+    place than `layers`."""
 
     def __init__(self, model: Any) -> None:
         nn.Module.__init__(self)
+        if not hasattr(model.get_decoder(), "layers"):
+            raise ValueError("its decoder has no list of `layers`; its architecture is not supported")
         self.active = ActiveSegments()
         self.linears = {}
         routers = routers_of(model)
@@ -48,7 +51,7 @@ class PlainModel(PackedModel):
 
 
 def plain(path: str, model: Any) -> PlainModel:
-    """Raises ConfigError for a mixture of experts of an unknown kind."""
+    """Raises ConfigError for a mixture of experts of an unknown kind, and for a decoder without `layers`."""
     try:
         return PlainModel(model)
     except ValueError as error:

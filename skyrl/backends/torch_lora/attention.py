@@ -30,7 +30,7 @@ def segments_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attention_groups: Sequence[Sequence[AttentionGroup]],
+    attention_groups: Sequence[Sequence[AttentionGroup]] | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -41,8 +41,10 @@ def segments_attention(
     head_dim].
 
     `attention_groups`: of each slice, which cover the rows in order. `s_aux`: the heads' sinks [heads]. Dropout is
-    never applied. Raises ValueError for position biases, which would need another kernel.
+    never applied. Raises ValueError for position biases, which would need another kernel, and without groups.
     """
+    if attention_groups is None:
+        raise ValueError("the model does not pass the layout of the rows on to its attention")
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported")

@@ -82,7 +82,10 @@ class BaseModel:
         change its logits."""
         row = self.probe_rows()[0]
         try:
-            for call in self.packed.attention_calls(row):
+            calls = self.packed.attention_calls(row)
+            if not calls:
+                raise ValueError("the model computes attention itself, not by transformers' attention interface")
+            for call in calls:
                 call.check()
         except UNFIT as error:
             raise ConfigError(f"base_model: {self.path} cannot run on packed rows: {error}") from error

@@ -1,0 +1,24 @@
+"""A server for the tests of one module or one test: started, ready, and ended with the block that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from skyrl.demo.server import DemoServer
+
+SLOW_START_S = 500.0
+"""Seconds until a server must be ready, on a busy machine."""
+Server = TypeVar("Server", bound=DemoServer)
+
+
+@contextmanager
+def ready(server: Server) -> Iterator[Server]:
+    """Start `server`. Inside, it can train and sample. At the end it is stopped, also if it did not become ready."""
+    server.start()
+    try:
+        server.wait_ready(SLOW_START_S)
+        yield server
+    finally:
+        server.stop()
