@@ -94,29 +94,32 @@ def _joined(members: Sequence[RunningPass], device: torch.device) -> JoinedPasse
         return None
 
 
-def finish(base: BaseModel, together: JoinedPasses, budget: int, *, backward: bool) -> None:
-    """After the last slice: add the gradient to the adapter's. If the passes have failed as one, or their gradient's
-    norm is not finite, they run again apart, and each fails or adds its gradient alone. DeviceFault is raised."""
-    if _is_added(together, base.device):
+def finish(base: BaseModel, running: Running, budget: int, *, backward: bool) -> None:
+    """After the last slice: add the gradient to the adapter's. A pass whose gradient has no finite norm fails. Joined
+    passes that have failed as one, or whose gradient has no finite norm, run again apart; then each fails or adds its
+    gradient alone. DeviceFault is raised."""
+    if _is_added(running, base.device):
         return
-    for member in together.begin_again():
-        for piece in slices_of(member, budget, base.device, accumulates=False):
-            run_micro_batch(base, [piece], backward=backward)
-        if not _is_added(member, base.device) and member.error is None:
-            member.fail(not_finite(member.training_pass, member.tally.loss))
+    if isinstance(running, JoinedPasses):
+        for member in running.begin_again():
+            for piece in slices_of(member, budget, base.device):
+                run_micro_batch(base, [piece], backward=backward)
+            finish(base, member, budget, backward=backward)
+    elif isinstance(running, RunningPass) and running.error is None:
+        running.fail(not_finite(running.training_pass, running.tally.loss))
 
 
 def _is_added(running: Running, device: torch.device) -> bool:
     """Add the gradient to the adapter's, unless `running` has failed or the gradient's norm is not finite. Returns
     whether all went well."""
-    gradient, running.gradient = running.gradient, None
-    if running.error is not None or gradient is None:
+    if running.error is not None or running.gradient is None:
         return running.error is None
     try:
-        is_finite = math.isfinite(torch.linalg.vector_norm(gradient))  # as the optimizer's step asks
+        is_finite = math.isfinite(torch.linalg.vector_norm(running.gradient))  # as the optimizer's step asks
     except Exception as error:
         running.fail(failure_of(error, device))
         return False
     if is_finite:
-        running.adapter.accumulate(gradient)
+        running.add_gradient()
+    running.gradient = None
     return is_finite
