@@ -113,6 +113,17 @@ def test_passes_of_different_adapters_share_no_rows(tmp_path: Path) -> None:
     _assert_close_to_alone(results[0::2], backend, passes, tmp_path)
 
 
+def test_passes_that_share_no_rows_make_one_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [train("a", BATCH[start : start + 4], "ppo") for start in (0, 4, 8)]
+    backend = _backend()
+    made: list[Sequence[Datum]] = []
+    monkeypatch.setattr(running_module, "prefix_tree", lambda data: (made.append(data), prefix_tree(data))[1])
+    results = ok(backend.run(groups))
+    assert len(made) == 1
+    assert _computed(results) == [_rows(each.data) for each in groups]
+    _assert_close_to_alone(results, backend, groups, tmp_path)
+
+
 def test_without_merging_passes_share_nothing_and_give_the_bits_of_passes_alone(tmp_path: Path) -> None:
     passes = _in_the_midst_of_groups()
     together, alone = _backend(merge=False), _backend(merge=False)
@@ -226,7 +237,7 @@ def test_the_gradient_of_joined_passes_does_not_wait_for_other_adapters(monkeypa
 
     monkeypatch.setattr(backend_module, "run_micro_batch", spy)
     passes = _in_the_midst_of_groups()
-    ok(backend.run([*passes, *(train("b", each.data, each.loss_fn) for each in passes)]))
+    ok(backend.run([*passes, *(train("b", list(each.data), each.loss_fn) for each in passes)]))
     assert (added[0], added[-1]) == (False, True)
 
 

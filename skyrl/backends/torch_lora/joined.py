@@ -2,7 +2,8 @@
 
 Their sequences have one tree, so that rows are shared between passes; each pass keeps its own loss, metrics and
 failures. A row that several passes share counts for the first of them. Their gradients come as one sum. So if a pass is
-found to be at fault after the sum has a part of it, the sum is dropped and the passes run again apart.
+found to be at fault after the sum has a part of it, the sum is dropped and the passes run again apart. If the first of
+them fails without that, none counts the row.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -60,6 +61,11 @@ class JoinedPasses(Running):
         """Whether sequences of different passes have rows in common."""
         return any(len(set(map(self._member, family))) > 1 for family in self.tree.families)
 
+    def divide_tree(self) -> None:
+        """Give each pass its part of the tree, if passes share no rows."""
+        for member, (start, stop) in zip(self.members, pairwise(self._starts), strict=True):
+            member.tree = self.tree.of_range(start, stop)
+
     def begin_again(self) -> list[RunningPass]:
         """The passes that have not failed themselves, without results."""
         left = [member for member in self.members if member.error is None]
@@ -88,7 +94,10 @@ def _joined(members: Sequence[RunningPass], device: torch.device) -> JoinedPasse
     """None if the passes share no rows, or if there is no memory to find that out."""
     try:
         together = JoinedPasses(members[0].adapter, members)
-        return together if together.share_rows else None
+        if together.share_rows:
+            return together
+        together.divide_tree()
+        return None
     except Exception as error:
         failure_of(error, device)
         return None
