@@ -101,9 +101,10 @@ class TorchLoraBackend(StateSnapshots):
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
 
-        A pass that `check` refuses, or with a loss that is not finite, fails with InvalidRequest. If a micro-batch
-        raises, its slices run again one by one; OutOfMemory, or another error of torch, is the outcome of the passes
-        that fail again. Raises DeviceFault when the device does not answer any more.
+        A pass that `check` refuses, or with a loss that is not finite, fails with InvalidRequest; with `merge_passes`
+        also one whose gradient has no finite norm. If a micro-batch raises, its slices run again one by one;
+        OutOfMemory, or another error of torch, is the outcome of the passes that fail again. Raises DeviceFault when
+        the device does not answer any more.
         """
         with command_on(self._device, waits=True):
             return self._run(passes)
