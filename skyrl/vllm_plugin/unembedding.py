@@ -20,6 +20,8 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 VLLMS_BOUND = 258048
 """The largest vocabulary that vLLM wraps by itself."""
+KERNELS_BOUND = 2**31
+"""The most elements of all slots' matrices together that vLLM's kernels for CUDA can address."""
 
 
 def serve_lm_head() -> None:
@@ -57,20 +59,29 @@ def _tied_to(embeddings: Any) -> Any:
             embeddings.embedding_dim,
             params_dtype=embeddings.weight.dtype,
             org_num_embeddings=embeddings.org_vocab_size,
+            padding_size=embeddings.padding_size,
         )
     return head.tie_weights(embeddings)
 
 
 def _allow_any_vocabulary() -> None:
-    """vLLM's bound is older than its kernels: these go through the vocabulary in blocks, whatever its size."""
+    """vLLM's bound is older than its kernels: these go through the vocabulary in blocks.
+
+    The kernels for CUDA find a slot's matrix by a 32-bit product. More elements than that are refused: ValueError."""
     original = LogitsProcessorWithLoRA.create_lora_weights
 
-    def create_lora_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
+    def create_lora_weights(layer: Any, max_loras: int, lora_config: Any, *args: Any, **kwargs: Any) -> None:
         processor = layer.base_layer
-        vocabulary = processor.vocab_size
-        processor.vocab_size = min(vocabulary, VLLMS_BOUND)
+        vocabulary, rank = processor.vocab_size, lora_config.max_lora_rank
+        if torch.device(layer.device).type == "cuda" and max_loras * vocabulary * rank > KERNELS_BOUND:
+            raise ValueError(
+                f"max_loras ({max_loras}) x vocabulary ({vocabulary}) x max_lora_rank ({rank}) is above "
+                f"{KERNELS_BOUND}, which vLLM's kernels for adapters on lm_head can address; lower "
+                "trainer.policy.model.lora.max_loras or trainer.policy.model.lora.max_lora_rank"
+            )
+        processor.vocab_size = vocabulary if vocabulary <= VLLMS_BOUND else 0  # so that it allocates nothing
         try:
-            original(layer, *args, **kwargs)
+            original(layer, max_loras, lora_config, *args, **kwargs)
         finally:
             processor.vocab_size = vocabulary
         if vocabulary > VLLMS_BOUND:

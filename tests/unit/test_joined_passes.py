@@ -14,10 +14,16 @@ from torch import Tensor
 from torch_lora_support import assert_same, grpo, make_backend, ok, saved, sft, spec, train
 
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
+from skyrl.backends.torch_lora import backend as backend_module
+from skyrl.backends.torch_lora import checks, prefixes
+from skyrl.backends.torch_lora import joined as joined_module
 from skyrl.backends.torch_lora import running as running_module
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.backends.torch_lora.model import BaseModel
+from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
 from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+from skyrl.backends.torch_lora.running import Slice
 
 BATCH = sorted(grpo(1, 3, 4, 30), key=lambda datum: datum.tokens.tolist())
 """Three groups of four samples, one after the other."""
@@ -112,6 +118,17 @@ def test_passes_of_different_adapters_share_no_rows(tmp_path: Path) -> None:
     _assert_close_to_alone(results[0::2], backend, passes, tmp_path)
 
 
+def test_passes_that_share_no_rows_make_one_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [train("a", BATCH[start : start + 4], "ppo") for start in (0, 4, 8)]
+    backend = _backend()
+    made: list[Sequence[Datum]] = []
+    monkeypatch.setattr(running_module, "prefix_tree", lambda data: (made.append(data), prefix_tree(data))[1])
+    results = ok(backend.run(groups))
+    assert len(made) == 1
+    assert _computed(results) == [_rows(each.data) for each in groups]
+    _assert_close_to_alone(results, backend, groups, tmp_path)
+
+
 def test_without_merging_passes_share_nothing_and_give_the_bits_of_passes_alone(tmp_path: Path) -> None:
     passes = _in_the_midst_of_groups()
     together, alone = _backend(merge=False), _backend(merge=False)
@@ -133,6 +150,12 @@ def _explode(datum: Datum) -> None:
     datum.loss_inputs["advantages"][-1:] = 1e30
 
 
+def _with_one_spoilt(data: Sequence[Datum], spoil: Callable[[Datum], None], place: int) -> list[Datum]:
+    copies = [Datum(d.tokens, {name: array.copy() for name, array in d.loss_inputs.items()}) for d in data]
+    spoil(copies[place])
+    return copies
+
+
 @pytest.mark.parametrize("place", [0, -1], ids=["first slice", "last slice"])
 @pytest.mark.parametrize("budget", [4096, 40], ids=["one slice", "slices"])
 @pytest.mark.parametrize(("spoil", "said"), [(_overflow, "the sum of"), (_explode, "the gradient of")])
@@ -140,14 +163,104 @@ def test_a_pass_that_is_not_finite_fails_alone_and_changes_no_neighbour(
     tmp_path: Path, spoil: Callable[[Datum], None], said: str, budget: int, place: int
 ) -> None:
     first, _, last = _in_the_midst_of_groups()
-    bad = [Datum(d.tokens, {name: array.copy() for name, array in d.loss_inputs.items()}) for d in BATCH[3:6]]
-    spoil(bad[place])
+    bad = _with_one_spoilt(BATCH[3:6], spoil, place)
     backend = _backend(budget=budget)
     one, failed, other = backend.run([first, train("a", bad, "importance_sampling"), last])
     assert isinstance(failed, InvalidRequest)
     assert str(failed).startswith(f"loss_fn: {said} importance_sampling is")
     _assert_close_to_alone(ok([one, other]), backend, [first, last], tmp_path)
     assert backend.optim_step("a", AdamParams())["grad_norm"] > 0
+
+
+def _steep(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
+    """Where an advantage is infinite, the loss is 0 and its gradient infinite. Elsewhere it is `-lp A`."""
+    advantages = inputs.tensors["advantages"]
+    steep = advantages.isinf()
+    return LossValue((lp - lp.detach())[steep].sqrt().sum() - (lp * advantages)[~steep].sum())
+
+
+def test_a_pass_found_in_one_of_several_slices_of_a_micro_batch_changes_no_neighbour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its part of the second slice is finite, and was scored before the first slice was recorded."""
+    micro_batches: list[Sequence[Slice]] = []
+    run = backend_module.run_micro_batch
+
+    def spy(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
+        micro_batches.append(batch)
+        run(base, batch, backward=backward)
+
+    def spoil(datum: Datum) -> None:
+        datum.loss_inputs["advantages"][-1] = np.inf
+
+    monkeypatch.setitem(LOSSES, "steep", Loss(_steep, ("logprobs", "advantages")))
+    first, second = BATCH[0::2], _with_one_spoilt(BATCH[1::2], spoil, 0)
+    backend = _backend()
+    monkeypatch.setattr(prefixes, "MAX_COPIES", 2)
+    monkeypatch.setattr(backend_module, "run_micro_batch", spy)
+    monkeypatch.setattr(checks, "check_pass", lambda *_: None)  # which refuses infinite advantages
+    good = train("a", first, "steep")
+    result, failed = backend.run([good, train("a", second, "steep")])
+    ((*slices,),) = micro_batches
+    assert [len(piece.parts) for piece in slices] == [2, 2]
+    assert isinstance(failed, InvalidRequest)
+    assert str(failed).startswith("loss_fn: the gradient of steep is")
+    _assert_close_to_alone(ok([result]), backend, [good], tmp_path)
+
+
+def test_a_gradient_without_a_finite_norm_fails_its_pass_where_passes_are_merged_and_the_step_elsewhere() -> None:
+    passes = [train("a", sft(1, 20)), train("a", _with_one_spoilt(BATCH[:2], _explode, 0), "importance_sampling")]
+    merged, single = _backend(), _backend(merge=False)
+    _, failed = merged.run(passes)
+    assert isinstance(failed, InvalidRequest)
+    assert str(failed).startswith("loss_fn: the gradient of importance_sampling is not finite")
+    assert merged.optim_step("a", AdamParams())["grad_norm"] > 0
+    ok(single.run(passes))
+    with pytest.raises(NonFiniteGradient):
+        single.optim_step("a", AdamParams())
+
+
+def test_a_forward_that_is_not_finite_lets_no_neighbour_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [_with_one_spoilt(BATCH[:6], _overflow, 5), BATCH[6:]]
+    data[0] += BATCH[6:7]
+    passes = [TrainingPass("a", each, "importance_sampling", backward=False) for each in data]
+    alone = ok(_backend(merge=False).run(passes[1:]))
+    monkeypatch.setattr(joined_module, "run_micro_batch", lambda *_, **__: pytest.fail("a pass ran again"))
+    failed, result = _backend(budget=40).run(passes)
+    assert isinstance(failed, InvalidRequest)
+    for one, other in zip(ok([result])[0].logprobs, alone[0].logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_the_gradient_of_joined_passes_does_not_wait_for_other_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = _backend(budget=72)
+    run, added = backend_module.run_micro_batch, list[bool]()
+
+    def spy(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
+        added.append(backend._adapters["a"].gradient is not None)
+        run(base, batch, backward=backward)
+
+    monkeypatch.setattr(backend_module, "run_micro_batch", spy)
+    passes = _in_the_midst_of_groups()
+    ok(backend.run([*passes, *(train("b", list(each.data), each.loss_fn) for each in passes)]))
+    assert (added[0], added[-1]) == (False, True)
+
+
+def test_no_memory_to_leave_failed_passes_out_changes_no_other_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = Slice.left
+
+    def short(piece: Slice) -> Slice | None:
+        if piece.running.joins_passes:
+            raise MemoryError
+        return left(piece)
+
+    passes = _in_the_midst_of_groups()
+    backend = _backend()
+    monkeypatch.setattr(Slice, "left", short)
+    results = ok(backend.run([train("b", sft(1, 20)), *passes]))
+    _assert_close_to_alone(results[1:], backend, passes, tmp_path)
 
 
 def test_a_pass_that_raises_fails_alone_and_the_others_run_apart(

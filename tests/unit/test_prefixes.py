@@ -67,6 +67,27 @@ def test_without_a_threshold_each_distinct_prefix_has_one_row(sequences: list[li
     assert [family[0] for family in unshared.families] == list(range(len(sequences)))
 
 
+@given(SEQUENCES, st.integers(1, 6), st.integers(0, 12))
+def test_the_tree_of_sequences_that_share_nothing_with_others_is_a_part_of_the_common_tree(
+    sequences: list[list[int]], least: int, first: int
+) -> None:
+    families = _tree(_data(*sequences), least).families
+    own = [sequences[index] for family in families[:first] for index in sorted(family)]
+    others = [sequences[index] for family in families[first:] for index in sorted(family)]
+    common = _tree(_data(*own, *others), least)
+    for start, part in ((0, own), (len(own), others)):
+        if part:
+            found, expected = common.of_range(start, start + len(part)), _tree(_data(*part), least)
+            assert found.families == expected.families
+            assert _rows_of_each(found) == _rows_of_each(expected)
+
+
+def _rows_of_each(tree: PrefixTree) -> list[list[tuple[int, int, int]]]:
+    """For each sequence the rows of its nodes, and a sequence that has them."""
+    paths = [[tree.nodes[node] for node in tree.path(index)] for index in range(len(tree.ends))]
+    return [[(node.start, node.stop, node.source) for node in path] for path in paths]
+
+
 @given(SEQUENCES, st.integers(1, 6), st.integers(1, 30))
 def test_parts_keep_the_budget_and_families_together(sequences: list[list[int]], least: int, budget: int) -> None:
     tree = _tree(_data(*sequences), least)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_lora_support import grpo, make_ranks, ok, sft, spec, train
 
-from skyrl.backends.base import Datum, OutOfMemory, TrainingPass
+from skyrl.backends.base import OutOfMemory, TrainingPass
 from skyrl.backends.torch_lora import plan as plan_module
 from skyrl.backends.torch_lora import sharded
 from skyrl.backends.torch_lora.plan import Plan, cut_evenly, make_plan
-from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+from skyrl.backends.torch_lora.prefixes import prefix_tree
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 RANKS = st.integers(1, 5)
@@ -116,18 +114,18 @@ def test_merged_passes_over_ranks_on_a_cpu_share_1024_rows(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
-    monkeypatch: pytest.MonkeyPatch, merge: bool
-) -> None:
+@pytest.mark.parametrize("step", ["prefix_tree", "_first_rank"])
+def test_no_memory_to_cut_a_pass_fails_that_pass_alone(monkeypatch: pytest.MonkeyPatch, merge: bool, step: str) -> None:
     passes = [train("a", sft(1, 9)), train("b", sft(2, 8, 30)), train("c", sft(3, 7))]
     expected = _plan([passes[0], passes[2]], 1, merge=merge)
+    original = getattr(plan_module, step)
 
-    def short(data: Sequence[Datum]) -> PrefixTree:
-        if data is passes[1].data:
+    def short(of: object, *rest: int) -> object:
+        if of is passes[1] or of is passes[1].data:
             raise MemoryError("no memory left")
-        return prefix_tree(data)
+        return original(of, *rest)
 
-    monkeypatch.setattr(plan_module, "prefix_tree", short)
+    monkeypatch.setattr(plan_module, step, short)
     plan = _plan(passes, 1, merge=merge)
     assert isinstance(plan.failed[1], OutOfMemory)
     assert [len(piece.data) for number in (0, 1, 2) for _, piece in plan.pieces_of(number)] == [1, 1]

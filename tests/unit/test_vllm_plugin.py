@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     from vllm.distributed.aux_output_connector.store import BackgroundBlockObjectStore, BlockObjectStore
     from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+    from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -187,17 +188,51 @@ def test_a_model_that_computes_logits_with_its_embeddings_gets_an_lm_head(monkey
     assert set(model.embedding_modules) == {"e", "lm_head"}
 
 
-@pytest.mark.parametrize("vocabulary", [1000, unembedding.VLLMS_BOUND + 64])
-def test_adapters_on_lm_head_have_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
-    for owner, name in ((LoRAModelRunnerMixin, "load_lora_model"), (LogitsProcessorWithLoRA, "create_lora_weights")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that the test's end restores vLLM's own
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's layer for adapters on lm_head as the plugin changes it, and the vocabularies that vLLM's own code saw."""
+    original, seen = LogitsProcessorWithLoRA.create_lora_weights, list[int]()
+
+    def spy(layer: Any, *args: Any) -> None:
+        seen.append(layer.vocab_size)
+        original(layer, *args)
+
+    monkeypatch.setattr(LogitsProcessorWithLoRA, "create_lora_weights", spy)
+    monkeypatch.setattr(LoRAModelRunnerMixin, "load_lora_model", LoRAModelRunnerMixin.load_lora_model)
     unembedding.serve_lm_head()
     layer = _part(LogitsProcessorWithLoRA)
     layer.base_layer = _part(LogitsProcessor)
+    layer.hidden_size, layer.device, layer.sharded_to_full_mapping = 4, torch.device("cpu"), None
+    return layer, seen
+
+
+@pytest.mark.parametrize(("vocabulary", "allocated"), [(1000, 1000), (unembedding.VLLMS_BOUND + 64, 0)])
+def test_adapters_on_lm_head_have_the_whole_vocabulary_allocated_once(
+    served: Any, vocabulary: int, allocated: int
+) -> None:
+    layer, seen = served
     layer.base_layer.vocab_size = vocabulary
-    layer.hidden_size, layer.device, layer.sharded_to_full_mapping = 4, "cpu", None
     layer.create_lora_weights(2, SimpleNamespace(max_lora_rank=1, lora_dtype=torch.float16))
+    assert seen == [allocated]
     assert layer.base_layer.vocab_size == vocabulary
     assert layer.lora_a_stacked.shape == (2, 1, 1, 4)
     assert (layer.lora_b_stacked.shape, layer.lora_b_stacked.dtype) == ((2, 1, vocabulary, 1), torch.float16)
     assert not layer.lora_b_stacked.any()
+
+
+def test_more_elements_than_the_kernels_for_cuda_can_address_are_refused(served: Any) -> None:
+    layer, seen = served
+    layer.base_layer.vocab_size, layer.device = 2**18, torch.device("cuda")
+    config = SimpleNamespace(max_lora_rank=512, lora_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"lower trainer\.policy\.model\.lora\.max_loras or .*max_lora_rank"):
+        layer.create_lora_weights(17, config)
+    assert seen == []
+
+
+def test_a_tied_lm_head_has_the_rows_of_the_embeddings_on_each_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocab_parallel_embedding, "get_tensor_model_parallel_rank", lambda: 1)
+    monkeypatch.setattr(vocab_parallel_embedding, "get_tensor_model_parallel_world_size", lambda: 2)
+    embeddings = VocabParallelEmbedding(100, 4, params_dtype=torch.float32, padding_size=16)
+    head = unembedding._tied_to(embeddings)
+    assert head.weight is embeddings.weight
+    assert head.get_sharded_to_full_mapping() == embeddings.get_sharded_to_full_mapping()

@@ -102,6 +102,7 @@ class TorchFullBackend(StateSnapshots):
         running = RunningPass(cast(Any, parameters), training_pass, self._losses[training_pass.loss_fn])
         for piece in slices_of(running, self._budget, self._device):
             run_slice(self._model, parameters, piece, backward=training_pass.backward)
+        running.add_gradient()
         return running.outcome()
 
     def check_step(self, params: AdamParams) -> None:

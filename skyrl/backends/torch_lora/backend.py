@@ -22,7 +22,7 @@ from skyrl.backends.torch_lora import checks, state
 from skyrl.backends.torch_lora.adapter import Adapter
 from skyrl.backends.torch_lora.device import command_on, failure_of, prepare_device
 from skyrl.backends.torch_lora.experts import noted
-from skyrl.backends.torch_lora.joined import JoinedPasses, finish, joined
+from skyrl.backends.torch_lora.joined import finish, joined
 from skyrl.backends.torch_lora.losses import served_losses
 from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.optimizer import adamw_step
@@ -102,9 +102,10 @@ class TorchLoraBackend(StateSnapshots):
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
 
-        A pass that `check` refuses, or with a loss that is not finite, fails with InvalidRequest. If a micro-batch
-        raises, its slices run again one by one; OutOfMemory, or another error of torch, is the outcome of the passes
-        that fail again. Raises DeviceFault when the device does not answer any more.
+        A pass that `check` refuses, or with a loss that is not finite, fails with InvalidRequest; with `merge_passes`
+        also one whose gradient has no finite norm. If a micro-batch raises, its slices run again one by one;
+        OutOfMemory, or another error of torch, is the outcome of the passes that fail again. Raises DeviceFault when
+        the device does not answer any more.
         """
         with command_on(self._device, waits=True):
             return self._run(passes)
@@ -125,16 +126,23 @@ class TorchLoraBackend(StateSnapshots):
         ]
 
     def _run_checked(self, running: Sequence[Running], *, backward: bool) -> None:
-        slices = [
-            piece
-            for each in running
-            for piece in slices_of(each, self._budget, self._device, accumulates=not each.joins_passes)
-        ]
+        of_each = [slices_of(each, self._budget, self._device) for each in running]
+        slices = [piece for of_one in of_each for piece in of_one]
         for batch in cut([piece.rows for piece in slices], self._shared_rows):
-            run_micro_batch(self._base, slices[batch.start : batch.stop], backward=backward)
-        for each in running:
-            if isinstance(each, JoinedPasses):
-                finish(self._base, each, self._budget, backward=backward)
+            pieces = slices[batch.start : batch.stop]
+            run_micro_batch(self._base, pieces, backward=backward)
+            for piece in pieces:
+                if piece.last:  # soon, so that few gradients wait beside those of the adapters
+                    self._finish(piece.running, backward=backward)
+        for each, of_one in zip(running, of_each, strict=True):
+            if not of_one:
+                self._finish(each, backward=backward)
+
+    def _finish(self, running: Running, *, backward: bool) -> None:
+        if self._merge:
+            finish(self._base, running, self._budget, backward=backward)
+        else:
+            running.add_gradient()
 
     def check_step(self, params: AdamParams) -> None:
         checks.check_adam(params)

@@ -2,7 +2,8 @@
 
 Their sequences have one tree, so that rows are shared between passes; each pass keeps its own loss, metrics and
 failures. A row that several passes share counts for the first of them. Their gradients come as one sum. So if a pass is
-found to be at fault after the sum has a part of it, the sum is dropped and the passes run again apart.
+found to be at fault after the sum has a part of it, the sum is dropped and the passes run again apart. If the first of
+them fails without that, none counts the row.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -60,6 +61,11 @@ class JoinedPasses(Running):
         """Whether sequences of different passes have rows in common."""
         return any(len(set(map(self._member, family))) > 1 for family in self.tree.families)
 
+    def divide_tree(self) -> None:
+        """Give each pass its part of the tree, if passes share no rows."""
+        for member, (start, stop) in zip(self.members, pairwise(self._starts), strict=True):
+            member.tree = self.tree.of_range(start, stop)
+
     def begin_again(self) -> list[RunningPass]:
         """The passes that have not failed themselves, without results."""
         left = [member for member in self.members if member.error is None]
@@ -88,35 +94,41 @@ def _joined(members: Sequence[RunningPass], device: torch.device) -> JoinedPasse
     """None if the passes share no rows, or if there is no memory to find that out."""
     try:
         together = JoinedPasses(members[0].adapter, members)
-        return together if together.share_rows else None
+        if together.share_rows:
+            return together
+        together.divide_tree()
+        return None
     except Exception as error:
         failure_of(error, device)
         return None
 
 
-def finish(base: BaseModel, together: JoinedPasses, budget: int, *, backward: bool) -> None:
-    """After the last slice: add the gradient to the adapter's. If the passes have failed as one, or their gradient's
-    norm is not finite, they run again apart, and each fails or adds its gradient alone. DeviceFault is raised."""
-    if _is_added(together, base.device):
+def finish(base: BaseModel, running: Running, budget: int, *, backward: bool) -> None:
+    """After the last slice: add the gradient to the adapter's. A pass whose gradient has no finite norm fails. Joined
+    passes that have failed as one, or whose gradient has no finite norm, run again apart; then each fails or adds its
+    gradient alone. DeviceFault is raised."""
+    if _is_added(running, base.device):
         return
-    for member in together.begin_again():
-        for piece in slices_of(member, budget, base.device, accumulates=False):
-            run_micro_batch(base, [piece], backward=backward)
-        if not _is_added(member, base.device) and member.error is None:
-            member.fail(not_finite(member.training_pass, member.tally.loss))
+    if isinstance(running, JoinedPasses):
+        for member in running.begin_again():
+            for piece in slices_of(member, budget, base.device):
+                run_micro_batch(base, [piece], backward=backward)
+            finish(base, member, budget, backward=backward)
+    elif isinstance(running, RunningPass) and running.error is None:
+        running.fail(not_finite(running.training_pass, running.tally.loss))
 
 
 def _is_added(running: Running, device: torch.device) -> bool:
     """Add the gradient to the adapter's, unless `running` has failed or the gradient's norm is not finite. Returns
     whether all went well."""
-    gradient, running.gradient = running.gradient, None
-    if running.error is not None or gradient is None:
+    if running.error is not None or running.gradient is None:
         return running.error is None
     try:
-        is_finite = math.isfinite(torch.linalg.vector_norm(gradient))  # as the optimizer's step asks
+        is_finite = math.isfinite(torch.linalg.vector_norm(running.gradient))  # as the optimizer's step asks
     except Exception as error:
         running.fail(failure_of(error, device))
         return False
     if is_finite:
-        running.adapter.accumulate(gradient)
+        running.add_gradient()
+    running.gradient = None
     return is_finite

@@ -1,7 +1,7 @@
 """How a slice becomes rows: its segments one after the other, in groups for attention.
 
-Laying out and grouping depend on one pass alone, so that its results do not depend on other passes. Knows lengths and
-token ids. Knows nothing of adapters or losses.
+Laying out and grouping depend on what runs as one alone: a pass, or joined passes. Other passes do not change them.
+Knows lengths and token ids. Knows nothing of adapters or losses.
 """
 
 from __future__ import annotations

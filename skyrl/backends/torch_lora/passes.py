@@ -49,17 +49,16 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
 
     The error becomes that of what the slice belongs to (OutOfMemory if memory was short). DeviceFault is raised.
     """
-    batch = [left for piece in batch if (left := piece.left()) is not None]
-    if not batch:
-        return
     failure: Exception | None = None
+    left: list[Slice] = []
     results: list[SliceResult] = []
     try:
-        results = _forward_backward(base, batch, backward)
+        left = [rest for piece in batch if (rest := piece.left()) is not None]
+        results = _forward_backward(base, left, backward) if left else []
     except Exception as error:
         failure = failure_of(error, base.device)
     if failure is None:
-        for piece, result in zip(batch, results, strict=True):
+        for piece, result in zip(left, results, strict=True):
             record_or_fail(piece, result, base.device)
     elif len(batch) > 1:  # outside the handler, where the failed attempt's tensors are free again
         for piece in batch:
@@ -69,8 +68,7 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
 
 
 def record_or_fail(piece: Slice, result: SliceResult, device: torch.device) -> None:
-    """Record a result. If there is no memory for metrics and logprobs, `piece.running` fails; its adapter's gradient
-    stays."""
+    """Record a result. If there is no memory for metrics and logprobs, `piece.running` fails."""
     try:
         _record(piece, result)
     except Exception as error:
@@ -203,20 +201,16 @@ def _record(piece: Slice, result: SliceResult) -> None:
     for part, of_part in zip(piece.parts, result.parts, strict=True):
         of_pass = part.running
         of_pass.tally.add(of_part.value, part.tokens, part.rows, of_part.inputs.tensors.get("advantages"))
-        if of_part.counts and math.isfinite(of_pass.tally.loss):
+        if of_part.counts and of_pass.error is None and math.isfinite(of_pass.tally.loss):
             of_pass.logprobs |= zip(part.indices, by_datum(of_part.logprobs, part.data), strict=True)
             continue
-        error = not_finite(of_pass.training_pass, of_pass.tally.loss)
+        error = of_pass.error or not_finite(of_pass.training_pass, of_pass.tally.loss)
         of_pass.fail(error)
-        if of_part.counts or of_pass.logprobs:  # then the gradient of this or of an earlier slice has a part of it
+        # Then the gradient of this slice, or of an earlier one, has a part of it.
+        if of_pass.training_pass.backward and (of_part.counts or of_pass.logprobs):
             running.fail(error)
-    if running.error is not None:
-        return
-    if result.gradient is not None:
+    if running.error is None and result.gradient is not None:
         running.gradient = result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
-    if piece.last and running.gradient is not None:
-        running.adapter.accumulate(running.gradient)
-        running.gradient = None
 
 
 def by_datum(logprobs: Tensor, data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:

@@ -93,19 +93,21 @@ def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: in
     for number, training_pass in passes:
         try:
             tree = prefix_tree(training_pass.data)
-            rounds = cut_evenly(tree, ranks, budget)
+            rounds = [
+                [Piece(number, tuple(part), tree.rows(part)) for part in parts]
+                for parts in cut_evenly(tree, ranks, budget)
+            ]
+            first = _first_rank(training_pass, ranks)
         except Exception as error:
             failed[number] = sendable(failure_of(error, HOST))
             continue
         trees[number] = tree
-        first = _first_rank(training_pass, ranks)
-        for parts in rounds:
+        for pieces in rounds:
             by_load = sorted(range(ranks), key=lambda rank: all_rows[rank])
-            for place, data in enumerate(parts):
-                if not data:
+            for place, piece in enumerate(pieces):
+                if not piece.data:
                     continue
                 rank = by_load[place] if merge else (first + place) % ranks
-                piece = Piece(number, tuple(data), tree.rows(data))
                 if merge and batches[rank] and open_rows[rank] + piece.rows <= shared_rows:
                     batches[rank][-1].append(piece)
                     open_rows[rank] += piece.rows

@@ -1,7 +1,7 @@
-"""The tree of common prefixes of a pass's sequences. Rows of a common prefix are computed once.
+"""The tree of common prefixes of sequences. Rows of a common prefix are computed once.
 
-What is shared follows from one pass alone, so that its results do not depend on other passes. Knows token ids and
-lengths. Knows nothing of torch, adapters or losses.
+What is shared follows from what runs as one alone: a pass, or joined passes. Other passes do not change it. Knows token
+ids and lengths. Knows nothing of torch, adapters or losses.
 """
 
 from __future__ import annotations
@@ -72,6 +72,17 @@ class PrefixTree:
             found.append(node)
             node = self.nodes[node].parent
         return found[::-1]
+
+    def of_range(self, start: int, stop: int) -> PrefixTree:
+        """The tree of the sequences [start, stop) alone, if they share no rows with others. Families may come in
+        another order among its nodes."""
+        used = sorted({node for index in range(start, stop) for node in self.path(index)})
+        places = {-1: -1, **{node: place for place, node in enumerate(used)}}
+        nodes = [self.nodes[node] for node in used]
+        return PrefixTree(
+            tuple(Node(places[node.parent], node.start, node.stop, node.source - start) for node in nodes),
+            tuple(places[end] for end in self.ends[start:stop]),
+        )
 
     def rows(self, indices: Sequence[int]) -> int:
         """The number of rows of some sequences together."""

@@ -1,7 +1,7 @@
 """What runs: checked passes, the slices they are cut into, and the sums over finished slices.
 
-How a pass is cut depends on that pass alone, or on the passes that it is joined with. Knows sequences and adapters.
-Knows nothing of how a slice is computed.
+How sequences are cut depends on what runs as one: a pass, or joined passes. Knows sequences and adapters. Knows nothing
+of how a slice is computed.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ class Running(ABC):
         """Fail, and drop the gradient of finished slices."""
         self.error, self.gradient = error, None
 
+    def add_gradient(self) -> None:
+        """After the last slice: add the gradient, if there is one, to the adapter's."""
+        gradient, self.gradient = self.gradient, None
+        if gradient is not None:
+            self.adapter.accumulate(gradient)
+
 
 @dataclass
 class RunningPass(Running):
@@ -111,7 +117,7 @@ class Part:
 @dataclass(frozen=True)
 class Slice:
     """Sequences that run together: their `indices`, ascending. `rows`: how many rows they have, each common prefix
-    once. After the `last` one the gradient is added to the adapter's."""
+    once. `last`: whether no slice of `running` comes after it."""
 
     running: Running
     indices: Sequence[int]
@@ -139,17 +145,12 @@ class Slice:
         return Slice.of(self.running, indices, last=self.last) if indices else None
 
 
-def slices_of(running: Running, budget: int, device: torch.device, *, accumulates: bool = True) -> list[Slice]:
+def slices_of(running: Running, budget: int, device: torch.device) -> list[Slice]:
     """Slices of at most `budget` rows. A longer sequence has its own slice. If that raises, for example because memory
-    is short, `running` fails and has no slices. DeviceFault is raised.
-
-    Unless it `accumulates`, no slice is the last one, and the caller takes the gradient."""
+    is short, `running` fails and has no slices. DeviceFault is raised."""
     try:
         parts = running.tree.cut(budget)
-        return [
-            Slice.of(running, part, last=accumulates and number == len(parts))
-            for number, part in enumerate(parts, start=1)
-        ]
+        return [Slice.of(running, part, last=number == len(parts)) for number, part in enumerate(parts, start=1)]
     except Exception as error:
         running.fail(failure_of(error, device))
         return []
