@@ -380,9 +380,9 @@ def test_vllm_keeps_room_for_adapters_on_experts_only_where_the_trainer_trains_t
 
 
 def test_on_a_cpu_vllm_keeps_room_for_experts_also_where_nothing_tells_that_the_hubs_model_has_some() -> None:
-    lora = "trainer__policy__model__lora__train_mlp_of_mixtures"
     assert "experts" in option(spec("hub/not-on-this-machine"), "lora-target-modules")
-    assert "experts" not in option(spec("hub/not-on-this-machine", **{lora: "refuse"}), "lora-target-modules")
+    refusing = spec("hub/not-on-this-machine", trainer__policy__model__lora__train_mlp_of_mixtures="refuse")
+    assert "experts" not in option(refusing, "lora-target-modules")
 
 
 def test_a_mixture_with_dense_layers_whose_adapters_vllm_does_not_load_is_refused(mixture: Path) -> None:
