@@ -28,7 +28,13 @@ FROZEN_EXPERTS = "experts_are_frozen:max"
 
 
 def is_mixture(base_model: str) -> bool:
-    """Whether a directory, or a model of the hub that is on this machine, has experts. False if it cannot be read."""
+    """Whether the base model has experts. False if its config.json is not on this machine."""
+    return experts_of(model_config(base_model)) > 0
+
+
+def model_config(base_model: str) -> dict[str, Any]:
+    """The text model's part of the config.json of a directory, or of a model of the hub that is on this machine. Empty
+    if it cannot be read."""
     path: Any = Path(base_model) / "config.json"
     if not Path(base_model).is_dir():
         from huggingface_hub import try_to_load_from_cache  # takes 0.14 s, which most commands need not wait
@@ -37,10 +43,17 @@ def is_mixture(base_model: str) -> bool:
     try:
         values: dict[str, Any] = json.loads(Path(path).read_text())
     except (OSError, TypeError, ValueError):
-        return False
-    return experts_of(values.get("text_config") or values) > 0
+        return {}
+    return values.get("text_config") or values
 
 
 def experts_of(config: dict[str, Any]) -> int:
     """How many experts each layer has; 0 for a dense model. `config`: the text model's part of a config.json."""
     return max(config.get(name) or 0 for name in _COUNTS)
+
+
+def layers_with_experts(config: dict[str, Any]) -> int:
+    """How many layers of a mixture have experts; the others have one MLP. `config`: as `experts_of`, with
+    num_hidden_layers."""
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    return sum(number not in dense and (number + 1) % step == 0 for number in range(config["num_hidden_layers"]))

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from skyrl.config.mixtures import model_config
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.expert_adapters import memory_hint
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_client import Probe
-from skyrl.inference.vllm_command import LOGGING_CONFIG, options_named, read_model_config, vllm_spec
+from skyrl.inference.vllm_command import LOGGING_CONFIG, options_named, vllm_spec
 from skyrl.inference.vllm_version import check_vllm, is_tested
 from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.nodes.settings import CACHE, default_cache, node_environment
@@ -151,7 +152,7 @@ class Vllm:
             return None
         option = options_named(self.config, cause.sentence)
         prefix = f"{option}: vLLM refuses it" if option else "vLLM cannot start"
-        hint = memory_hint(self.config, read_model_config(self.config.base_model_path), cause.sentence)
+        hint = memory_hint(self.config, model_config(self.config.base_model_path), cause.sentence)
         return Cause(f"{prefix}: {cause.sentence}{hint}", cause.final)
 
     def replica(self, addresses: Addresses, host: AdapterHost, metrics: AdapterMetrics) -> Replica:

@@ -18,8 +18,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from skyrl.config.mixtures import is_mixture
+from skyrl.config.mixtures import experts_of, model_config
 from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.inference.expert_adapters import check_layers
 from skyrl.inference.placement import ServerSpec
 from skyrl.nodes.middleware import StoredAdapterLoads
 from skyrl.tracing.spans import traces_url
@@ -45,7 +46,7 @@ MAX_LOGPROBS = 64
 GRAMMARS = {"backend": "xgrammar"}
 """By default vLLM takes another library for what xgrammar refuses, and keeps the first library for all later requests:
 one schema of 50 bytes then stops the server for half a minute (docs/decisions/openai-requests.md)."""
-SET_BY_SKYRL = frozenset({"api_key", "host", "model", "port", "served_model_name"})
+SET_BY_SKYRL = frozenset({"api_key", "host", "lora_target_modules", "model", "port", "served_model_name"})
 FULL_SETS = frozenset({"enable_lora", "worker_extension_cls"})
 """Options that skyrl sets for full fine-tuning alone."""
 REPEATED = frozenset({"middleware"})
@@ -118,8 +119,8 @@ def vllm_spec(
     endpoints, because the plugin does not protect them with the API key there. `logging_config` is a file that the
     caller writes, by which the server writes lines of JSON if the configuration says so.
 
-    Raises ConfigError for options of vLLM that skyrl sets itself; without GPUs, also for tensor parallelism and for
-    full fine-tuning of a mixture of experts.
+    Raises ConfigError for options of vLLM that skyrl sets itself, and for adapters that vLLM does not load
+    (`check_layers`); without GPUs, also for tensor parallelism and for full fine-tuning of a mixture of experts.
     """
     inference = config.backend_config.inference
     passed_through = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
@@ -145,7 +146,8 @@ def vllm_spec(
         env |= OFFLINE
     seed = _seed(f"{api_key}:{host}:{port}:{directory or ''}")
     options = _common_options(config, port) | {"host": host, "seed": seed}
-    mixture = is_mixture(config.base_model_path)
+    model = model_config(config.base_model_path)
+    mixture = experts_of(model) > 0
     if config.full_finetuning:
         if mixture and not cuda:
             raise ConfigError(
@@ -155,6 +157,7 @@ def vllm_spec(
         options |= WEIGHT_UPDATES
         env[TELL_VERSIONS_VARIABLE] = "1"
     else:
+        check_layers(config, model)
         options |= _lora_options(config, _lora_targets(config, mixture=mixture, cuda=cuda))
     if cuda:
         options |= _gpu_options(config)
@@ -298,11 +301,14 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
 
 
 def _lora_targets(config: ServerConfig, *, mixture: bool, cuda: bool) -> Sequence[str] | None:
-    """The layers that adapters may change; None for all that vLLM knows."""
+    """The layers that adapters may change; None for all that vLLM knows. A mixture whose config.json is not on this
+    machine is not known to be one."""
+    trains_experts = config.backend_config.lora.train_mlp_of_mixtures == "train"
     if mixture:
-        trains_experts = config.backend_config.lora.train_mlp_of_mixtures == "train"
         return TRAINED_MIXTURE_LORA_TARGETS if trains_experts else MIXTURE_LORA_TARGETS
-    return None if cuda else CPU_LORA_TARGETS
+    if cuda:
+        return None
+    return (*CPU_LORA_TARGETS, "experts") if trains_experts else CPU_LORA_TARGETS
 
 
 def _lora_options(config: ServerConfig, targets: Sequence[str] | None) -> dict[str, Any]:

@@ -20,7 +20,9 @@ import httpx
 
 from skyrl.cluster.connection import NoCluster, check_installed, find_address
 from skyrl.cluster.facts import ask
+from skyrl.config.mixtures import model_config
 from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.inference.expert_adapters import host_memory_warning
 from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import HOST, cuda_devices
 from skyrl.inference.vllm_version import check_vllm
@@ -231,6 +233,7 @@ def check(config: ServerConfig) -> Findings:
             check_shared_gpus(config, devices)
     if not config.modes.manages_inference:
         return found
+    _warn_of_host_memory(config)
     if config.ray in (None, "local"):  # else each node checks its own vLLM
         found = replace(found, vllm_tested=check_vllm(cuda=found.cuda, colocated=not config.modes.forwards))
         if config.full_finetuning and not found.vllm_tested:
@@ -253,8 +256,14 @@ def check_placed_vllms(config: ServerConfig, ray: str) -> Findings:
     """The checks for vLLMs alone on the Ray cluster `ray`, as in `ray_address`. Raises ConfigError."""
     devices = cuda_devices()
     found = Findings(devices, cuda=bool(devices), offline=check_base_model(config))
+    _warn_of_host_memory(config)
     found = _check_ray(config, ray, found)
     return replace(found, vllm_tested=check_vllm(cuda=found.cuda, colocated=False)) if ray == "local" else found
+
+
+def _warn_of_host_memory(config: ServerConfig) -> None:
+    if (warning := host_memory_warning(config, model_config(config.base_model_path))) is not None:
+        logger.warning("%s", warning)
 
 
 def _check_ray(config: ServerConfig, ray: str, found: Findings) -> Findings:

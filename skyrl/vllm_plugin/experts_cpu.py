@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
@@ -33,10 +34,21 @@ def choose_cpu_kernels() -> None:
     def patched_select(moe_config: FusedMoEConfig) -> Any:
         if not moe_config.is_lora_enabled:
             return select(moe_config)
+        check_kernel(moe_config)
         return UnquantizedMoeBackend.CPU, AdaptedExperts
 
     FusedMoEConfig.__post_init__ = patched_initialize  # type: ignore[method-assign]
     method.select_unquantized_moe_backend = patched_select
+
+
+def check_kernel(moe_config: Any) -> None:
+    """Raise ValueError for experts that the kernel for adapters cannot compute."""
+    if moe_config.activation != MoEActivation.SILU:
+        raise ValueError(
+            f"on a CPU adapters change experts with the activation silu alone, not {moe_config.activation}"
+        )
+    if moe_config.use_ep:
+        raise ValueError("on a CPU adapters do not change experts with expert parallelism (enable_expert_parallel)")
 
 
 def _adapters_change_experts() -> bool:

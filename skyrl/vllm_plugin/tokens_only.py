@@ -16,6 +16,8 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 
 _MARK = "skyrl_tokens_only"
+_MARKED = object()
+"""The value of the mark. No JSON has it, so the body of a request cannot set the mark."""
 
 
 def allow_tokens_only() -> None:
@@ -27,24 +29,26 @@ def allow_tokens_only() -> None:
 
     async def create_completion(self: Any, request: Any, raw_request: Any = None) -> Any:
         if raw_request is not None and TOKENS_ONLY in raw_request.headers and not (request.stop or request.stream):
-            setattr(request, _MARK, True)
+            setattr(request, _MARK, _MARKED)
             request.return_tokens_as_token_ids = True
         return await create(self, request, raw_request)
 
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = to_parameters(self, *args, **kwargs)
-        if hasattr(self, _MARK):
+        if getattr(self, _MARK, None) is _MARKED:
             parameters.detokenize = False
         return parameters
 
     def request_output_to_completion_response(self: Any, results: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         response = to_response(self, results, request, *args, **kwargs)
-        if hasattr(request, _MARK):
+        if getattr(request, _MARK, None) is _MARKED:
             for choice in response.choices:
                 choice.prompt_token_ids = None
                 if choice.logprobs is not None:
                     choice.logprobs.tokens, choice.logprobs.text_offset = [], []
-                    if not request.logprobs:  # the token itself is the only entry of each position
+                    if not (
+                        request.logprobs or request.logprob_token_ids
+                    ):  # the token itself is the only entry of each position
                         choice.logprobs.top_logprobs = []
         return response
 

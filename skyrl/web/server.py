@@ -15,7 +15,7 @@ from skyrl.web.connections import BoundedHttp
 YOUNG_OBJECTS = 200_000
 """New objects between two garbage collections. A sample makes hardly any cycles; with Python's default of 700 the
 collections take a tenth of its time. Those of 2,048 samples in flight are fewer than this. A closed connection is a
-cycle of some 60 objects and 6 kB, so up to 50 MB of them may wait for the next collection."""
+cycle; those that were open during a collection wait for up to 20 more of them."""
 
 
 class Server(uvicorn.Server):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from skyrl.backends.base import AdamParams, Datum
-from skyrl.backends.torch_lora.expert_product import ExpertsUpdate, FrozenExperts, experts_with_updates
+from skyrl.backends.torch_lora.expert_product import BaseExperts, ExpertsUpdate, experts_with_updates
 from skyrl.types.lora import LoraSpec
 from tests.gpu.support import DEVICE, FIGURES, NUMERICS, backend_on, build, distance, gradient_of, ok, texts
 from tests.gpu.test_numerics import SLACK, _train
@@ -29,7 +29,7 @@ MIXTURE: dict[str, Any] = NUMERICS | {
 VOCAB = NUMERICS["vocab_size"]
 
 
-def _naive(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: FrozenExperts, updates: Any) -> Tensor:
+def _naive(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: BaseExperts, updates: Any) -> Tensor:
     """Each row and expert for itself, with merged weights."""
     output = torch.zeros_like(hidden)
     for update in updates:
@@ -65,7 +65,7 @@ def test_the_grouped_products_agree_with_merged_weights(
     found: dict[str, list[Tensor]] = {}
     for name, of, function in (("ours", dtype, experts_with_updates), ("naive", torch.float64, _naive)):
         given = x.to(of).requires_grad_()
-        frozen = FrozenExperts(experts[0].to(of), experts[1].to(of), silu)
+        frozen = BaseExperts(experts[0].to(of), experts[1].to(of), silu)
         updates = [
             ExpertsUpdate(start, stop, 0.5, *((a.to(of), b.to(of)) for a, b in pairs))
             for start, stop, pairs in zip(bounds, bounds[1:], leaves, strict=False)
@@ -75,6 +75,28 @@ def test_the_grouped_products_agree_with_merged_weights(
         found[name] = [output.double(), *(gradient.double() for gradient in gradients)]
     for ours, naive in zip(found["ours"], found["naive"], strict=True):
         assert (ours - naive).norm() < bound * naive.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_without_rows_get_a_gradient_of_zero(dtype: torch.dtype) -> None:
+    """Memory that was used before is not zero: the kernel must not leave it as it is (torch's issue 172439)."""
+    hidden_size, size, rows = 64, 32, 24
+    shapes = [(hidden_size, size), (hidden_size, size), (size, hidden_size)]
+    pairs = [(torch.randn(EXPERTS, 8, i, device=DEVICE), torch.randn(EXPERTS, o, 8, device=DEVICE)) for i, o in shapes]
+    leaves = [matrix.requires_grad_() for pair in pairs for matrix in pair]
+    base = [torch.randn(EXPERTS, *shape, device=DEVICE) for shape in ((2 * size, hidden_size), (hidden_size, size))]
+    frozen = BaseExperts(base[0].to(dtype), base[1].to(dtype), silu)
+    chosen = torch.tensor([3, 7, 8, 15], device=DEVICE).expand(rows, PER_TOKEN)
+    weights = torch.full((rows, PER_TOKEN), 0.25, device=DEVICE, dtype=dtype)
+    del base
+    poison = [torch.full((EXPERTS, 8, hidden_size), torch.nan, device=DEVICE, dtype=dtype) for _ in range(64)]
+    del poison
+    hidden = torch.randn(rows, hidden_size, device=DEVICE, dtype=dtype)
+    output = experts_with_updates(hidden, chosen, weights, frozen, [ExpertsUpdate(0, rows, 0.5, *pairs)])
+    for gradient in torch.autograd.grad(output.float().square().sum(), leaves):
+        assert gradient.isfinite().all()
+        used = [number for number, of_expert in enumerate(gradient) if of_expert.any()]
+        assert used == [3, 7, 8, 15]
 
 
 def _with_experts(data: list[Datum]) -> list[Datum]:

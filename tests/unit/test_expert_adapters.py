@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
 from torch_lora_support import (
@@ -35,8 +36,10 @@ from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.mixtures import FROZEN_EXPERTS
 
 LENGTHS = (7, 31, 1, 18, 30)
-MIXTURES = ("mixture", "mixture-with-dense-layer")
+LEAVE_OUT: dict[str, Any] = {"policy.model.lora.train_mlp_of_mixtures": "leave_out"}
+REFUSE: dict[str, Any] = {"policy.model.lora.train_mlp_of_mixtures": "refuse"}
 EXPERT = "model.layers.1.mlp.experts"
+LAYER = "model.layers.0"
 
 
 def _stock(architecture: str) -> Any:
@@ -157,14 +160,63 @@ def test_a_state_without_experts_does_not_load_into_an_adapter_with_them(tmp_pat
             backend.load_state(other, tmp_path / one, optimizer=False)
 
 
-def test_a_file_that_lacks_an_expert_is_refused_by_name(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+def _restored(make: Callable[..., Backend], directory: Path, states: Path, more: dict[str, Any]) -> dict[str, Tensor]:
+    """The state after one more step of a model that was restored where the operator's setting is another one."""
+    backend = make("mixture", micro_batch_tokens=48, **more)
+    backend.restore_model("m", spec(8, 5), directory)
+    (result,) = ok(backend.run([train("m", sft(5, *LENGTHS))]))
+    assert (FROZEN_EXPERTS in result.metrics) == ("leave_out" in directory.name)
+    backend.optim_step("m", AdamParams(learning_rate=1e-2))
+    states.mkdir(parents=True)
+    backend.save_state("m", states)
+    backend.close()
+    return load_file(states / "adapter_model.safetensors")
 
+
+def _one_rank(architecture: str, **options: Any) -> Backend:
+    return make_ranks(1, architecture, **options)
+
+
+@pytest.mark.parametrize(("saved_with", "later"), [({}, LEAVE_OUT), ({}, REFUSE), (LEAVE_OUT, {})])
+def test_a_model_is_restored_with_its_own_layers_where_the_setting_has_changed(
+    tmp_path: Path, saved_with: dict[str, Any], later: dict[str, Any]
+) -> None:
+    first = _trained(**saved_with)
+    directory = tmp_path / ("leave_out" if saved_with else "train")
+    saved(first, "m", directory)
+    same = _restored(make_backend, directory, tmp_path / "same", saved_with)
+    assert_same(_restored(make_backend, directory, tmp_path / "other", later), same)
+    assert_close(_restored(_one_rank, directory, tmp_path / "ranks", later), same, 2e-3)
+
+
+def test_a_checkpoint_without_experts_goes_on_without_them_in_a_model_of_the_same_flags(tmp_path: Path) -> None:
+    """It was saved under `leave_out`."""
+    before = saved(_trained(**LEAVE_OUT), "m", tmp_path / "before")
+    backend = make_backend("mixture")
+    backend.create_model("m", spec(8, 0))
+    backend.load_state("m", tmp_path / "before", optimizer=True)
+    assert_same(saved(backend, "m", tmp_path / "after"), before)
+
+
+def test_layers_that_the_base_model_does_not_have_are_refused_by_name(tmp_path: Path) -> None:
+    saved(_trained(), "m", tmp_path)
+    backend = make_backend()
+    backend.create_model("m", spec(8, 5))
+    with pytest.raises(InvalidRequest, match=rf"layers of the base model that this server cannot train: {LAYER}.mlp"):
+        backend.load_state("m", tmp_path, optimizer=False)
+
+
+@pytest.mark.parametrize("change", ["lacks", "is larger"])
+def test_a_file_that_lacks_an_expert_or_has_one_of_another_shape_is_refused_by_name(
+    tmp_path: Path, change: str
+) -> None:
     backend = _trained()
     saved(backend, "m", tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)
-    del tensors[f"base_model.model.{EXPERT}.5.up_proj.lora_A.weight"]
+    matrix = tensors.pop(f"base_model.model.{EXPERT}.5.up_proj.lora_A.weight")
+    if change == "is larger":
+        tensors[f"base_model.model.{EXPERT}.5.up_proj.lora_A.weight"] = torch.cat([matrix, matrix])
     save_file(tensors, file)
     with pytest.raises(ValueError, match=rf"names differ.*{EXPERT}"):
         backend.load_state("m", tmp_path, optimizer=False)

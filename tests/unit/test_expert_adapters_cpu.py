@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     from skyrl.vllm_plugin.expert_adapters_cpu import AdaptedExperts, add_experts
+    from skyrl.vllm_plugin.experts_cpu import check_kernel
     from skyrl.vllm_plugin.ignored_experts import check_experts
 
 EXPERTS, PER_ROW, HIDDEN, SIZE, SLOTS, RANK = 5, 2, 12, 6, 3, 4
@@ -119,3 +120,13 @@ def test_an_adapter_whose_experts_vllm_would_ignore_is_refused(part: str) -> Non
     with pytest.raises(ValueError, match=f"changes experts .{part}.*train_mlp_of_mixtures to train"):
         check_experts(names, SimpleNamespace(modules=layers))
     check_experts(names[:1], SimpleNamespace(modules=layers))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"activation": MoEActivation.GELU}, "silu alone"), ({"use_ep": True}, "expert parallelism")]
+)
+def test_experts_that_the_kernel_cannot_compute_are_refused(given: dict[str, Any], words: str) -> None:
+    settings = {"activation": MoEActivation.SILU, "use_ep": False}
+    check_kernel(SimpleNamespace(**settings))
+    with pytest.raises(ValueError, match=words):
+        check_kernel(SimpleNamespace(**settings | given))

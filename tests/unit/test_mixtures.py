@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import AdamParams, Backend, Datum, InvalidRequest, Mixture, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.torch_lora.lora_experts import OWN_PRODUCTS
 from skyrl.config.loading import load_config
 from skyrl.config.mixtures import FROZEN_EXPERTS
 from skyrl.config.server import ConfigError
@@ -288,7 +289,7 @@ def _filled(gradient: Tensor | None) -> Tensor:
 
 
 def test_experts_make_one_product_for_each_used_expert() -> None:
-    assert make_backend("mixture")._base.packed.model.config._experts_implementation == "grouped_mm"
+    assert make_backend("mixture")._base.packed.model.config._experts_implementation == OWN_PRODUCTS
 
 
 def test_the_weights_of_a_trained_mixture_are_saved_as_vllm_reads_them(full: Backend, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference import vllm_command
 from skyrl.inference.engine_kinds import Vllm
-from skyrl.inference.expert_adapters import memory_hint, room_bytes
+from skyrl.inference.expert_adapters import host_memory_warning, memory_hint, room_bytes
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
 from skyrl.nodes.settings import NodeSettings
@@ -60,7 +60,7 @@ def test_a_cpu_server_has_every_setting_that_it_needs(model: Path) -> None:
         assert option(server, flag) == []
     assert option(server, "dtype") == ["float32"]
     assert option(server, "distributed-executor-backend") == ["uni"]
-    assert option(server, "lora-target-modules")[-1] == "lm_head"
+    assert {"lm_head", "experts"} <= set(option(server, "lora-target-modules"))
     assert option(server, "generation-config") == ["vllm"]
     assert option(server, "logprobs-mode") == ["processed_logprobs"]
     assert server.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
@@ -238,7 +238,6 @@ def test_engine_init_kwargs_override_the_computed_options(model: Path) -> None:
     overrides = {
         "max-num-batched-tokens": 16384,
         "enforce_eager": False,
-        "lora_target_modules": ["q_proj"],
         "hf_overrides": {"head_dtype": "float32"},
         "num_gpu_blocks_override": None,
     }
@@ -247,12 +246,11 @@ def test_engine_init_kwargs_override_the_computed_options(model: Path) -> None:
     assert option(server, "max-num-batched-tokens") == ["16384"]
     assert option(server, "no-enforce-eager") == []
     assert option(server, "enforce-eager") == ["absent"]
-    assert option(server, "lora-target-modules") == ["q_proj"]
     assert json.loads(option(server, "hf-overrides")[0]) == {"head_dtype": "float32"}
     assert option(server, "num-gpu-blocks-override") == ["absent"]
 
 
-@pytest.mark.parametrize("name", ["port", "host", "api-key", "model", "served_model_name"])
+@pytest.mark.parametrize("name", ["port", "host", "api-key", "model", "served_model_name", "lora-target-modules"])
 def test_options_that_only_skyrl_sets_are_refused_in_engine_init_kwargs(model: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=name.replace("-", "_")):
         spec(model, generator__inference_engine__engine_init_kwargs={name: "x"})
@@ -381,7 +379,23 @@ def test_vllm_keeps_room_for_adapters_on_experts_only_where_the_trainer_trains_t
     assert targets == [*others, "experts", "gate_proj", "up_proj", "down_proj"]
 
 
-QWEN3_30B = {
+def test_on_a_cpu_vllm_keeps_room_for_experts_also_where_nothing_tells_that_the_hubs_model_has_some() -> None:
+    assert "experts" in option(spec("hub/not-on-this-machine"), "lora-target-modules")
+    refusing = spec("hub/not-on-this-machine", trainer__policy__model__lora__train_mlp_of_mixtures="refuse")
+    assert "experts" not in option(refusing, "lora-target-modules")
+
+
+def test_a_mixture_with_dense_layers_whose_adapters_vllm_does_not_load_is_refused(mixture: Path) -> None:
+    described = json.loads((mixture / "config.json").read_text()) | {"decoder_sparse_step": 2, "num_hidden_layers": 4}
+    (mixture / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="base_model: .*decoder_sparse_step 2.*train_mlp_of_mixtures to leave_out"):
+        spec(mixture)
+    spec(mixture, trainer__policy__model__lora__train_mlp_of_mixtures="leave_out")
+    (mixture / "config.json").write_text(json.dumps(described | {"mlp_only_layers": [1]}))
+    spec(mixture)
+
+
+QWEN3_30B: dict[str, Any] = {
     "num_hidden_layers": 48,
     "num_local_experts": 128,
     "hidden_size": 2048,
@@ -401,8 +415,21 @@ def test_the_room_for_adapters_on_experts_is_named_where_vllm_has_too_little_mem
     assert memory_hint(config, {"num_hidden_layers": 2, "hidden_size": 8}, "out of memory") == ""
     refusing = load_config({"backend_config": {f"{lora}.train_mlp_of_mixtures": "refuse"}})
     assert memory_hint(refusing, QWEN3_30B, "out of memory") == ""
+    every_second = room_bytes(config, {**QWEN3_30B, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1]})
+    assert every_second == room_bytes(config, {**QWEN3_30B, "num_hidden_layers": 23})
     parallel = load_config({"backend_config": {"generator.inference_engine.tensor_parallel_size": 4}})
     assert room_bytes(parallel, QWEN3_30B) == 2 * 8 * 48 * 128 * 32 * 3 * (2048 + 192)
+
+
+def test_a_warning_names_the_hosts_memory_for_adapters_on_experts() -> None:
+    lora = "trainer.policy.model.lora"
+    warning = host_memory_warning(load_config({}), QWEN3_30B)
+    assert warning is not None
+    assert f"{lora}.max_cpu_loras: 64 adapters on the experts of the base model take up to 213 GB" in warning
+    fewer = {f"{lora}.max_cpu_loras": 4, f"{lora}.max_loras": 4}
+    assert host_memory_warning(load_config({"backend_config": fewer}), QWEN3_30B) is None
+    leaving = {f"{lora}.train_mlp_of_mixtures": "leave_out"}
+    assert host_memory_warning(load_config({"backend_config": leaving}), QWEN3_30B) is None
 
 
 def test_full_fine_tuning_of_a_mixture_needs_a_gpu_for_vllm(mixture: Path) -> None:

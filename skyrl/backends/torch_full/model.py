@@ -98,7 +98,7 @@ class FullModel:
         self.base.check_stock()
         with torch.no_grad():
             expected = packed.stock_logits(self.base.probe_rows())
-        packed.use_packed_attention()
+        packed.use_own_kernels()
         self.base.verify(expected)
         packed.recompute(gradient_checkpointing)
         self.gradients = GradientSink(self._model.named_parameters())

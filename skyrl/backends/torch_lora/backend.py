@@ -19,7 +19,7 @@ from skyrl.backends.base import (
     TrainingPass,
 )
 from skyrl.backends.torch_lora import checks, state
-from skyrl.backends.torch_lora.adapter import Adapter
+from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.device import command_on, failure_of, prepare_device
 from skyrl.backends.torch_lora.experts import noted
 from skyrl.backends.torch_lora.joined import finish, joined
@@ -86,11 +86,27 @@ class TorchLoraBackend(StateSnapshots):
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
         """Add an adapter. Raises InvalidRequest: the id exists, or the spec cannot be honoured."""
-        checks.check_spec(spec, self._max_rank, self._limits.mixture, self._train_mlp_of_mixtures)
+        self._check_new(model_id, spec, self._train_mlp_of_mixtures)
+        with command_on(self._device, waits=True):
+            self._adapters[model_id] = Adapter(spec, self._targets(spec), self._device)
+
+    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
+        """As `Backend.restore_model`. A model trains on what it trained when it was saved, also where
+        `train_mlp_of_mixtures` is another one now. Also raises SafetensorError when files are damaged."""
+        self._check_new(model_id, spec, "train")
+        with command_on(self._device, waits=True):
+            empty = Adapter(spec, self._targets(spec), self._device, drawn=False)
+            self._adapters[model_id] = state.load_state(empty, directory, self._base.targets, optimizer=True)
+
+    def _check_new(self, model_id: str, spec: LoraSpec, train_mlp_of_mixtures: TrainMlpOfMixtures) -> None:
+        checks.check_spec(spec, self._max_rank, self._limits.mixture, train_mlp_of_mixtures)
         if model_id in self._adapters:
             raise InvalidRequest(f"model_id: {model_id} exists already")
-        with command_on(self._device, waits=True):
-            self._adapters[model_id] = Adapter(spec, trained_targets(self._base.targets, spec), self._device)
+
+    def _targets(self, spec: LoraSpec) -> list[Target]:
+        """What a new adapter trains."""
+        mlp = self._limits.mixture is None or self._train_mlp_of_mixtures == "train"
+        return trained_targets(self._base.targets, spec, mlp=mlp)
 
     def delete_model(self, model_id: str) -> None:
         self._adapters.pop(model_id, None)
@@ -119,9 +135,10 @@ class TorchLoraBackend(StateSnapshots):
                 if isinstance(running, RunningPass) and running.training_pass.backward == backward
             ]
             self._run_checked(joined(passes, self._device) if self._merge else passes, backward=backward)
-        leaves_out = self._limits.mixture is not None and self._train_mlp_of_mixtures == "leave_out"
         return [
-            noted(running.outcome(), running.adapter.spec, leaves_out) if isinstance(running, RunningPass) else running
+            noted(running.outcome(), running.adapter.spec, running.adapter.targets, self._limits.mixture)
+            if isinstance(running, RunningPass)
+            else running
             for running in started
         ]
 
@@ -162,7 +179,8 @@ class TorchLoraBackend(StateSnapshots):
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         with command_on(self._device, waits=True):
-            state.load_state(self._adapter(model_id), directory, optimizer=optimizer)
+            adapter = self._adapter(model_id)
+            self._adapters[model_id] = state.load_state(adapter, directory, self._base.targets, optimizer=optimizer)
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
         with command_on(self._device, waits=False):

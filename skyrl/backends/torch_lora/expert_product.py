@@ -9,10 +9,11 @@ Knows nothing of modules or passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.functional import grouped_mm, pad
 
 from skyrl.backends.torch_lora.adapter import LoraPair
@@ -33,8 +34,8 @@ class ExpertsUpdate(NamedTuple):
     down: LoraPair
 
 
-class FrozenExperts(NamedTuple):
-    """gate_up [experts, 2 * size, hidden], gate above up; down [experts, hidden, size]."""
+class BaseExperts(NamedTuple):
+    """Of the base model: gate_up [experts, 2 * size, hidden], gate above up; down [experts, hidden, size]."""
 
     gate_up: Tensor
     down: Tensor
@@ -42,23 +43,29 @@ class FrozenExperts(NamedTuple):
 
 
 def experts_with_updates(
-    hidden: Tensor, chosen: Tensor, weights: Tensor, experts: FrozenExperts, updates: Sequence[ExpertsUpdate]
+    hidden: Tensor, chosen: Tensor, weights: Tensor, experts: BaseExperts, updates: Sequence[ExpertsUpdate] = ()
 ) -> Tensor:
     """What the chosen experts make of each row, summed with its weights. hidden: [rows, hidden]; chosen: int64 [rows,
-    k]; weights: [rows, k]. Returns [rows, hidden] in hidden's dtype. Gradients go to hidden, weights and the adapters'
-    matrices, never to the experts. `updates` are in the order of their rows."""
+    k]; weights: [rows, k]. Returns [rows, hidden] in hidden's dtype. `updates` are in the order of their rows.
+
+    On a CPU results and gradients are the same bits in each run, with any number of threads: nothing is added in the
+    order in which threads come to it."""
     rows, per_row = chosen.shape
     sorted_experts, order = chosen.reshape(-1).sort(stable=True)
     ends = _ends(sorted_experts, len(experts.down))
-    entries = _Entries(order // per_row, sorted_experts, len(experts.down), rows, per_row, updates)
-    x = hidden[order // per_row]
-    gate, up = grouped_mm(x, experts.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    parts = entries.split(x)
-    gate = gate + entries.update(parts, [update.gate for update in updates])
-    up = up + entries.update(parts, [update.up for update in updates])
+    # hidden[order // per_row] would be the same, but its backward adds the gradients of a row's entries by atomics.
+    x = hidden[:, None].expand(-1, per_row, -1).reshape(len(order), -1)[order]
+    gate, up = _products(x, experts.gate_up, ends).chunk(2, dim=-1)
+    entries: _Entries | None = None
+    if updates:
+        entries = _Entries(order // per_row, sorted_experts, len(experts.down), rows, per_row, updates)
+        parts = entries.split(x)
+        gate = gate + entries.update(parts, [update.gate for update in updates])
+        up = up + entries.update(parts, [update.up for update in updates])
     inner = experts.activation(gate) * up
-    output = grouped_mm(inner, experts.down.transpose(1, 2), offs=ends)
-    output = output + entries.update(entries.split(inner), [update.down for update in updates])
+    output = _products(inner, experts.down, ends)
+    if entries is not None:
+        output = output + entries.update(entries.split(inner), [update.down for update in updates])
     output = (output * weights.reshape(-1)[order, None])[_inverse(order)]
     return output.view(rows, per_row, -1).sum(dim=1).to(hidden.dtype)
 
@@ -103,12 +110,45 @@ class _Entries:
 
 def _low_rank(x: Tensor, pair: LoraPair, ends: Tensor, scale: float) -> Tensor:
     """scale * (x A_e^T) B_e^T. The rank is padded with zeros to what `grouped_mm` takes."""
-    lora_a, lora_b = pair[0].to(x.dtype), pair[1].to(x.dtype)
+    lora_a, lora_b = pair
     more = -lora_a.shape[1] % (_ALIGNMENT // x.element_size())
     if more:
         lora_a, lora_b = pad(lora_a, (0, 0, 0, more)), pad(lora_b, (0, more))
-    low_rank = grouped_mm(x, lora_a.transpose(1, 2), offs=ends) * scale
-    return grouped_mm(low_rank, lora_b.transpose(1, 2), offs=ends)
+    return _products(_products(x, lora_a, ends) * scale, lora_b, ends)
+
+
+def _products(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """x M_e^T for the expert e of each row, in x's dtype. x: [entries, inputs]; matrices: [experts, outputs, inputs];
+    ends: see `_ends`. Returns [entries, outputs]."""
+    product: Tensor = _Products.apply(x, matrices, ends)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Products(Function):
+    """`grouped_mm`, but it keeps the matrices as they are for the backward, not their copies in x's dtype; and experts
+    without rows get a gradient of zero: on some GPUs torch leaves it uninitialized (its issue 172439)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrices, ends)
+        return grouped_mm(x, matrices.to(x.dtype).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, matrices, ends = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        of_x, of_matrices = None, None
+        if ctx.needs_input_grad[0]:
+            of_x = grouped_mm(gradient, matrices.to(gradient.dtype), offs=ends)
+        if ctx.needs_input_grad[1]:
+            of_matrices = of_used_experts(grouped_mm(gradient.T, x, offs=ends), ends).to(matrices.dtype)
+        return of_x, of_matrices, None
+
+
+def of_used_experts(gradient: Tensor, ends: Tensor) -> Tensor:
+    """The gradient [experts, outputs, inputs], with zeros for experts without rows, whatever is there."""
+    is_used = ends.diff(prepend=ends.new_zeros(1)) > 0
+    return torch.where(is_used[:, None, None], gradient, 0)
 
 
 def _ends(sorted_experts: Tensor, experts: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl.backends.base import Mixture, PassResult
+from skyrl.backends.torch_lora.adapter import Target
 from skyrl.config.mixtures import FROZEN_EXPERTS
 from skyrl.types.lora import LoraSpec
 
@@ -51,10 +52,13 @@ def mixture_of(routers: Sequence[Any]) -> Mixture | None:
     return Mixture(len(routers), int(routers[0].num_experts), int(routers[0].top_k))
 
 
-def noted(outcome: PassResult | Exception, spec: LoraSpec, leaves_out: bool) -> PassResult | Exception:
-    """The outcome of a pass. Its metrics say so if the adapter asked for `train_mlp`, and the experts of the base model
-    are left out."""
-    if not leaves_out or not spec.train_mlp or isinstance(outcome, Exception):
+def noted(
+    outcome: PassResult | Exception, spec: LoraSpec, targets: Sequence[Target], mixture: Mixture | None
+) -> PassResult | Exception:
+    """The outcome of a pass of an adapter that trains `targets`. Its metrics say so if the adapter asked for
+    `train_mlp`, and does not train the experts of the base model."""
+    trains_experts = any(target.experts is not None for target in targets)
+    if mixture is None or trains_experts or not spec.train_mlp or isinstance(outcome, Exception):
         return outcome
     return replace(outcome, metrics=outcome.metrics | {FROZEN_EXPERTS: 1.0})
 

@@ -8,13 +8,28 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from skyrl.backends.torch_lora.adapter import Target
-from skyrl.backends.torch_lora.expert_product import ExpertsUpdate, FrozenExperts, experts_with_updates
+from skyrl.backends.torch_lora.expert_product import BaseExperts, ExpertsUpdate, experts_with_updates
 from skyrl.backends.torch_lora.lora import ActiveSegments
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 _PARAMETERS = {"gate_up_proj", "down_proj"}
+OWN_PRODUCTS = "skyrl"
+"""For transformers: experts without adapters compute with `expert_product`, too. Its own grouped products are the same,
+but their gradients differ from run to run with several threads."""
+
+
+def base_experts(module: Any) -> BaseExperts:
+    return BaseExperts(module.gate_up_proj, module.down_proj, module.act_fn)
+
+
+def _without_updates(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return experts_with_updates(hidden, chosen, weights, base_experts(module))
+
+
+ALL_EXPERTS_FUNCTIONS.register(OWN_PRODUCTS, _without_updates)
 
 
 class MultiLoraExperts(nn.Module):
@@ -28,7 +43,10 @@ class MultiLoraExperts(nn.Module):
         super().__init__()
         found = {leaf for leaf, _ in base.named_parameters()}
         if found != _PARAMETERS or getattr(base, "is_transposed", False):
-            raise ValueError(f"{name} ({type(base).__name__}) has {', '.join(sorted(found))}; no adapter can train it")
+            raise ValueError(
+                f"{name} ({type(base).__name__}) has {', '.join(sorted(found))}; no adapter can train it: set "
+                "trainer.policy.model.lora.train_mlp_of_mixtures to leave_out or refuse, and the model starts"
+            )
         self.name = name
         self.base = base
         self.active = active
@@ -56,5 +74,4 @@ class MultiLoraExperts(nn.Module):
         ]
         if not updates:
             return self.base(hidden, chosen, weights)
-        frozen = FrozenExperts(self.base.gate_up_proj, self.base.down_proj, self.base.act_fn)
-        return experts_with_updates(hidden, chosen, weights, frozen, updates)
+        return experts_with_updates(hidden, chosen, weights, base_experts(self.base), updates)

@@ -119,7 +119,7 @@ def load_base_model(
     base.check_stock()
     with torch.no_grad():
         expected = packed.stock_logits(base.probe_rows())
-    packed.use_packed_attention()
+    packed.use_own_kernels()
     base.verify(expected)
     packed.recompute(gradient_checkpointing)
     return base

@@ -18,7 +18,7 @@ from skyrl.backends.torch_lora.attention_checks import AttentionCall, noted_call
 from skyrl.backends.torch_lora.experts import mixture_of, routers_of
 from skyrl.backends.torch_lora.logprobs import Targets, exceed_a_chunk, target_logprobs
 from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
-from skyrl.backends.torch_lora.lora_experts import MultiLoraExperts
+from skyrl.backends.torch_lora.lora_experts import OWN_PRODUCTS, MultiLoraExperts
 from skyrl.backends.torch_lora.output_layer import LogitTransform, OutputLayer, given_logits
 from skyrl.backends.torch_lora.packing import PackedSlice
 from skyrl.backends.torch_lora.projections import wrap_experts, wrap_linears
@@ -38,15 +38,21 @@ class PackedModel(nn.Module):
     recomputation: Recomputation | None = None
 
     def __init__(self, model: Any, *, mlp_of_mixtures: bool = False) -> None:
-        """With `mlp_of_mixtures`, adapters can also train a mixture's experts, and the MLPs of its other layers."""
+        """Adapters can also train a mixture's experts, and the MLPs of its other layers. If they cannot, that is an
+        error with `mlp_of_mixtures` alone."""
         super().__init__()
         self.active = ActiveSegments()
         routers = routers_of(model)
         self.routing = Routing(routers)
         self.mixture = mixture_of(routers)
-        mlp = self.mixture is None or mlp_of_mixtures
+        self.experts: dict[str, MultiLoraExperts] = {}
+        try:
+            self.experts = wrap_experts(model, self.active)
+        except ValueError:
+            if mlp_of_mixtures:
+                raise
+        mlp = self.mixture is None or bool(self.experts)
         self.linears: dict[str, MultiLoraLinear] = wrap_linears(model, self.active, mlp=mlp)
-        self.experts: dict[str, MultiLoraExperts] = wrap_experts(model, self.active) if mlp else {}
         self.model = model
 
     @property
@@ -68,8 +74,11 @@ class PackedModel(nn.Module):
     def decoder_layers(self) -> nn.ModuleList:
         return self.model.get_decoder().layers
 
-    def use_packed_attention(self) -> None:
+    def use_own_kernels(self) -> None:
+        """From now on attention takes packed rows, and experts compute with `expert_product`."""
         self.model.set_attn_implementation(attention.NAME)
+        if self.mixture is not None:
+            self.model.set_experts_implementation(OWN_PRODUCTS)
 
     def recompute(self, setting: Setting, *, ranks: int = 1, anywhere: Callable[[bool], bool] = bool) -> None:
         """Gradient checkpointing of later micro-batches: see `Recomputation`. Without this call there is none."""

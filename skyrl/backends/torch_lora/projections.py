@@ -109,7 +109,7 @@ def _leaf(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def trained_targets(targets: Iterable[Target], spec: LoraSpec) -> list[Target]:
-    """The targets that the spec's train flags select, in the order given."""
-    leaves = ATTENTION * spec.train_attn + MLP * spec.train_mlp + UNEMBED * spec.train_unembed
+def trained_targets(targets: Iterable[Target], spec: LoraSpec, *, mlp: bool = True) -> list[Target]:
+    """The targets that the spec's train flags select, in the order given; without `mlp`, none of MLPs and experts."""
+    leaves = ATTENTION * spec.train_attn + MLP * (spec.train_mlp and mlp) + UNEMBED * spec.train_unembed
     return [target for target in targets if _leaf(target.name) in leaves]

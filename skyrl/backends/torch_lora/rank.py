@@ -28,7 +28,6 @@ from skyrl.backends.torch_lora.device import command_on
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, compute_step, take_step
 from skyrl.backends.torch_lora.passes import MicroBatch, slice_gradients
 from skyrl.backends.torch_lora.plan import Plan
-from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
 from skyrl.backends.torch_lora.running import RunningPass, Slice
 from skyrl.backends.torch_lora.sharding import frozen, reshard
@@ -66,9 +65,8 @@ class Rank(RankBase):
         mixture = base.packed.mixture
         return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, tuple(base.targets))
 
-    def create(self, model_id: str, spec: LoraSpec) -> None:
+    def create(self, model_id: str, spec: LoraSpec, targets: Sequence[Target]) -> None:
         """Add an adapter, with initial weights drawn from its seed. Raises Agreed with OutOfMemory."""
-        targets = trained_targets(self._base.targets, spec)
         self._adapters[model_id] = on_all_or_none(lambda: Adapter(spec, targets, self._device), self._device)
 
     def delete(self, model_id: str) -> None:
@@ -77,13 +75,16 @@ class Rank(RankBase):
     def clear_gradient(self, model_id: str) -> None:
         self._adapters[model_id].gradient = None
 
-    def replace(self, model_id: str, buffers: AdapterBuffers) -> None:
-        """Give an adapter other weights, moments and gradient. Raises Agreed with OutOfMemory."""
+    def replace(self, model_id: str, spec: LoraSpec, targets: Sequence[Target], buffers: AdapterBuffers) -> None:
+        """Add an adapter with these weights, moments and gradient, or put it in the place of the model's. Raises Agreed
+        with OutOfMemory."""
         parts = (buffers.weights, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient)
         copies = on_all_or_none(lambda: [self._copied(part) for part in parts], self._device)
         weights, exp_avg, exp_avg_sq, gradient = copies
         assert weights is not None
-        self._adapters[model_id].replace(weights, exp_avg, exp_avg_sq, gradient, buffers.step)
+        adapter = Adapter(spec, targets, self._device, drawn=False)
+        adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers.step)
+        self._adapters[model_id] = adapter
 
     def export(self, model_id: str, optimizer: bool) -> AdapterBuffers:
         """A copy of the weights; with `optimizer`, of moments and gradient too. May run beside commands of other

@@ -66,11 +66,20 @@ class ShardedBackend(BackendOverRanks):
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
         """Add an adapter. Raises InvalidRequest: the id exists, or the spec cannot be honoured."""
-        checks.check_spec(spec, self._max_rank, self._limits.mixture, self._train_mlp_of_mixtures)
+        self._check_new(model_id, spec, self._train_mlp_of_mixtures)
+        targets = self._targets_of(spec)
+        self._call("create", model_id, spec, targets)
+        self._models[model_id] = spec, targets
+
+    def _check_new(self, model_id: str, spec: LoraSpec, train_mlp_of_mixtures: TrainMlpOfMixtures) -> None:
+        checks.check_spec(spec, self._max_rank, self._limits.mixture, train_mlp_of_mixtures)
         if model_id in self._models:
             raise InvalidRequest(f"model_id: {model_id} exists already")
-        self._call("create", model_id, spec)
-        self._models[model_id] = spec, tuple(trained_targets(self._targets, spec))
+
+    def _targets_of(self, spec: LoraSpec) -> tuple[Target, ...]:
+        """What a new adapter trains."""
+        mlp = self._limits.mixture is None or self._train_mlp_of_mixtures == "train"
+        return tuple(trained_targets(self._targets, spec, mlp=mlp))
 
     def delete_model(self, model_id: str) -> None:
         if self._models.pop(model_id, None) is not None:
@@ -92,20 +101,29 @@ class ShardedBackend(BackendOverRanks):
             outcome_of(each, self._losses[each.loss_fn], number, backwards if each.backward else forwards, results)
             for number, each in numbered
         )
-        specs = [self._known(each.model_id)[0] for each in passes]
-        leaves_out = self._limits.mixture is not None and self._train_mlp_of_mixtures == "leave_out"
-        return [noted(each, spec, leaves_out) for each, spec in zip(outcomes, specs, strict=True)]
+        known = [self._known(each.model_id) for each in passes]
+        return [noted(each, *of_model, self._limits.mixture) for each, of_model in zip(outcomes, known, strict=True)]
 
     def save_state(self, model_id: str, directory: Path) -> None:
         state.save_state(self._copy(model_id, optimizer=True), self._path, directory)
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        adapter = self._empty(model_id)
-        state.load_state(adapter, directory, optimizer=optimizer)
+        self._load(model_id, self._empty(model_id), directory, optimizer=optimizer)
+
+    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
+        """As `TorchLoraBackend.restore_model`."""
+        self._check_new(model_id, spec, "train")
+        empty = Adapter(spec, self._targets_of(spec), HOST, drawn=False)
+        self._load(model_id, empty, directory, optimizer=True)
+
+    def _load(self, model_id: str, empty: Adapter, directory: Path, *, optimizer: bool) -> None:
+        adapter = state.load_state(empty, directory, self._targets, optimizer=optimizer)
         parts = (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
         weights, exp_avg, exp_avg_sq, gradient = (None if part is None else part.numpy() for part in parts)
         assert weights is not None
-        self._call("replace", model_id, AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step))
+        buffers = AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step)
+        self._call("replace", model_id, adapter.spec, adapter.targets, buffers)
+        self._models[model_id] = adapter.spec, adapter.targets
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
         adapter = self._copy(model_id, optimizer=False)

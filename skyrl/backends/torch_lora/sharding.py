@@ -105,7 +105,7 @@ def load_sharded_model(
         base.check_stock()
         with torch.no_grad():
             expected = packed.stock_logits(base.probe_rows())
-        packed.use_packed_attention()
+        packed.use_own_kernels()
         base.verify(expected)
     except ConfigError as error:
         failure = error

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl.backends.base import InvalidRequest
-from skyrl.backends.torch_lora.adapter import Adapter
+from skyrl.backends.torch_lora.adapter import Adapter, Target
 
 FORMAT = 2
 STATE_JSON, OPTIMIZER_TENSORS = "state.json", "optimizer.safetensors"
@@ -24,6 +24,7 @@ PEFT_JSON, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FORMAT_1_TENSORS = "state.safetensors"
 """Weights and optimizer in one file, as `weights.<module>.lora_A`: still read, no longer written."""
 OPTIMIZER_PARTS = ("exp_avg", "exp_avg_sq", "gradient")
+_TRAIN_FLAGS = ("train_attn", "train_mlp", "train_unembed")
 _PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".weight"
 
 
@@ -50,12 +51,16 @@ def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
     (directory / STATE_JSON).write_text(json.dumps(description, indent=1) + "\n")
 
 
-def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
-    """Replace the weights. With `optimizer`, also replace the moments, step count and pending gradient; without it,
-    drop them.
+def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *, optimizer: bool) -> Adapter:
+    """The saved adapter, on the device of `adapter`, which stays as it is: weights, and with `optimizer` also moments,
+    step count and pending gradient.
 
-    Raises InvalidRequest when the saved adapter has another rank, alpha or other layers; OSError, ValueError
-    or SafetensorError when files are missing or damaged. Nothing changes on an error.
+    It trains the layers that it was saved with. Under equal train flags these may be others than those of `adapter`: in
+    a mixture of experts the server's setting decides. `trainable`: the layers that adapters of this base model can
+    train.
+
+    Raises InvalidRequest when the saved adapter has another rank or alpha, other train flags, or layers that are not
+    trainable; OSError, ValueError or SafetensorError when files are missing or damaged.
     """
     description: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
     if "lora" not in description:
@@ -66,12 +71,7 @@ def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
         saved, own = description["lora"][key], getattr(adapter.spec, key)
         if saved != own:
             raise InvalidRequest(f"lora_config.{key}: the saved adapter has {saved}, this model has {own}")
-    if description["targets"] != _names(adapter):
-        differing = sorted(set(description["targets"]) ^ set(_names(adapter)))
-        raise InvalidRequest(
-            "lora_config: the saved adapter trains other layers (train_attn, train_mlp or train_unembed "
-            "differ): " + ", ".join(differing[:3])
-        )
+    adapter = Adapter(adapter.spec, _saved_layers(adapter, description, trainable), adapter.device, drawn=False)
     if description["format"] == 1:
         stored = load_file(directory / FORMAT_1_TENSORS)
         weights = _part(stored, "weights")
@@ -87,6 +87,27 @@ def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     step = int(description["step"]) if optimizer else 0
     exp_avg, exp_avg_sq, gradient = (loaded.get(part) for part in OPTIMIZER_PARTS)
     adapter.replace(packed, exp_avg, exp_avg_sq, gradient, step)
+    return adapter
+
+
+def _saved_layers(adapter: Adapter, description: dict[str, Any], trainable: Sequence[Target]) -> Sequence[Target]:
+    saved = description["targets"]
+    if saved == _names(adapter):
+        return adapter.targets
+    if any(description["lora"][flag] != getattr(adapter.spec, flag) for flag in _TRAIN_FLAGS):
+        differing = sorted(set(saved) ^ set(_names(adapter)))
+        raise InvalidRequest(
+            "lora_config: the saved adapter trains other layers (train_attn, train_mlp or train_unembed "
+            "differ): " + ", ".join(differing[:3])
+        )
+    layers = [target for target in trainable if target.name in saved]
+    if len(layers) < len(saved):
+        lacking = sorted(set(saved) - {target.name for target in layers})
+        raise InvalidRequest(
+            "path: the saved adapter trains layers of the base model that this server cannot train: "
+            + ", ".join(lacking[:3])
+        )
+    return layers
 
 
 def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -127,11 +148,11 @@ def _names_in_file(name: str, shape: Sequence[int]) -> list[str]:
 
 
 def _with_joined_experts(adapter: Adapter, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a PEFT file, with one for all experts where the adapter has one. Those that lack an expert stay as
-    they are."""
+    """The tensors of a PEFT file, with one for all experts where the adapter has one. They stay as they are where an
+    expert's is lacking or has another shape."""
     for name, shape in adapter.shapes.items():
         parts = _names_in_file(name, shape)
-        if len(shape) == 3 and all(part in stored for part in parts):
+        if len(shape) == 3 and all(part in stored and tuple(stored[part].shape) == shape[1:] for part in parts):
             stored[name] = torch.stack([stored.pop(part) for part in parts])
     return stored
 
