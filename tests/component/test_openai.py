@@ -35,6 +35,7 @@ from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_url
 from skyrl.db.futures import futures
+from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,7 @@ async def test_a_request_has_the_callers_id_and_a_priority_and_leaves_no_row(
     await ask(api, PROMPT | {"user": "me", "stop": None}, **{"X-Request-Id": "mine-1"})
     (sent,) = upstream.completions
     assert sent.headers["x-request-id"] == sent.headers["x-session-id"] == "mine-1"
+    assert TOKENS_ONLY not in sent.headers, "the caller wants text"
     assert sent.json.keys() == {"model", "prompt", "max_tokens", "stream", "priority"}
     assert database.read(lambda c: list(c.execute(select(futures.c.id)))) == []
 

@@ -8,6 +8,8 @@ import pytest
 from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream
 
+from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
+
 GIVEN = {"X-Request-Id": "mine-7"}
 
 
@@ -26,11 +28,14 @@ async def test_an_openai_error_keeps_openais_shape(api: Api) -> None:
     assert answer.headers["x-request-id"] == "mine-7"
 
 
-async def test_the_inference_servers_id_of_a_sample_is_the_samples_id(api: Api, upstream: FakeUpstream) -> None:
+async def test_a_sample_has_its_id_at_the_inference_server_and_asks_for_no_text(
+    api: Api, upstream: FakeUpstream
+) -> None:
     promise = await api.sample(await api.sampler(), 1)
     assert tokens(await api.result(promise["request_id"]))
     (sent,) = upstream.completions
     assert sent.headers["x-request-id"] == promise["request_id"]
+    assert TOKENS_ONLY in sent.headers
 
 
 async def test_the_access_log_has_a_line_for_each_request_but_polls(
