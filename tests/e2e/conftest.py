@@ -21,7 +21,6 @@ from skyrl.tiny import model_path
 from tests.databases import rows_in, url_of
 from tests.otlp_receiver import Collector, collector
 from tests.postgres_server import PostgresServer
-from tests.servers import SLOW_START_S as SLOW_START_S
 from tests.servers import ready
 
 ClientFactory = Callable[..., tinker.ServiceClient]

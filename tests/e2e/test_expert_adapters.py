@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
 from skyrl.tiny import moe
+from tests.servers import ready
 
-from .conftest import SLOW_START_S, cross_entropy
+from .conftest import cross_entropy
 from .test_checkpoints import archive_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -53,12 +54,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def mixture(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     running = DemoServer(tmp_path_factory.mktemp("server"), "--base-model", model, "--served-model-name", "mixture")
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(running):
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="module")

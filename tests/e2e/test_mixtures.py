@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from skyrl.backends.torch_lora.routing import own_experts
 from skyrl.demo.server import DemoServer
 from skyrl.tiny import moe
+from tests.servers import ready
 
-from .conftest import SLOW_START_S, ask, cross_entropy, find_process
+from .conftest import ask, cross_entropy, find_process
 from .test_checkpoints import archive_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -48,12 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def mixture(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     flags = ("--base-model", model, "--served-model-name", "mixture")
     running = DemoServer(tmp_path_factory.mktemp("server"), *flags, backend_config=REFUSE)
-    running.start()
-    try:
-        running.wait_ready(SLOW_START_S)
+    with ready(running):
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="module")

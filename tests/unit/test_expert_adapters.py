@@ -27,6 +27,7 @@ from torch_lora_support import (
     sft,
     spec,
     train,
+    with_experts,
 )
 from transformers import AutoModelForCausalLM
 
@@ -222,25 +223,11 @@ def test_a_file_that_lacks_an_expert_or_has_one_of_another_shape_is_refused_by_n
         backend.load_state("m", tmp_path, optimizer=False)
 
 
-def _with_experts(data: list[Datum], seed: int) -> list[Datum]:
-    """Random experts for every second datum; nothing recorded for a third of their tokens."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for number, datum in enumerate(data):
-        inputs = dict(datum.loss_inputs)
-        if number % 2 == 0:
-            experts = rng.permuted(np.tile(np.arange(8), (len(datum.tokens), 2, 1)), axis=-1)[..., :2]
-            experts[rng.random(len(datum.tokens)) < 1 / 3] = -1
-            inputs["routed_experts"] = experts
-        made.append(Datum(datum.tokens, inputs))
-    return made
-
-
 def test_gradient_checkpointing_gives_the_same_bits_also_with_routed_experts(tmp_path: Path) -> None:
     states = []
     for number, checkpointing in enumerate((False, True)):
         backend = _trained(gradient_checkpointing=checkpointing)
-        ok(backend.run([train("m", _with_experts(sft(3, *LENGTHS), 1))]))
+        ok(backend.run([train("m", with_experts(sft(3, *LENGTHS), 1))]))
         states.append(saved(backend, "m", tmp_path / str(number)))
     assert_same(states[0], states[1])
 
@@ -261,9 +248,9 @@ def test_other_passes_change_no_bit_of_a_pass(tmp_path: Path) -> None:
         backend = make_backend("mixture", micro_batch_tokens=48)
         for name in ("m", "other"):
             backend.create_model(name, spec(8, 5))
-        passes = [train("m", sft(6, *LENGTHS)), train("m", _with_experts(sft(7, *LENGTHS), 2))]
+        passes = [train("m", sft(6, *LENGTHS)), train("m", with_experts(sft(7, *LENGTHS), 2))]
         if number:
-            passes.insert(1, train("other", _with_experts(sft(8, *LENGTHS), 3)))
+            passes.insert(1, train("other", with_experts(sft(8, *LENGTHS), 3)))
         ok(backend.run(passes))
         states.append(saved(backend, "m", tmp_path / str(number)))
     assert_same(states[0], states[1])
@@ -288,7 +275,7 @@ def test_tenants_in_one_micro_batch_differ_from_each_alone_by_rounding(tmp_path:
     states = []
     for merge in (False, True):
         backend = _tenants(merge=merge)
-        passes = [train(name, _with_experts(sft(number, 20, 9), number)) for number, name in enumerate(TENANTS)]
+        passes = [train(name, with_experts(sft(number, 20, 9), number)) for number, name in enumerate(TENANTS)]
         ok(backend.run(passes))
         states.append({name: saved(backend, name, tmp_path / f"{name}-{merge}") for name in TENANTS})
     for name in TENANTS:
@@ -310,7 +297,7 @@ def test_numbers_that_are_not_finite_stay_with_their_tenant(tmp_path: Path) -> N
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_train_experts_as_one_device_does(tmp_path: Path, ranks: int) -> None:
     alone = _trained()
-    data = _with_experts(sft(3, *LENGTHS), 4)
+    data = with_experts(sft(3, *LENGTHS), 4)
     (expected,) = ok(alone.run([train("m", data)]))
     over_ranks = make_ranks(ranks, "mixture")
     try:

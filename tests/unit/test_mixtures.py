@@ -28,6 +28,7 @@ from torch_lora_support import (
     sft,
     spec,
     train,
+    with_experts,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -118,25 +119,11 @@ def test_state_of_a_mixtures_adapter_is_saved_and_loaded_to_the_last_bit(tmp_pat
     assert_same(saved(second, "m", tmp_path / "second"), state)
 
 
-def _with_experts(data: list[Datum], seed: int) -> list[Datum]:
-    """Random experts for every second datum; nothing recorded for a third of their tokens."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for number, datum in enumerate(data):
-        inputs = dict(datum.loss_inputs)
-        if number % 2 == 0:
-            experts = rng.permuted(np.tile(np.arange(8), (len(datum.tokens), 2, 1)), axis=-1)[..., :2]
-            experts[rng.random(len(datum.tokens)) < 1 / 3] = -1
-            inputs["routed_experts"] = experts
-        made.append(Datum(datum.tokens, inputs))
-    return made
-
-
 def test_gradient_checkpointing_of_a_mixture_gives_the_same_bits_also_with_routed_experts(tmp_path: Path) -> None:
     states = []
     for number, checkpointing in enumerate((False, True)):
         backend = _trained(gradient_checkpointing=checkpointing)
-        ok(backend.run([train("m", _with_experts(sft(3, *LENGTHS), 1))]))
+        ok(backend.run([train("m", with_experts(sft(3, *LENGTHS), 1))]))
         states.append(saved(backend, "m", tmp_path / str(number)))
     assert_same(states[0], states[1])
 
@@ -147,9 +134,9 @@ def test_other_passes_do_not_change_a_mixtures_pass(tmp_path: Path) -> None:
         backend = make_backend("mixture", micro_batch_tokens=48)
         for name in ("m", "other"):
             backend.create_model(name, spec(8, 5, **NO_MLP))
-        passes = [train("m", sft(6, *LENGTHS)), train("m", _with_experts(sft(7, *LENGTHS), 2))]
+        passes = [train("m", sft(6, *LENGTHS)), train("m", with_experts(sft(7, *LENGTHS), 2))]
         if number:
-            passes.insert(1, train("other", _with_experts(sft(8, *LENGTHS), 3)))
+            passes.insert(1, train("other", with_experts(sft(8, *LENGTHS), 3)))
         ok(backend.run(passes))
         states.append(saved(backend, "m", tmp_path / str(number)))
     assert_same(states[0], states[1])
@@ -161,7 +148,7 @@ def test_merged_passes_of_a_mixture_differ_by_rounding_alone(tmp_path: Path) -> 
         backend = make_backend("mixture", merge=merge, micro_batch_tokens=128)
         for name in ("m", "other"):
             backend.create_model(name, spec(8, 5, **NO_MLP))
-        ok(backend.run([train("m", sft(6, *LENGTHS)), train("other", _with_experts(sft(8, 20, 9), 3))]))
+        ok(backend.run([train("m", sft(6, *LENGTHS)), train("other", with_experts(sft(8, 20, 9), 3))]))
         states.append(saved(backend, "m", tmp_path / str(merge)))
     assert_close(states[0], states[1], 1e-5)
 
@@ -169,7 +156,7 @@ def test_merged_passes_of_a_mixture_differ_by_rounding_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_train_a_mixture_as_one_device_does(tmp_path: Path, ranks: int) -> None:
     alone = _trained()
-    data = _with_experts(sft(3, *LENGTHS), 4)
+    data = with_experts(sft(3, *LENGTHS), 4)
     (expected,) = ok(alone.run([train("m", data)]))
     over_ranks = make_ranks(ranks, "mixture")
     try:

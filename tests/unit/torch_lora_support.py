@@ -246,3 +246,17 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
     for name in one:
         scale = other[name].abs().max().clamp(min=1e-3)
         assert (one[name] - other[name]).abs().max() <= tolerance * scale, name
+
+
+def with_experts(data: list[Datum], seed: int) -> list[Datum]:
+    """Random experts for every second datum; nothing recorded for a third of their tokens."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number, datum in enumerate(data):
+        inputs = dict(datum.loss_inputs)
+        if number % 2 == 0:
+            experts = rng.permuted(np.tile(np.arange(8), (len(datum.tokens), 2, 1)), axis=-1)[..., :2]
+            experts[rng.random(len(datum.tokens)) < 1 / 3] = -1
+            inputs["routed_experts"] = experts
+        made.append(Datum(datum.tokens, inputs))
+    return made
