@@ -25,7 +25,7 @@ more, and that costs more than the statement saves. A character of text counts a
 STATEMENT_BYTES = 2**20
 """The most bytes of text and blobs in a statement with many rows."""
 
-_LONG_TYPES = (bytes, str)
+LONG_TYPES = (bytes, str)
 
 LEAST_FILLED = 3 / 4
 """A statement whose last rows are empty is used if at least this part of its rows is filled."""
@@ -75,7 +75,7 @@ class RowStatement:
         others: list[tuple[Any, ...]] = []
         most_bytes = 1
         for values in map(self._values, rows):
-            row_bytes = sum([len(value) for value in values if isinstance(value, _LONG_TYPES)])
+            row_bytes = sum([len(value) for value in values if isinstance(value, LONG_TYPES)])
             if row_bytes > ROW_BYTES:
                 large.append(values)
             else:

@@ -1,4 +1,4 @@
-"""The group-commit writer: one thread has the write connection, and commits all waiting writes in one transaction."""
+"""The group-commit writer: commits all waiting writes in one transaction, on the event loop or on a thread."""
 
 from __future__ import annotations
 
@@ -18,42 +18,46 @@ from sqlalchemy.exc import DBAPIError
 
 from skyrl.db.database import Database
 from skyrl.db.faults import is_transient
+from skyrl.db.row_connection import RowConnection, Write
 from skyrl.db.row_statement import RowStatement
 from skyrl.metrics.database import CommitMetrics
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+Outcome = tuple[list[Write], Exception | None]
+"""Writes and the error that failed them; None if they are committed."""
+
 MAX_BATCH = 1_000
 """The most writes in one transaction. The engine waits for the write lock as long as a transaction runs."""
 
+LOOP_ROWS, LOOP_BYTES = 256, 2**19
+"""The most rows, and bytes of text and blobs, that the event loop commits at once. A larger row goes to the thread."""
 
-class _Write:
-    __slots__ = ("change", "parameters", "result", "statement", "waiter")
+GATHER_S = 0.005
+"""The event loop waits so long for more rows while each of its turns brings some."""
 
-    def __init__(
-        self,
-        waiter: asyncio.Future[Any],
-        statement: Executable | RowStatement | None,
-        parameters: dict[str, Any] | None,
-        change: Callable[[Connection], Any] | None,
-    ) -> None:
-        self.statement = statement
-        self.parameters = parameters
-        self.change = change
-        self.result: Any = None
-        self.waiter = waiter
+SLOW_S, SLOW_SHARE = 0.05, 20
+"""After a commit on the event loop that took longer than SLOW_S, the thread commits for SLOW_SHARE times as long. So a
+slow disk stops the event loop for a twentieth of the time at most."""
+
+LOOP_SETTINGS = ("busy_timeout=0", "wal_autocheckpoint=0")
+"""The event loop does not wait for the write lock, and does not copy SQLite's log."""
 
 
 class GroupCommitWriter:
-    """Commits the writes of one event loop in groups, on one thread.
+    """Commits the writes of one event loop in groups.
+
+    On SQLite the event loop itself commits rows: that takes less time than waking a thread. All else is committed by a
+    thread: other writes, large rows, every group that the event loop cannot commit at once (another process has the
+    write lock, or a row is bad), and for a while all rows after a commit was slow. On PostgreSQL the thread commits
+    everything.
 
     When the database is away or full, a whole group fails and none of its writes is committed. But when the connection
     breaks during the commit, they may all be committed although they fail.
 
-    All writes of one turn of the event loop are given to the thread together, because waking the thread costs more than
-    a row. Writes of one group with the same statement object run together. So the writes of a group do not run in their
-    order, and a write that depends on another one must wait until that one is committed.
+    Writes of one group with the same statement object run together. So the writes of a group do not run in their order,
+    and a write that depends on another one must wait until that one is committed.
 
     The thread starts with the first write.
     """
@@ -61,9 +65,14 @@ class GroupCommitWriter:
     def __init__(self, database: Database, metrics: CommitMetrics | None = None) -> None:
         self._database = database
         self._metrics = metrics or CommitMetrics()
-        self._turn: list[_Write] = []
-        self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
-        self._driver: sqlite3.Connection | None = None
+        self._waiting: list[Write] = []
+        self._only_rows = True
+        self._gathered, self._gather_until = 0, 0.0
+        self._loop_rests_until = 0.0
+        self._queue: queue.SimpleQueue[list[Write] | None] = queue.SimpleQueue()
+        self._on_thread = 0
+        self._thread_rows = RowConnection(database)
+        self._loop_rows = RowConnection(database, *LOOP_SETTINGS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
         self._begun = self._closed = False
@@ -89,18 +98,82 @@ class GroupCommitWriter:
             raise RuntimeError("the writer is closed; nothing would commit this write")
         loop = self._loop = self._loop or asyncio.get_running_loop()
         waiter = loop.create_future()
-        if not self._turn:
+        if not self._waiting:
             loop.call_soon(self._hand_over)
-        self._turn.append(_Write(waiter, statement, parameters, change))
+            self._only_rows = True
+        if not isinstance(statement, RowStatement):
+            self._only_rows = False
+        self._waiting.append(Write(waiter, statement, parameters, change))
         return waiter
 
     def _hand_over(self) -> None:
-        if self._turn:
-            turn, self._turn = self._turn, []
-            self._queue.put(turn)
-            if not self._begun:
-                self._begun = True
-                self._thread.start()
+        """Commit what waits, or give it to the thread, or leave it for a later call."""
+        if not self._waiting:
+            return
+        if self._loop_may_commit():
+            if self._on_thread:
+                return  # `_settle` calls again
+            if self._more_is_coming():
+                self._call_again()
+                return
+            if self._commit_on_loop():
+                if self._waiting:
+                    self._call_again()
+                return
+        self._give_to_thread()
+
+    def _call_again(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon(self._hand_over)
+
+    def _loop_may_commit(self) -> bool:
+        return (
+            self._only_rows
+            and self._loop_rows.is_open
+            and not self._closed
+            and time.perf_counter() >= self._loop_rests_until
+        )
+
+    def _more_is_coming(self) -> bool:
+        """Whether the last turn of the event loop has brought rows, and there is time and room for more."""
+        waiting, now = len(self._waiting), time.perf_counter()
+        if not self._gathered:
+            self._gather_until = now + GATHER_S
+        grown, self._gathered = waiting > self._gathered, waiting
+        if grown and waiting < LOOP_ROWS and now < self._gather_until:
+            return True
+        self._gathered = 0
+        return False
+
+    def _commit_on_loop(self) -> bool:
+        """Commit the first LOOP_ROWS of the rows that wait. False if they are not committed; then the thread has to
+        try, which also knows what to do with an error."""
+        rows = self._waiting[:LOOP_ROWS]
+        if sum([row.bytes for row in rows]) > LOOP_BYTES:
+            return False
+        started = time.perf_counter()
+        try:
+            self._loop_rows.begin()
+            self._loop_rows.commit(rows)
+        except Exception:  # of any kind: the thread meets it again, and reports it
+            self._loop_rows.roll_back()
+            return False
+        del self._waiting[: len(rows)]
+        seconds = time.perf_counter() - started
+        if seconds > SLOW_S:
+            self._loop_rests_until = started + seconds * (1 + SLOW_SHARE)
+        self._count(rows, seconds)
+        self._resolve(rows, None)
+        return True
+
+    def _give_to_thread(self) -> None:
+        writes, self._waiting = self._waiting, []
+        self._gathered = 0
+        self._on_thread += len(writes)
+        self._queue.put(writes)
+        if not self._begun:
+            self._begun = True
+            self._thread.start()
 
     async def close(self) -> None:
         """Commit the waiting writes, then end the thread. Later writes raise RuntimeError."""
@@ -109,6 +182,7 @@ class GroupCommitWriter:
         self._queue.put(None)
         if self._begun:
             await asyncio.to_thread(self._thread.join)
+        self._loop_rows.close()
 
     def _run(self) -> None:
         last = False
@@ -123,69 +197,48 @@ class GroupCommitWriter:
                     break
                 waiting += more
             for start in range(0, len(waiting), MAX_BATCH):
-                group = waiting[start : start + MAX_BATCH]
-                try:
-                    self._commit(group)
-                except Exception as error:  # the thread must go on: without it every write would wait for ever
-                    logger.exception("%d writes failed in an unforeseen way", len(group))
-                    self._resolve(group, error)
-        if self._driver is not None:
-            self._driver.close()
+                self._commit_on_thread(waiting[start : start + MAX_BATCH])
+        self._thread_rows.close()
 
-    def _commit(self, batch: list[_Write]) -> None:
+    def _commit_on_thread(self, group: list[Write]) -> None:
+        try:
+            outcomes = self._commit(group)
+        except Exception as error:  # the thread must go on: without it every write would wait for ever
+            logger.exception("%d writes failed in an unforeseen way", len(group))
+            outcomes = list[Outcome]([(group, error)])
+        if self._database.is_sqlite and not self._loop_rows.is_open:
+            with contextlib.suppress(sqlite3.Error, DBAPIError):  # without it the thread goes on committing
+                self._loop_rows.open()  # here, because opening takes too long for the event loop
+        try:
+            group[0].waiter.get_loop().call_soon_threadsafe(self._settle, len(group), outcomes)
+        except RuntimeError:
+            logger.warning("%d writes were committed after their event loop had closed", len(group))
+
+    def _commit(self, group: list[Write]) -> list[Outcome]:
         begun, started = False, time.perf_counter()
         try:
-            if self._database.is_sqlite and all(isinstance(write.statement, RowStatement) for write in batch):
-                self._driver = self._driver or self._database.connect_driver()
-                self._driver.execute("BEGIN IMMEDIATE")
+            if self._database.is_sqlite and all(isinstance(write.statement, RowStatement) for write in group):
+                self._thread_rows.begin()
                 begun = True
-                self._apply_rows(self._driver, batch)
+                self._thread_rows.commit(group)
             else:
                 with self._database.writer.begin() as connection:
                     begun = True
-                    self._apply(connection, batch)
+                    self._apply(connection, group)
         except Exception as error:
-            self._roll_back()
+            self._thread_rows.roll_back()
             error = _as_sqlalchemy(error)
             # After a transient error, and after an error at BEGIN, each write alone would fail in the same way.
-            if len(batch) == 1 or not begun or is_transient(error):
-                self._resolve(batch, error)
-                return
+            if len(group) == 1 or not begun or is_transient(error):
+                return [(group, error)]
             # One bad write must not fail the others. The group was rolled back, so run each write alone.
-            for write in batch:
-                self._commit([write])
-            return
-        self.commits += 1
-        self._metrics.committed(len(batch), time.perf_counter() - started)
-        self._resolve(batch, None)
-
-    def _roll_back(self) -> None:
-        """Roll back the transaction of the driver's connection, or close the connection if it cannot roll back."""
-        if self._driver is None or not self._driver.in_transaction:
-            return
-        try:
-            self._driver.rollback()
-        except sqlite3.Error:
-            logger.exception("a failed transaction cannot be rolled back; its connection is given up")
-            with contextlib.suppress(sqlite3.Error):
-                self._driver.close()
-            self._driver = None
+            return [outcome for write in group for outcome in self._commit([write])]
+        self._count(group, time.perf_counter() - started)
+        return [(group, None)]
 
     @staticmethod
-    def _apply_rows(driver: sqlite3.Connection, batch: list[_Write]) -> None:
-        by_statement: dict[RowStatement, list[_Write]] = {}
-        for write in batch:
-            assert isinstance(write.statement, RowStatement)
-            by_statement.setdefault(write.statement, []).append(write)
-        for statement, writes in by_statement.items():
-            changed = statement.run(driver, [write.parameters or {} for write in writes])
-            for write in writes:
-                write.result = changed == len(writes)
-        driver.execute("COMMIT")
-
-    @staticmethod
-    def _apply(connection: Connection, batch: list[_Write]) -> None:
-        grouped: dict[int, list[_Write]] = {}
+    def _apply(connection: Connection, batch: list[Write]) -> None:
+        grouped: dict[int, list[Write]] = {}
         for write in batch:
             key = id(write.statement) if write.statement is not None else id(write)
             grouped.setdefault(key, []).append(write)
@@ -195,25 +248,31 @@ class GroupCommitWriter:
                 first.result = first.change(connection)
             elif first.statement is not None:
                 statement = first.statement.statement if isinstance(first.statement, RowStatement) else first.statement
-                changed = connection.execute(statement, [write.parameters or {} for write in writes]).rowcount
+                changed = connection.execute(statement, [write.parameters for write in writes]).rowcount
                 for write in writes:
                     write.result = changed == len(writes)
 
-    @staticmethod
-    def _resolve(batch: list[_Write], error: Exception | None) -> None:
-        def settle(writes: list[_Write]) -> None:
-            for write in writes:
-                if write.waiter.done():
-                    continue
-                if error is not None:
-                    write.waiter.set_exception(error)
-                else:
-                    write.waiter.set_result(write.result)
+    def _count(self, writes: list[Write], seconds: float) -> None:
+        """Called by the event loop only while the thread has no writes, so never by both at once."""
+        self.commits += 1
+        self._metrics.committed(len(writes), seconds)
 
-        try:
-            batch[0].waiter.get_loop().call_soon_threadsafe(settle, batch)
-        except RuntimeError:
-            logger.warning("%d writes were committed after their event loop had closed", len(batch))
+    def _settle(self, count: int, outcomes: list[Outcome]) -> None:
+        self._on_thread -= count
+        for writes, error in outcomes:
+            self._resolve(writes, error)
+        if not self._on_thread:
+            self._hand_over()
+
+    @staticmethod
+    def _resolve(writes: list[Write], error: Exception | None) -> None:
+        for write in writes:
+            if write.waiter.done():
+                continue
+            if error is not None:
+                write.waiter.set_exception(error)
+            else:
+                write.waiter.set_result(write.result)
 
 
 def _as_sqlalchemy(error: Exception) -> Exception:

@@ -11,7 +11,7 @@ ROWS_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 class CommitMetrics:
-    """Group commits. Call it on the writer's thread alone."""
+    """Group commits. Not for two threads at once."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         about = "Time of one group commit, from BEGIN to its end."

@@ -25,7 +25,7 @@ async def test_the_writer_goes_on_with_a_new_connection_after_a_rollback_fails(
     database.write(lambda c: things.create(c))
     writer = GroupCommitWriter(database)
     await writer.execute(ROW, {"id": 1, "name": "x"})
-    real_driver = writer._driver
+    real_driver = writer._thread_rows._driver
     assert real_driver is not None
 
     class BrokenDriver:
@@ -43,7 +43,8 @@ async def test_the_writer_goes_on_with_a_new_connection_after_a_rollback_fails(
         def close(self) -> None:
             real_driver.close()
 
-    monkeypatch.setattr(writer, "_driver", BrokenDriver())
+    monkeypatch.setattr(writer._thread_rows, "_driver", BrokenDriver())
+    writer._loop_rests_until = float("inf")
     with pytest.raises(OperationalError, match="disk I/O error"):
         await writer.execute(ROW, {"id": 2, "name": "x"})
     async with asyncio.timeout(60):
