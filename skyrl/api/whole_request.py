@@ -29,8 +29,8 @@ class WholeRequest:
     attributes that uvicorn and `BoundedHttp` use there."""
 
     __slots__ = (
-        "_connection", "body", "disconnected", "keep_alive", "message_event", "received", "response_complete",
-        "response_started", "whole_body",
+        "_connection", "body", "disconnected", "keep_alive", "received", "response_complete", "response_started",
+        "whole_body",
     )  # fmt: skip
 
     def __init__(self, connection: DirectHttp, body: bytes) -> None:
@@ -42,7 +42,11 @@ class WholeRequest:
         self.disconnected = False
         """Set by the connection when the client has gone."""
         self.body = b""
-        self.message_event = self
+
+    @property
+    def message_event(self) -> WholeRequest:
+        """A property, because an attribute would be a cycle, which only the garbage collector frees."""
+        return self
 
     def set(self) -> None:
         """uvicorn calls this, as that of its event, when the connection is lost. A handler of these routes does not

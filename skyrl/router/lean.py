@@ -60,7 +60,7 @@ class LeanCycle:
 
     __slots__ = (
         "_address", "_chunked", "_connection", "_protocol", "_proxy", "_worker", "body", "disconnected", "keep_alive",
-        "message_event", "more_body", "response_complete", "response_started",
+        "more_body", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
@@ -78,7 +78,11 @@ class LeanCycle:
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
-        self.message_event = self
+
+    @property
+    def message_event(self) -> LeanCycle:
+        """A property, because an attribute would be a cycle, which only the garbage collector frees."""
+        return self
 
     def set(self) -> None:
         """uvicorn calls this, as that of its event, when the client's connection is lost."""
