@@ -16,6 +16,7 @@ import pytest
 from skyrl.router.proxy import Limits
 from tests.component import router_world
 from tests.component.router_world import Exchange, FakeWorker, RunningRouter, until
+from tests.garbage import skyrl_garbage
 
 Start = Callable[..., AbstractAsyncContextManager[RunningRouter]]
 
@@ -56,6 +57,15 @@ async def test_method_path_query_headers_and_body_reach_the_worker_as_sent(runni
     assert received.header("content-type") == ["application/json; charset=utf-8"]
     assert received.header("host") == [worker.url.removeprefix("http://")]
     assert answer.endswith(b"\r\n\r\n" + body)
+
+
+async def test_requests_leave_nothing_to_the_garbage_collector(running_router: Start) -> None:
+    async with running_router(FakeWorker()) as router:
+        await (await router.session.get(f"{router.url}/any")).read()
+        with skyrl_garbage() as found:
+            for _ in range(20):
+                await (await router.session.get(f"{router.url}/any")).read()
+    assert found.total() < 20, found
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
