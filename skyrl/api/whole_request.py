@@ -105,7 +105,7 @@ class DirectHttp(WholeRequests):
     """Set once per process, on a subclass: see `protocol_with`."""
     paths = {path.encode(): path for path in SHORT_WAY}
     received: IncomingHeaders
-    """The headers of the request that was taken last."""
+    """The headers of the request whose body is arriving."""
 
     def takes(self) -> bool:
         """A POST to one of the two paths, with a body that is small and not compressed."""
@@ -124,6 +124,7 @@ class DirectHttp(WholeRequests):
 
     def start(self, body: bytes) -> bool:
         request = WholeRequest(self, body)
+        del self.received  # an idle connection needs no headers
         scope: dict[str, Any] = {
             "type": "http",
             "asgi": _ASGI,

@@ -97,6 +97,9 @@ class BoundedHttp(HttpToolsProtocol):
         if running is not None and running is not self.cycle and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
+        if self.cycle is None or self.cycle.response_complete:
+            # It knows this connection, so only the garbage collector would free both.
+            self.cycle = self._running = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         self._bytes_beside_body += len(data)

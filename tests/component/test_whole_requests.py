@@ -162,6 +162,19 @@ async def test_samples_leave_nothing_to_the_garbage_collector(front: Front) -> N
     assert found.total() < 20, found
 
 
+async def test_closed_connections_leave_nothing_to_the_garbage_collector(front: Front) -> None:
+    with skyrl_garbage() as found:
+        for path in [RETRIEVE, RETRIEVE + LONG] * 10:
+            client = await front.connect()
+            await client.send(post(path, polled("none")))
+            await client.answer()
+            client.writer.close()
+            await client.writer.wait_closed()
+        await until(lambda: not front.server.server_state.connections)
+    assert len(front.short) == 10
+    assert found.total() < 10, found
+
+
 def comparable(answer: Answer) -> tuple[int, list[tuple[str, str]], str]:
     """Without what differs between any two requests."""
     body = re.sub(r'"request_id":"[^"]*"', '"request_id":""', answer.body.decode())
