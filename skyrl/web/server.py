@@ -13,9 +13,8 @@ from skyrl.processes.listening import BACKLOG
 from skyrl.web.connections import BoundedHttp
 
 YOUNG_OBJECTS = 200_000
-"""New objects between two garbage collections. A sample makes hardly any cycles; with Python's default of 700 the
-collections take a tenth of its time. Those of 2,048 samples in flight are fewer than this. A closed connection is a
-cycle; those that were open during a collection wait for up to 20 more of them."""
+"""New objects between two garbage collections. A sample makes no cycles; with Python's default of 700 the collections
+take a tenth of its time. Those of 2,048 samples in flight are fewer than this."""
 
 
 class Server(uvicorn.Server):
