@@ -24,15 +24,15 @@ class Write:
 
     def __init__(
         self,
-        waiter: asyncio.Future[Any],
+        waiter: asyncio.Future[object],
         statement: Executable | RowStatement | None,
         parameters: dict[str, Any] | None,
-        change: Callable[[Connection], Any] | None,
+        change: Callable[[Connection], object] | None,
     ) -> None:
         self.statement = statement
         self.parameters = parameters or {}
         self.change = change
-        self.result: Any = None
+        self.result: object = None
         self.waiter = waiter
 
     @property

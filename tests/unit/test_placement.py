@@ -16,7 +16,7 @@ from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
 WAIT_S = 60.0
 PRINTS_DEVICES = """
 import os, time
-print('devices:', os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True)
+print(f"devices: {os.environ.get('CUDA_VISIBLE_DEVICES')}", flush=True)  # one write: the test reads what is there
 time.sleep(600)
 """
 

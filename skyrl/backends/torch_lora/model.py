@@ -113,6 +113,7 @@ def load_base_model(
     except LOADING_ERRORS as error:
         raise ConfigError(f"base_model: cannot load {path}: {error}") from error
     model.to(device).eval().requires_grad_(False)
+    _align(model)
     check_config(path, model.config)
     packed = wrap(path, model, mlp_of_mixtures=mlp_of_mixtures)
     base = BaseModel(path, device, packed, model.config)
@@ -123,6 +124,18 @@ def load_base_model(
     base.verify(expected)
     packed.recompute(gradient_checkpointing)
     return base
+
+
+ALIGNMENT = 64
+"""Bytes to which torch aligns the tensors that it allocates."""
+
+
+def _align(model: torch.nn.Module) -> None:
+    """Copy the parameters that lie elsewhere. On a CPU they lie in the mapped file, behind a header of any length, and on
+    processors without AVX-512 the last bits of a product depend on where its matrices begin."""
+    for parameter in model.parameters():
+        if parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def check_config(path: str, config: Any) -> None:
