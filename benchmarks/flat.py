@@ -1,14 +1,15 @@
 """Whether the cost of a forwarded sample grows with the samples in flight: CPU of the API process, throughput and
 latency at 64, 512 and 2,048 in flight, and what is added to an upstream that takes 200 ms.
 
-Usage: python -m benchmarks.flat [/path/to/other/checkout ...] [--rounds 7] [--seconds 3] [--out FILE]
+Usage: python -m benchmarks.flat [/path/to/other/checkout ...] [--in-flight 64 512 2048] [--rounds 7] [--seconds 3]
+       [--out FILE]
 
 All servers run at once, in front of one null upstream, and get their loads in turns, so a machine that becomes slower
 slows all cells. Each window begins and ends in the steady state, when a multiple of the samples in flight has ended
 (`benchmarks.load`). The samples for the slow upstream begin evenly over its 200 ms.
 
-The table has medians. `/ 64` is the median of the rounds' ratios. Rounds in which other programs took more than 0.3
-cores are left out where enough others are left.
+The table has medians. `/ first` is the ratio to the first number in flight, the median of the rounds' ratios. Rounds in
+which other programs took more than 0.3 cores are left out where enough others are left.
 """
 
 from __future__ import annotations
@@ -87,9 +88,10 @@ def line(server: str, in_flight: int, loads: Sequence[Load], first: Sequence[Loa
 class Comparison:
     """The servers and their loads so far."""
 
-    def __init__(self, stage: Stage, servers: dict[str, DemoServer], window_s: float) -> None:
+    def __init__(self, stage: Stage, servers: dict[str, DemoServer], window_s: float, in_flight: Sequence[int]) -> None:
         self._stage = stage
         self._servers = servers
+        self._in_flight = in_flight
         self._window_s = window_s
         self.loads: defaultdict[tuple[str, int], list[Load]] = defaultdict(list)
         self.added_ms: defaultdict[str, list[float]] = defaultdict(list)
@@ -97,7 +99,7 @@ class Comparison:
     def round(self, number: int) -> None:
         """One load of each server at each number in flight. Every second round goes the other way."""
         names = list(self._servers) if number % 2 == 0 else list(self._servers)[::-1]
-        for in_flight in IN_FLIGHT:
+        for in_flight in self._in_flight:
             for name in names:
                 self.loads[name, in_flight].append(self._load(name, in_flight))
         with self._stage.upstream.delayed(DELAY_MS):
@@ -112,21 +114,21 @@ class Comparison:
 
     def table(self) -> list[Line]:
         return [
-            line(name, in_flight, self.loads[name, in_flight], self.loads[name, IN_FLIGHT[0]])
+            line(name, in_flight, self.loads[name, in_flight], self.loads[name, self._in_flight[0]])
             for name in self._servers
-            for in_flight in IN_FLIGHT
+            for in_flight in self._in_flight
         ]
 
 
 def text(lines: Sequence[Line], added_ms: dict[str, float]) -> str:
     """The table as Markdown, and for each server what is added to the slow upstream."""
     rows = [
-        "| server | in flight | CPU s per 1,000 | / 64 | samples/s | p50 ms | p99 ms | foreign cores | rounds |",
+        "| server | in flight | CPU s per 1,000 | / first | samples/s | p50 ms | p99 ms | foreign cores | rounds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for each in lines:
         figures = f"{each.cpu_s_per_1000:.3f} | {each.over_first:.2f} | {each.samples_per_s:,.0f}"
-        latencies = f"{each.p50_ms:.0f} | {each.p99_ms:.0f} | {each.foreign_cores:.2f} | {each.rounds}"
+        latencies = f"{each.p50_ms:.3g} | {each.p99_ms:.3g} | {each.foreign_cores:.2f} | {each.rounds}"
         failed = f", {each.errors} errors" if each.errors else ""
         rows.append(f"| {each.server} | {each.in_flight:,} | {figures} | {latencies}{failed} |")
     for name, value in added_ms.items():
@@ -138,6 +140,7 @@ def text(lines: Sequence[Line], added_ms: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flat", description=__doc__)
     parser.add_argument("others", nargs="*", type=Path, help="checkouts of other commits")
+    parser.add_argument("--in-flight", nargs="+", type=int, default=IN_FLIGHT, metavar="N")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
@@ -149,7 +152,7 @@ def main() -> None:
             with contextlib.chdir(checkout):  # `python -m` takes the package from the working directory
                 servers[name] = running.enter_context(gateway(upstream.url))
         stage = Stage(upstream, quick=False, calibration_s=facts["calibration_cpu_s"])
-        comparison = Comparison(stage, servers, options.seconds)
+        comparison = Comparison(stage, servers, options.seconds, options.in_flight)
         for number in range(options.rounds):
             comparison.round(number)
             print(f"round {number + 1} of {options.rounds}", flush=True)
