@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 PROMPT = [265, 296, 83, 315]
 LONG_PROMPT = PROMPT * 75
 """Two whole blocks of vLLM's prefix cache."""
-EXACT = 1e-5
+EXACT = 5e-5
+"""Rounding in float32 is up to 1.2e-5 after 400 tokens. Tokens on a cache of the old weights are off by more than 1."""
 
 
 def furthest(found: list[float], wanted: list[float]) -> float:
