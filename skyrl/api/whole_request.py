@@ -74,6 +74,8 @@ class WholeRequest:
             if not self.response_complete and not self.disconnected:
                 logger.error("a request to %s ended without an answer", scope["path"])
                 self._break_off()
+        finally:
+            del self.received, self.whole_body  # the connection keeps the request until the next one
 
     def _break_off(self) -> None:
         transport = self._connection.transport
@@ -124,7 +126,7 @@ class DirectHttp(WholeRequests):
 
     def start(self, body: bytes) -> bool:
         request = WholeRequest(self, body)
-        del self.received  # an idle connection needs no headers
+        del self.received
         scope: dict[str, Any] = {
             "type": "http",
             "asgi": _ASGI,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import re
 import socket
@@ -19,6 +20,7 @@ from router_world import PromptServer, until
 
 from skyrl.api import http_table
 from skyrl.api.app import create_app
+from skyrl.api.incoming import IncomingHeaders
 from skyrl.api.whole_request import DirectHttp, WholeRequest, protocol_with
 from skyrl.web.connections import HEAD_BYTES
 from skyrl.wire import tinker_pb2 as pb
@@ -158,6 +160,8 @@ async def test_samples_leave_nothing_to_the_garbage_collector(front: Front) -> N
             promise = json.loads((await client.answer()).body)
             await client.send(post(RETRIEVE, polled(promise["request_id"])))
             assert (await client.answer()).status == 200
+        kept = [each for each in gc.get_objects() if isinstance(each, IncomingHeaders) and b"host" in each.first]
+    assert kept == [], "an idle connection keeps no headers of its last request"
     assert len(front.short) == 40
     assert found.total() < 20, found
 

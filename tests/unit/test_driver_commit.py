@@ -7,15 +7,11 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Column, Integer, MetaData, String, Table, bindparam, insert, select
 from sqlalchemy.exc import OperationalError
+from things import ROW, ids, things
 
 from skyrl.db.database import Database
-from skyrl.db.row_statement import RowStatement
 from skyrl.db.writer import GroupCommitWriter
-
-things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
-ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))
 
 
 async def test_the_writer_goes_on_with_a_new_connection_after_a_rollback_fails(
@@ -50,5 +46,5 @@ async def test_the_writer_goes_on_with_a_new_connection_after_a_rollback_fails(
     async with asyncio.timeout(60):
         await writer.execute(ROW, {"id": 3, "name": "x"})
     await writer.close()
-    assert database.read(lambda c: list(c.execute(select(things.c.id)).scalars())) == [1, 3]
+    assert ids(database) == [1, 3]
     database.close()

@@ -7,22 +7,19 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
-from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, bindparam, func, insert, select
+from sqlalchemy import Connection, func, insert, select
 from sqlalchemy.exc import IntegrityError, OperationalError
+from things import ROW, ids, things
 
 from skyrl.db import database as database_module
 from skyrl.db import writer as writer_module
 from skyrl.db.database import Database
-from skyrl.db.row_statement import RowStatement
 from skyrl.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
 
-things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
 ADD = insert(things)
-ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))
-"""The same statement in the form that goes to the driver without SQLAlchemy."""
 
 
 @pytest.fixture
@@ -38,10 +35,6 @@ async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
     writer = GroupCommitWriter(database)
     yield writer
     await writer.close()
-
-
-def ids(database: Database) -> list[int]:
-    return database.read(lambda c: list(c.execute(select(things.c.id).order_by(things.c.id)).scalars()))
 
 
 class HeldWriter:

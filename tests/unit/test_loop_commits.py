@@ -9,17 +9,14 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, bindparam, insert, select
+from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError, OperationalError
+from things import ROW, ids, things
 
 from skyrl.db import writer as writer_module
 from skyrl.db.database import Database
 from skyrl.db.row_connection import RowConnection, Write
-from skyrl.db.row_statement import RowStatement
 from skyrl.db.writer import LOOP_BYTES, LOOP_ROWS, GroupCommitWriter
-
-things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
-ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))
 
 
 @pytest.fixture
@@ -56,10 +53,6 @@ def committed(writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch) -> lis
 
 def add(writer: GroupCommitWriter, number: int, name: str | None = "x") -> asyncio.Future[bool]:
     return writer.execute(ROW, {"id": number, "name": name})
-
-
-def ids(database: Database) -> list[int]:
-    return database.read(lambda c: list(c.execute(select(things.c.id).order_by(things.c.id)).scalars()))
 
 
 async def test_rows_are_committed_by_the_event_loop_when_they_are_acknowledged(

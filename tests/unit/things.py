@@ -1,0 +1,15 @@
+"""A small table, and the statement that adds a row to it without SQLAlchemy, for tests of the group-commit writer."""
+
+from __future__ import annotations
+
+from sqlalchemy import Column, Integer, MetaData, String, Table, bindparam, insert, select
+
+from skyrl.db.database import Database
+from skyrl.db.row_statement import RowStatement
+
+things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
+ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))
+
+
+def ids(database: Database) -> list[int]:
+    return database.read(lambda c: list(c.execute(select(things.c.id).order_by(things.c.id)).scalars()))
