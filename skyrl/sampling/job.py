@@ -104,9 +104,14 @@ class SampleJob(msgspec.Struct, frozen=True):
 
 def _check(request: SampleRequest, prompt: list[int], limits: ContextLimits) -> None:
     params = request.sampling_params
-    if limits.vocab_size is not None and (min(prompt) < 0 or max(prompt) >= limits.vocab_size):
-        bad = next(t for t in prompt if not 0 <= t < limits.vocab_size)
-        raise RequestError(f"token id {bad} is not in [0, {limits.vocab_size})", field="prompt")
+    vocab_size = limits.vocab_size
+    if (
+        vocab_size is not None
+        and vocab_size != request.checked_vocab
+        and not 0 <= min(prompt) <= max(prompt) < vocab_size
+    ):
+        bad = next(t for t in prompt if not 0 <= t < vocab_size)
+        raise RequestError(f"token id {bad} is not in [0, {vocab_size})", field="prompt")
     if limits.max_context is not None and len(prompt) >= limits.max_context:
         raise RequestError(
             f"{len(prompt)} tokens leave no room to sample in a context of {limits.max_context}",
@@ -128,6 +133,12 @@ def _check(request: SampleRequest, prompt: list[int], limits: ContextLimits) -> 
     _check_range("topk_sample_logprobs", request.topk_sample_logprobs, 0, MAX_TOPK)
     _check_range("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, MAX_TOPK)
     _check_last_n(request, len(prompt))
+
+
+def _check_ids(prompt: list[int], vocab_size: int) -> None:
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        bad = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise RequestError(f"token id {bad} is not in [0, {vocab_size})", field="prompt")
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:

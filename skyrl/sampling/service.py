@@ -34,9 +34,8 @@ from skyrl.sampling.sampler_job import job_for
 from skyrl.types.ids import new_request_id, sample_sequence_ids
 from skyrl.types.kinds import SAMPLES, Kind
 from skyrl.types.requests import NewRequest
-from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
-from skyrl.wire.sample_request import SampleRequest
+from skyrl.wire.sample_request import SampleRequest, decode_sample_request
 
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
 
@@ -101,7 +100,7 @@ class SampleService:
         if self._stopping:
             self._metrics.refused("stopping")
             raise RequestError("the server is stopping; send the sample again", status=503, retry_after_s=1)
-        request = decode_json(SampleRequest, body)
+        request = decode_sample_request(body, self._limits().vocab_size)
         sampler = await self._resolve(request, tenant)
         request_id = new_request_id()
         job = self._job(request, request_id, sampler)
@@ -186,7 +185,7 @@ class SampleService:
         if not self._futures.adopt(sample.id, Kind.EXTERNAL, sample.tenant, sample.session_id, sample.digest, key):
             return
         try:
-            request = decode_json(SampleRequest, sample.body)
+            request = decode_sample_request(sample.body, self._limits().vocab_size)
             sampler = await self._resolve(request, sample.tenant)
             job = self._job(request, sample.id, sampler)
         except RequestError as error:  # the session has ended, or the server has another base model now

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Annotated, ClassVar, cast
+
 import msgspec
 
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import RequestError
 from skyrl.wire.tensors import JsonTensor
 
@@ -31,6 +36,9 @@ class SamplingParams(msgspec.Struct):
 
 
 class SampleRequest(msgspec.Struct):
+    checked_vocab: ClassVar[int | None] = None
+    """The decoder has found all ids of the prompt in [0, checked_vocab). None: it has not looked."""
+
     prompt: ModelInput
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     sampling_session_id: str | None = None
@@ -44,6 +52,33 @@ class SampleRequest(msgspec.Struct):
     prompt_logprobs_last_n: int | None = None
     base_model: str | None = None
     model_path: str | None = None
+
+
+def decode_sample_request(body: bytes, vocab_size: int | None) -> SampleRequest:
+    """The request in a body. The decoder looks at the ids of the prompt, too, because to look at them afterwards takes
+    longer than to decode them. A request with an id outside of the vocabulary is returned with `checked_vocab` None.
+    Raises RequestError naming the field."""
+    if vocab_size is not None:
+        try:
+            return _checking_decoder(vocab_size)(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pass  # `decode_json` finds the fault again and names it, unless it is an id, which the caller names
+    return decode_json(SampleRequest, body)
+
+
+@lru_cache(maxsize=4)
+def _checking_decoder(vocab_size: int) -> Callable[[bytes], SampleRequest]:
+    token = Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]
+    chunk = msgspec.defstruct("Chunk", [("tokens", list[token] | None, None)], bases=(Chunk,))
+    prompt = msgspec.defstruct("ModelInput", [("chunks", list[chunk])], bases=(ModelInput,))
+    request = msgspec.defstruct(
+        "SampleRequest",
+        [("prompt", prompt)],
+        bases=(SampleRequest,),
+        namespace={"checked_vocab": vocab_size},
+        kw_only=True,
+    )
+    return cast(Callable[[bytes], SampleRequest], msgspec.json.Decoder(request).decode)
 
 
 def tokens_of(prompt: ModelInput, field: str = "prompt") -> list[int]:

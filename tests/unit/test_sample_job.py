@@ -29,7 +29,8 @@ def body(params: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]
 
 
 def job(params: dict[str, Any] | None = None, limits: ContextLimits = LIMITS, **changes: Any) -> SampleJob:
-    request = decode_json(sample_request.SampleRequest, json.dumps(body(params, **changes)).encode())
+    sent = json.dumps(body(params, **changes)).encode()
+    request = sample_request.decode_sample_request(sent, limits.vocab_size)
     return make_job(request, request_id="r", session_key="k", model="m", weights=BaseWeights(), limits=limits)
 
 
@@ -172,6 +173,20 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
 )
 def test_an_invalid_prompt_is_refused(prompt: Any, field: str) -> None:
     assert refused(prompt=prompt).field == field
+
+
+def test_the_decoder_looks_at_the_ids_of_all_chunks() -> None:
+    ends = json.dumps(body(prompt={"chunks": [{"tokens": [0, 99]}, {"tokens": [99, 0]}]})).encode()
+    assert sample_request.decode_sample_request(ends, 100).checked_vocab == 100
+    assert sample_request.decode_sample_request(ends, 99).checked_vocab is None
+    assert sample_request.decode_sample_request(ends, None).checked_vocab is None
+
+
+def test_the_ids_of_a_request_that_was_decoded_for_another_vocabulary_are_looked_at_again() -> None:
+    sent = json.dumps(body(prompt={"chunks": [{"tokens": [1, 150]}]})).encode()
+    request = sample_request.decode_sample_request(sent, 200)
+    with pytest.raises(RequestError, match="token id 150"):
+        make_job(request, request_id="r", session_key="k", model="m", weights=BaseWeights(), limits=LIMITS)
 
 
 def test_the_refusal_names_the_token_id() -> None:
