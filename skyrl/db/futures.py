@@ -54,6 +54,7 @@ _RECORDED_NAMES = ", ".join(column.key for column in _RECORDED)
 RECORD = RowStatement(
     insert(futures).values({column: bindparam(column.key) for column in _RECORDED}),
     many=f"INSERT INTO futures ({_RECORDED_NAMES}) SELECT {_RECORDED_NAMES} FROM given WHERE id IS NOT NULL",
+    long=("body",),
 )
 """Adds one row. The parameters are the columns of a request that is not settled."""
 
@@ -78,6 +79,7 @@ SETTLE_SAMPLE = RowStatement(
     f"completed_at = {ENDED_AT_OF_MANY} FROM given WHERE futures.id = request_id AND +futures.status = 'pending'",
     rising="new_completed_at",
     first_of="request_id",
+    long=("new_result", "new_error"),
 )
 """SETTLE for a forwarded sample. Deletes the body, too, which is not needed any more. (The plus keeps SQLite from
 looking for pending rows by their status: it shall look for each given row by its id.)"""

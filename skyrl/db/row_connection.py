@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Executable
 
 from skyrl.db.database import Database
-from skyrl.db.row_statement import LONG_TYPES, RowStatement
+from skyrl.db.row_statement import RowStatement
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,9 @@ class Write:
 
     @property
     def bytes(self) -> int:
-        """Bytes of text and blobs in its parameters. A character of text counts as a byte."""
-        return sum([len(value) for value in self.parameters.values() if isinstance(value, LONG_TYPES)])
+        """The size of the row of a row statement."""
+        assert isinstance(self.statement, RowStatement)
+        return self.statement.bytes_of(self.parameters)
 
 
 class RowConnection:

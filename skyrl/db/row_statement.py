@@ -19,13 +19,11 @@ SIZES = (256, 128, 64, 32, 16, 8, 4, 2)
 """How many rows one statement takes. SQLite's driver keeps a compiled statement of each size, with its last values."""
 
 ROW_BYTES = 8 * 2**10
-"""Rows with more bytes of text and blobs run one by one: SQLite copies the values of a statement with many rows once
-more, and that costs more than the statement saves. A character of text counts as a byte."""
+"""Larger rows run one by one: SQLite copies the values of a statement with many rows once more, and that costs more
+than the statement saves."""
 
 STATEMENT_BYTES = 2**20
-"""The most bytes of text and blobs in a statement with many rows."""
-
-LONG_TYPES = (bytes, str)
+"""The most bytes in a statement with many rows."""
 
 LEAST_FILLED = 3 / 4
 """A statement whose last rows are empty is used if at least this part of its rows is filled."""
@@ -41,6 +39,9 @@ class RowStatement:
     `rising`, if there is one. Of several rows with the same value of the parameter `first_of`, only the first one
     runs. Large rows (see ROW_BYTES) run one by one, before the others. A statement without `many` runs once for each
     row.
+
+    `long` names the parameters whose text or bytes may be long; a row has the size of these. A character of text counts
+    as a byte.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class RowStatement:
         many: str | None = None,
         rising: str | None = None,
         first_of: str | None = None,
+        long: Sequence[str] = (),
     ) -> None:
         self.statement: Executable = statement
         compiled = statement.compile(dialect=sqlite.dialect())
@@ -59,8 +61,13 @@ class RowStatement:
         self._many = many
         self._rising = rising
         self._first_of = first_of
+        self._long = tuple(long)
         self._values = itemgetter(*self.parameters)
         self.sql_of = cache(self._sql_of)
+
+    def bytes_of(self, row: dict[str, Any]) -> int:
+        """The size of a row."""
+        return sum([len(value) for name in self._long if (value := row[name]) is not None])
 
     def run(self, driver: sqlite3.Connection, rows: Sequence[dict[str, Any]]) -> int:
         """Run it for the parameters of each row. Returns the number of changed rows. Raises sqlite3.Error; then the
@@ -74,12 +81,12 @@ class RowStatement:
         large: list[tuple[Any, ...]] = []
         others: list[tuple[Any, ...]] = []
         most_bytes = 1
-        for values in map(self._values, rows):
-            row_bytes = sum([len(value) for value in values if isinstance(value, LONG_TYPES)])
+        for row in rows:
+            row_bytes = self.bytes_of(row)
             if row_bytes > ROW_BYTES:
-                large.append(values)
+                large.append(self._values(row))
             else:
-                others.append(values)
+                others.append(self._values(row))
                 most_bytes = max(most_bytes, row_bytes)
         changed = self._run_one_by_one(driver, large) if large else 0
         begin, at_most = 0, STATEMENT_BYTES // most_bytes

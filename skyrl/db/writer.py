@@ -32,7 +32,7 @@ MAX_BATCH = 1_000
 """The most writes in one transaction. The engine waits for the write lock as long as a transaction runs."""
 
 LOOP_ROWS, LOOP_BYTES = 256, 2**19
-"""The most rows, and bytes of text and blobs, that the event loop commits at once. A larger row goes to the thread."""
+"""The most rows, and bytes, that the event loop commits at once. A larger row goes to the thread."""
 
 GATHER_S = 0.005
 """The event loop waits so long for more rows while each of its turns brings some."""

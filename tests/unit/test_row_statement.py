@@ -129,16 +129,23 @@ def test_large_rows_run_one_by_one(driver: sqlite3.Connection) -> None:
     """In a statement of many rows SQLite would hold all their values twice, and keep them."""
     rows = [recorded(number) for number in range(40)]
     for row in rows[::4]:
-        row["body"] = bytes(ROW_BYTES)
+        row["body"] = bytes(ROW_BYTES + 1)
     assert len(traced(driver, RECORD, rows)) == 10 + 1
     ends = [settled(number, 2e9 + number) for number in range(40)]
     for end in ends[1::4]:
-        end["new_result"] = bytes(ROW_BYTES)
+        end["new_result"] = bytes(ROW_BYTES + 1)
     assert len(traced(driver, SETTLE_SAMPLE, ends)) == 10 + 1
     cursors = driver.execute("SELECT DISTINCT round(completed_at * 1e6) FROM futures").fetchall()
     assert len(cursors) == 40
     sizes = dict(driver.execute("SELECT id, length(result) FROM futures WHERE result IS NOT NULL").fetchall())
     assert sizes == {end["request_id"]: len(end["new_result"]) for end in ends if end["new_result"] is not None}
+
+
+def test_what_a_client_or_vllm_sends_counts_as_bytes_of_its_row() -> None:
+    """All other values are ids, names and numbers, which the server makes or bounds."""
+    assert RECORD.bytes_of(recorded(1) | {"body": bytes(3000)}) == 3000
+    assert SETTLE_SAMPLE.bytes_of(settlement("r", Outcome(bytes(700), "proto:sample"), 2e9)) == 700
+    assert SETTLE_SAMPLE.bytes_of(settlement("r", Outcome(error="x" * 500, error_category="user"), 2e9)) == 500
 
 
 def test_the_bytes_of_one_statement_are_bounded(driver: sqlite3.Connection) -> None:
