@@ -5,6 +5,7 @@ uvicorn's own server.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -98,9 +99,10 @@ class Connection:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Server]:
+async def serving(keep_alive_s: float = 5) -> AsyncIterator[Server]:
     server = Server()
     config = uvicorn.Config(server, port=0, http=BoundedHttp, lifespan="off", log_level="error", ws="none")
+    config.timeout_keep_alive = keep_alive_s  # pyright: ignore[reportAttributeAccessIssue]  # whole seconds
     web = uvicorn.Server(config)
     config.load()
     web.lifespan = config.lifespan_class(config)
@@ -211,6 +213,29 @@ async def test_a_request_that_stays_incomplete_is_closed(part: bytes, monkeypatc
         await (await server.open(part)).read_until_closed()
         server.released.set()
         assert await held.answer() == b"0"
+
+
+async def test_an_unused_connection_is_closed_some_time_after_its_last_answer() -> None:
+    """The first answer starts the clock. A request that comes or runs meanwhile starts it anew."""
+    async with serving(keep_alive_s=1) as server:
+        connection = await server.open(GET + b"\r\n")
+        assert await connection.answer() == b"0"
+        await asyncio.sleep(0.5)
+        sent_again = time.monotonic()
+        await connection.send(GET + b"\r\n")
+        assert await connection.answer() == b"0"
+        assert await connection.read_until_closed() == b""
+        assert time.monotonic() - sent_again >= 1
+
+
+async def test_a_connection_is_not_unused_while_its_request_runs() -> None:
+    async with serving(keep_alive_s=SOON_S) as server:
+        connection = await server.open(GET + b"\r\n" + b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert await connection.answer() == b"0"
+        assert await (await server.open(GET + b"\r\n")).read_until_closed(), "by now an unused one has been closed"
+        server.released.set()
+        assert await connection.answer() == b"0"
+        assert await connection.read_until_closed() == b""
 
 
 async def test_a_head_that_comes_line_by_line_is_closed_in_time(
