@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl.cli.main import app
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import free_port
 
 NOT_READY = {"version": "9", "ready": False, "reasons": ["training: the engine is starting"], "scopes": ["train"]}
 RUN = {
