@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from benchmarks.stage import Stage, wait_ready
 from benchmarks.table import Row, Target
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import free_port
 from skyrl.processes.supervision import dies_with_parent
 from skyrl.tiny import model_path
 

@@ -30,8 +30,8 @@ from benchmarks.prompts import prompt
 from benchmarks.router_load import Load, measure, request_of
 from benchmarks.stage import wait_ready
 from skyrl.config.loading import load_config
-from skyrl.inference.placement import free_port
 from skyrl.inference.router_members import RouterMembers
+from skyrl.processes.ports import free_port
 from skyrl.processes.runtime import RUNTIME_ENV, Runtime
 from skyrl.processes.supervision import dies_with_parent
 from skyrl.router.policies import AdapterAffinity, ConsistentHashing, Policy, RequestFacts

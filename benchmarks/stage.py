@@ -22,7 +22,7 @@ import httpx
 from benchmarks.processes import parts_of
 from benchmarks.samples import LoadSpec
 from skyrl.demo.server import DemoServer
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import free_port
 from skyrl.processes.supervision import dies_with_parent
 
 MODEL = "tiny"

@@ -19,8 +19,9 @@ import psutil
 
 from benchmarks.processes import cpu_seconds
 from skyrl.config.loading import load_config
-from skyrl.inference.placement import LocalPlacement, free_port
+from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
+from skyrl.processes.ports import free_port
 from skyrl.sampling import completion
 from skyrl.tiny import model_path
 from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY

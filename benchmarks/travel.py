@@ -29,8 +29,8 @@ from tinker import types
 
 from benchmarks.machine import facts
 from skyrl.demo.server import DemoServer
-from skyrl.inference.placement import free_port
 from skyrl.nodes.cache import NodeCache
+from skyrl.processes.ports import free_port
 from skyrl.storage.adapters import is_adapter
 from skyrl.storage.local import LocalStore
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import free_port
 from skyrl.processes.supervision import dies_with_parent
 
 NEEDS_PROMETHEUS = pytest.mark.skipif(

@@ -14,7 +14,6 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl.config.server import ConfigError
+from skyrl.processes.ports import HeldPort, check_free
 from skyrl.processes.supervision import dies_with_parent
 
 UNASKED_S = 60.0
@@ -33,7 +33,6 @@ LOG_BYTES, SIDECAR_LOG_BYTES = 64 * 1024, 16 * 1024
 """The most bytes of a log in one answer: more would not travel inside the answer, but through Ray's object store."""
 LOG_FILE_BYTES = 16 * 2**20
 """A longer log is emptied on the node once it was read."""
-FIRST_PORT, PORTS = 12_000, 20_000
 DIRECTORY_PREFIX = "skyrl-host-"
 LEFT_S = 60.0
 """A directory without a lock is somebody's left-over only when it is older: its maker may be about to lock it."""
@@ -108,8 +107,8 @@ class ServerHost:
         self._name = name
         self._program = program
         self._fixed_port = port
-        self._port: int | None = port
-        self._sidecar_port: int | None = None
+        self._port: HeldPort | None = None
+        self._sidecar_port: HeldPort | None = None
         self._bad_port: int | None = None
         """Where the last sidecar was unable to stay alive."""
         self._starts = 0
@@ -142,9 +141,9 @@ class ServerHost:
         _, host = self.node()
         try:
             self._program.check()
-            self._port = self._free_port(host, self._port, self._fixed_port)
-            self._sidecar_port = self._free_port(host, self._sidecar_port, None, self._port, self._bad_port)
-            command = self._program.command(host, self._port, self._sidecar_port, self._directory)
+            port = self._server_port(host)
+            self._sidecar_port = _usable(self._sidecar_port, host, self._bad_port)
+            command = self._program.command(host, port, self._sidecar_port.number, self._directory)
             self._child = self._run(command, self._log)
         except (ConfigError, OSError) as error:
             return Started(None, "", f"on node {host}: {error}")
@@ -201,7 +200,11 @@ class ServerHost:
             why = _last_line(self._sidecar_log) or f"exit code {code}"
             self._sidecar_trouble = f"it has ended {self._sidecar_ends} times in a row, the last time with: {why}"
         if self._sidecar_ends >= SIDECAR_ENDS:
-            self._bad_port, self._sidecar_port, self._sidecar_command = self._sidecar_port, None, None
+            self._sidecar_command = None
+            if self._sidecar_port is not None:
+                self._bad_port = self._sidecar_port.number
+                self._sidecar_port.close()
+                self._sidecar_port = None
             self.kill()
 
     def _end_sidecar(self) -> None:
@@ -246,6 +249,10 @@ class ServerHost:
             self._child.wait()
             _wait_for_group(self._child.pid)
         self._end_sidecar()
+        for port in (self._port, self._sidecar_port):
+            if port is not None:
+                port.close()
+        self._port = self._sidecar_port = None
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _reaped(self) -> int | None:
@@ -257,21 +264,13 @@ class ServerHost:
         self._end_sidecar()
         return code
 
-    def _free_port(self, host: str, before: int | None, fixed: int | None, *taken: int | None) -> int:
-        """The port of the start before if it is free, else another one than those `taken`. Raises OSError if the
-        `fixed` one is not free."""
-        if before is not None and before not in taken:
-            try:
-                return _bound(host, before)
-            except OSError:
-                if fixed is not None:
-                    raise
-        for number in range(PORTS):
-            port = FIRST_PORT + (os.getpid() * 7 + number) % PORTS
-            if port not in taken:
-                with suppress(OSError):
-                    return _bound(host, port)
-        raise OSError("no port is free")
+    def _server_port(self, host: str) -> int:
+        """Raises OSError if the fixed port is not free."""
+        if self._fixed_port is not None:
+            check_free(self._fixed_port, host)
+            return self._fixed_port
+        self._port = _usable(self._port, host)
+        return self._port.number
 
     def _end_if_unasked(self) -> None:
         while time.monotonic() - self._asked_at < UNASKED_S:
@@ -300,12 +299,14 @@ def _last_line(log: Path) -> str:
     return next((line.strip()[:LAST_LINE_BYTES] for line in reversed(lines) if line.strip()), "")
 
 
-def _bound(host: str, port: int) -> int:
-    """The port, if a server can listen there. Raises OSError."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-    return port
+def _usable(held: HeldPort | None, host: str, bad: int | None = None) -> HeldPort:
+    """The port of the start before if a server can listen there, else another one than `bad`. Raises OSError."""
+    if held is not None:
+        with suppress(OSError):
+            check_free(held.number, host)
+            return held
+        held.close()
+    return HeldPort.any(host, () if bad is None else {bad})
 
 
 def _private_directory() -> tuple[Path, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 from skyrl.cluster.capacity import Bundle, nodes, reserve
 from skyrl.cluster.interfaces import group_variables, interface_of
 from skyrl.config.server import ServerConfig
+from skyrl.processes.ports import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,8 @@ class RankActor:
         return ray.util.get_node_ip_address()
 
     def free_port(self) -> int:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
+        """For the store of the ranks' process group."""
+        return free_port("")
 
     def make(self, name: str, arguments: Sequence[Any], addresses: Sequence[str]) -> None:
         """Make the rank: an instance of `module:Class`. `addresses` are those of all ranks' nodes."""

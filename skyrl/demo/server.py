@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from skyrl.inference.placement import LOOPBACK, free_port
+from skyrl.processes.ports import LOOPBACK, HeldPort
 from skyrl.processes.supervision import dies_with_parent
 
 
@@ -27,10 +26,9 @@ class DemoServer:
 
     def __init__(self, state_dir: Path, *flags: str, backend_config: dict[str, Any] | None = None) -> None:
         self.state_dir = state_dir
-        self.port = free_port()
-        self._kept_port = socket.socket()
-        """Keeps others from choosing the same port before `start`."""
-        self._kept_port.bind((LOOPBACK, self.port))
+        self._held = HeldPort.any()
+        """Also between a stop and another start."""
+        self.port = self._held.number
         self.url = f"http://{LOOPBACK}:{self.port}"
         self.ready_s = 0.0
         self._flags = [*flags, "--backend-config", json.dumps(backend_config or {})]
@@ -47,7 +45,6 @@ class DemoServer:
     def start(self) -> None:
         """Start without waiting. The terminal's Ctrl-C does not reach the server; `stop` ends it."""
         self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._kept_port.close()
         command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(self.port)]
         with (self.state_dir / "serve.log").open("ab") as log:
             self._process = subprocess.Popen(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from skyrl.processes.startup import Cause, cause_of_vllm
 from skyrl.storage.registry import store_url
 
 VLLM = "vllm"
+_PORT_TAKEN = re.compile(r"^OSError: \[Errno \d+\] Address already in use")
+"""Python's words when vLLM binds its port or begins to listen."""
 
 
 class EngineKind(Protocol):
@@ -150,6 +153,10 @@ class Vllm:
         cause = cause_of_vllm(code, tail)
         if cause is None:
             return None
+        if _PORT_TAKEN.match(cause.sentence):
+            configured = self.config.backend_config.inference.port is not None
+            prefix = "generator.inference_engine.port: " if configured else ""
+            return Cause(f"{prefix}another process has taken vLLM's port ({cause.sentence})", cause.final)
         option = options_named(self.config, cause.sentence)
         prefix = f"{option}: vLLM refuses it" if option else "vLLM cannot start"
         hint = memory_hint(self.config, model_config(self.config.base_model_path), cause.sentence)

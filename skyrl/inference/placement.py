@@ -7,18 +7,14 @@ Knows processes on this machine; `skyrl.placer` knows those of a Ray cluster. `e
 from __future__ import annotations
 
 import asyncio
-import errno
-import secrets
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from skyrl.processes.ports import LOOPBACK, HeldPort
 from skyrl.processes.supervision import SupervisedProcess
 
-LOOPBACK = "127.0.0.1"
-FIRST_PORT, PORTS = 12_000, 20_000
 DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 OnExit = Callable[[int], None]
 
@@ -130,11 +126,12 @@ class Placement(Protocol):
 
 
 class LocalServer:
-    """A server that runs as a supervised child process."""
+    """A server that runs as a supervised child process. `held` is its port, if nobody else holds it."""
 
-    def __init__(self, spec: ServerSpec, process: SupervisedProcess) -> None:
+    def __init__(self, spec: ServerSpec, process: SupervisedProcess, held: HeldPort | None = None) -> None:
         self.url = spec.url
         self._process = process
+        self._held = held
         self._supervision = asyncio.create_task(process.run(), name=f"supervise {process.name}")
 
     async def until_moved(self, url: str | None) -> None:
@@ -164,6 +161,8 @@ class LocalServer:
     async def stop(self, grace_s: float = 10.0) -> None:
         await self._process.stop(grace_s)
         await self._supervision
+        if self._held is not None:
+            self._held.close()
 
 
 class LocalPlacement:
@@ -175,31 +174,28 @@ class LocalPlacement:
         self._directory = directory
 
     async def start(self, plan: ServerPlan, on_exit: OnExit | None = None) -> LocalServer:
-        """As `Placement.start`. Without `devices` the server may use all devices."""
-        port = free_port() if plan.port is None else plan.port
+        """As `Placement.start`. Without `devices` the server may use all devices. A port that the plan gives is held
+        by whoever has chosen it."""
+        held = HeldPort.any() if plan.port is None else None
+        port = plan.port if held is None else held.number
+        assert port is not None
         spot = Spot(LOOPBACK, port, self._directory, plan.cuda)
-        return self.run(await asyncio.to_thread(plan.kind.spec, plan.name, spot), plan.devices, on_exit)
+        try:
+            spec = await asyncio.to_thread(plan.kind.spec, plan.name, spot)
+        except BaseException:
+            if held is not None:
+                held.close()
+            raise
+        return self.run(spec, plan.devices, on_exit, held)
 
-    def run(self, spec: ServerSpec, devices: Sequence[str] = (), on_exit: OnExit | None = None) -> LocalServer:
-        """Start a server whose command is known."""
+    def run(
+        self,
+        spec: ServerSpec,
+        devices: Sequence[str] = (),
+        on_exit: OnExit | None = None,
+        held: HeldPort | None = None,
+    ) -> LocalServer:
+        """Start a server whose command is known. The server's end gives `held` back."""
         name, log = spec.log_name.removesuffix(".log"), self._log_dir / spec.log_name
         env = {**spec.env, DEVICES_ENV: ",".join(devices)} if devices else spec.env
-        return LocalServer(spec, SupervisedProcess(name, spec.argv, env, log, on_exit=on_exit))
-
-
-def free_port(host: str = LOOPBACK) -> int:
-    """A port on which no process listens now; another server may still take the port before it is used.
-
-    The port is below the range for outgoing connections (32768 and up on Linux): any process's connection could take a
-    port of that range while the server starts, or between its end and its restart. Raises OSError.
-    """
-    while True:
-        port = FIRST_PORT + secrets.randbelow(PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-            return port
+        return LocalServer(spec, SupervisedProcess(name, spec.argv, env, log, on_exit=on_exit), held)

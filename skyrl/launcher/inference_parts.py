@@ -6,21 +6,23 @@ Imports neither torch nor vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
-from skyrl.config.server import ServerConfig
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.engine_kinds import VLLM, Vllm
-from skyrl.inference.placement import LOOPBACK, Placement, ServerPlan, free_port
+from skyrl.inference.placement import Placement, ServerPlan
 from skyrl.inference.vllm_command import inference_devices
 from skyrl.launcher.first_ready import StartObserver
 from skyrl.launcher.parts import Part
-from skyrl.launcher.preflight import Findings
+from skyrl.launcher.preflight import Findings, taken_port
 from skyrl.launcher.server_parts import ServerParts
 from skyrl.metrics.restarts import RestartMetrics
+from skyrl.processes.ports import LOOPBACK, HeldPorts
 
 
 class InferenceParts:
-    """Makes the parts of the vLLMs. All URLs are known before a vLLM is started. Without a trainer, all devices are the
+    """Makes the parts of the vLLMs. All URLs are known before a vLLM is started, and stay: `held` holds the ports while
+    this server runs. Raises ConfigError for a port that cannot be held. Without a trainer, all devices are the
     vLLMs'. The only vLLM is called `vllm`; several are `vllm-0`, `vllm-1` and so on."""
 
     def __init__(
@@ -31,11 +33,16 @@ class InferenceParts:
         placement: Placement,
         first_ready: StartObserver,
         restarts: RestartMetrics,
+        held: HeldPorts,
         *,
         has_trainer: bool = True,
     ) -> None:
         inference = config.backend_config.inference
-        ports = inference.ports or distinct_ports(inference.num_engines)
+        if inference.ports is None:
+            ports = held.take(inference.num_engines, but_not={config.port})
+        else:
+            ports = inference.ports
+            keep_configured(ports, held)
         devices = inference_devices(config, found.devices, has_trainer=has_trainer)
         kind = Vllm(config, key, found.offline, found.vllm_tested)
         self._servers: list[ServerParts] = []
@@ -48,9 +55,8 @@ class InferenceParts:
                 ServerParts(plan, kind, placement, first_ready, restarts, probe_interval_s=interval_s, shown=shown)
             )
         self.replica_urls = tuple(f"http://{LOOPBACK}:{port}" for port in ports)
-        self.url = self.replica_urls[0] if not config.routed else router_url(config, ports)
+        self.url = self.replica_urls[0] if not config.routed else router_url(config, held)
         """Where samples go: the only vLLM, or the router."""
-        self.ports = frozenset({*ports, int(self.url.rpartition(":")[2])})
 
     @property
     def watches(self) -> tuple[str, ...]:
@@ -61,20 +67,25 @@ class InferenceParts:
         return [part for server in self._servers for part in server.parts(needs)]
 
 
-def router_url(config: ServerConfig, taken: Collection[int]) -> str:
-    """The URL of this server's router, at a port that is free and not in `taken`. Raises OSError."""
-    return f"http://{in_url(config.inference_host)}:{distinct_ports(1, {*taken, config.port})[0]}"
+def keep_configured(ports: Sequence[int], held: HeldPorts) -> None:
+    """Hold the ports that the operator has chosen for vLLM. Raises ConfigError."""
+    for port in ports:
+        try:
+            held.keep(port)
+        except OSError as error:
+            raise taken_port(port, error) from error
+
+
+def router_url(config: ServerConfig, held: HeldPorts) -> str:
+    """The URL of this server's router, at a port that is free and now held. Raises ConfigError."""
+    host = config.inference_host
+    try:
+        (port,) = held.take(1, host, but_not={config.port})
+    except OSError as error:
+        raise ConfigError(f"inference_host: the router cannot listen at {host} ({error.strerror})") from error
+    return f"http://{in_url(host)}:{port}"
 
 
 def in_url(host: str) -> str:
     """A host as a URL has it."""
     return f"[{host}]" if ":" in host else host
-
-
-def distinct_ports(count: int, taken: Collection[int] = (), host: str = LOOPBACK) -> list[int]:
-    """Free ports, none of them in `taken`. Raises OSError."""
-    ports: list[int] = []
-    while len(ports) < count:
-        if (port := free_port(host)) not in ports and port not in taken:
-            ports.append(port)
-    return ports

@@ -20,9 +20,8 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.store_ownership import claim_store
 from skyrl.inference.placement import LocalPlacement
-from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import FirstReady
-from skyrl.launcher.inference_parts import InferenceParts, distinct_ports, router_url
+from skyrl.launcher.inference_parts import InferenceParts, router_url
 from skyrl.launcher.own_parts import (
     CLAIM_WATCH,
     ENGINE,
@@ -43,6 +42,7 @@ from skyrl.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_dir
 from skyrl.launcher.training_claim import server_id
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.processes.listening import listen
+from skyrl.processes.ports import LOOPBACK, HeldPorts
 from skyrl.processes.runtime import Runtime, set_up_process
 from skyrl.processes.systemd import Systemd
 
@@ -58,6 +58,7 @@ class Launcher:
         self._systemd = systemd
         self._logs = config.state_dir / "logs"
         self._parts = Parts()
+        self._held = HeldPorts()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Returns when all processes of this server have ended.
@@ -67,6 +68,7 @@ class Launcher:
         """
         config = self._config
         with ExitStack() as resources:
+            resources.enter_context(self._held)
             sockets = [resources.enter_context(listener) for listener in listen(config.host, config.port)]
             database = resources.enter_context(closing(Database(config.database)))
             await asyncio.to_thread(migrate, database)
@@ -108,16 +110,17 @@ class Launcher:
         if config.modes.manages_inference:
             assert key is not None
             if config.ray is not None:
-                url = router_url(config, ())
+                url = router_url(config, self._held)
             else:
                 placement = LocalPlacement(self._logs, directory)
-                inference = InferenceParts(config, found, key, placement, first_ready, metrics.restarts)
+                inference = InferenceParts(config, found, key, placement, first_ready, metrics.restarts, self._held)
                 url, replicas = inference.url, inference.replica_urls
                 if config.full_finetuning:
-                    ports = distinct_ports(len(replicas), {config.port, *inference.ports})
-                    sidecars = tuple(f"http://{HOST}:{port}" for port in ports)
+                    ports = self._held.take(len(replicas), but_not={config.port})
+                    sidecars = tuple(f"http://{LOOPBACK}:{port}" for port in ports)
         if config.ray == "local":
-            cluster = head.LocalCluster(config, distinct_ports(1, {config.port}, head.HOST)[0], directory)
+            (port,) = self._held.take(1, head.HOST, but_not={config.port})
+            cluster = head.LocalCluster(config, port, directory)
         runtime = Runtime(
             config,
             directory,

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +23,9 @@ from skyrl.config.mixtures import model_config
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.expert_adapters import host_memory_warning
 from skyrl.inference.features import vllm_version
-from skyrl.inference.vllm_command import HOST, cuda_devices
+from skyrl.inference.vllm_command import cuda_devices
 from skyrl.inference.vllm_version import check_vllm
+from skyrl.processes.ports import LOOPBACK, check_free
 from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 
 logger = logging.getLogger(__name__)
@@ -195,14 +195,14 @@ def check_inference_port(config: ServerConfig) -> None:
 def _check_port(config: ServerConfig, port: int) -> None:
     if port == config.port:
         raise ConfigError(f"generator.inference_engine.port: {port} is this server's own port; vLLM needs another one")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise ConfigError(
-                f"generator.inference_engine.port: vLLM cannot listen on {HOST}:{port} ({error.strerror})"
-            ) from error
+    try:
+        check_free(port)
+    except OSError as error:
+        raise taken_port(port, error) from error
+
+
+def taken_port(port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"generator.inference_engine.port: vLLM cannot listen on {LOOPBACK}:{port} ({error.strerror})")
 
 
 @dataclass(frozen=True)

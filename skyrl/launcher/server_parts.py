@@ -6,6 +6,7 @@ Asks the server's kind how it is probed and why it has ended. Does not know wher
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,6 +18,8 @@ from skyrl.launcher.first_ready import StartObserver
 from skyrl.launcher.parts import Part
 from skyrl.metrics.restarts import RestartMetrics
 from skyrl.processes.startup import TAIL_LINES
+
+logger = logging.getLogger(__name__)
 
 INFERENCE_GRACE_S = 5.0
 
@@ -95,6 +98,8 @@ class ServerParts:
 
     def _ended(self, code: int) -> None:
         cause = self._kind.cause(code, self.server.log_tail(TAIL_LINES))
+        if cause is not None:
+            logger.warning("%s (%s): %s", self.name, self.server.url, cause.sentence)
         self._restarts.ended(
             "vllm", "hung" if self._killed else "config" if cause is not None and cause.final else "died"
         )

@@ -15,8 +15,8 @@ from pathlib import Path
 from skyrl.cluster import head
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
-from skyrl.launcher.inference_parts import distinct_ports
 from skyrl.launcher.preflight import Findings
+from skyrl.processes.ports import HeldPorts
 from skyrl.processes.runtime import PLACED, RUNTIME_ENV, Runtime
 from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
@@ -53,12 +53,19 @@ class PlacedProcesses:
 
 
 def placed_processes(
-    config: ServerConfig, ray: str, found: Findings, directory: Path, router_url: str, vllm_key: str
+    config: ServerConfig,
+    ray: str,
+    found: Findings,
+    directory: Path,
+    router_url: str,
+    vllm_key: str,
+    held: HeldPorts,
 ) -> PlacedProcesses:
-    """The commands of these processes; writes the files that they read into the private `directory`."""
+    """The commands of these processes; writes the files that they read into the private `directory`. A cluster of this
+    machine gets a port from `held`."""
     cluster = None
     if ray == "local":
-        port = distinct_ports(1, {int(router_url.rpartition(":")[2])}, head.HOST)[0]
+        (port,) = held.take(1, head.HOST, but_not={int(router_url.rpartition(":")[2])})
         cluster = head.LocalCluster(config, port, directory)
         cluster.write_token()
     runtime = Runtime(

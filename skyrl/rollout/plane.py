@@ -25,7 +25,7 @@ from skyrl.config.server import ServerConfig
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import Supervised
-from skyrl.launcher.inference_parts import InferenceParts, distinct_ports, in_url
+from skyrl.launcher.inference_parts import InferenceParts, in_url
 from skyrl.launcher.own_parts import PLACER, RAY, log_part, metrics_part
 from skyrl.launcher.parts import Part, Parts
 from skyrl.launcher.preflight import Findings, check, check_placed_vllms
@@ -33,6 +33,7 @@ from skyrl.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_dir
 from skyrl.metrics.files import FILE_VARIABLE
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.processes.listening import listen
+from skyrl.processes.ports import HeldPorts
 from skyrl.processes.startup import TAIL_LINES, Cause, FirstStarts, StartupError, cause_of_own
 from skyrl.processes.supervision import SupervisedProcess
 from skyrl.processes.systemd import Systemd
@@ -114,6 +115,7 @@ class Plane:
         self._systemd = systemd
         self._logs = options.config.state_dir / "logs"
         self._parts = Parts()
+        self._held = HeldPorts()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. When this returns or raises, all processes have ended. Raises ConfigError (port,
@@ -122,6 +124,7 @@ class Plane:
         for listener in listen(options.host, options.port):
             listener.close()  # the port is free; the router opens it itself
         with ExitStack() as resources:
+            resources.enter_context(self._held)
             longest = LONGEST_TMPDIR if options.ray is None else head.LONGEST_TMPDIR
             directory = resources.enter_context(private_directory(options.config.state_dir, longest))
             # The sidecars get other ports at each start. A router that is started again meanwhile needs the file.
@@ -146,9 +149,11 @@ class Plane:
             sidecars = await self._start_placed(options.ray, directory, key, starts)
         elif options.num_engines:
             placement = LocalPlacement(self._logs, directory)
-            vllms = InferenceParts(config, self._found, key, placement, starts, metrics.restarts, has_trainer=False)
+            vllms = InferenceParts(
+                config, self._found, key, placement, starts, metrics.restarts, self._held, has_trainer=False
+            )
             await self._add(*vllms.parts(()))
-            ports = distinct_ports(len(vllms.replica_urls), {options.port})
+            ports = self._held.take(len(vllms.replica_urls), but_not={options.port})
             for number, (port, vllm_url) in enumerate(zip(ports, vllms.replica_urls, strict=True)):
                 name = f"sidecar-{number}"
                 command = ("sidecar", "--port", str(port), "--vllm-url", vllm_url, "--drain-s", str(DRAIN_S))
@@ -165,7 +170,7 @@ class Plane:
 
     async def _start_placed(self, ray: str, directory: Path, key: str, starts: Starts) -> tuple[str, ...]:
         """Start what places the vLLMs on a Ray cluster. Returns the parts that the router needs."""
-        made = placed_processes(self._options.config, ray, self._found, directory, self._options.url, key)
+        made = placed_processes(self._options.config, ray, self._found, directory, self._options.url, key, self._held)
         needs: tuple[str, ...] = ()
         placer: list[SupervisedProcess] = []
         if made.ray is not None:

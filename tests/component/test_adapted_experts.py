@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.loading import load_config
-from skyrl.inference.placement import LocalPlacement, free_port
+from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
+from skyrl.processes.ports import free_port
 from skyrl.tiny import moe
 from skyrl.types.lora import LoraSpec
 from tests.component.sidecar_world import RunningSidecar, running_sidecar

@@ -20,8 +20,9 @@ import pytest
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.loading import load_config
-from skyrl.inference.placement import LocalPlacement, LocalServer, free_port
+from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import vllm_spec
+from skyrl.processes.ports import free_port
 from skyrl.tiny import model_path
 from skyrl.types.lora import LoraSpec
 from tests.families import FAMILIES, MIXTURES, VOCAB, make_family

@@ -13,9 +13,12 @@ import aiohttp
 import pytest
 
 from tests.component.router_world import Exchange, FakeWorker, RunningRouter, running_router, until
+from tests.component.sidecar_world import FakeVllm, answers, running_sidecar, sidecar_before
 
 DISK, GROUP, INIT = "/update_weights_from_disk", "/update_weights_from_distributed", "/init_weights_update_group"
 SAMPLE = "/generate"
+ENDS_S = 30.0
+"""Far below the bounds of a change, 300 s for its turn and 600 s for itself."""
 HANGS = 0
 """The status of an answer that never comes."""
 
@@ -518,3 +521,29 @@ async def test_workers_learn_that_a_client_is_not_on_this_machine(
         status, _ = await post(router, DISK, {}, authorization="Bearer secret", **{"x-forwarded-for": "10.0.0.1"})
         assert status == 200
         assert worker.received[-1].header("x-forwarded-for") == [], "the router has decided already"
+
+
+async def test_every_change_ends_soon_while_the_vllm_of_a_sidecar_is_away() -> None:
+    """With real sidecars: a trainer that knows the router alone is told which worker has failed, and why."""
+    whole = FakeVllm(answers({"results": [{"ok": True}]}))
+    async with (
+        sidecar_before(whole) as first,
+        running_sidecar("http://127.0.0.1:1") as second,  # nobody listens there
+        running_router(workers=(first.url, second.url)) as router,
+    ):
+        group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
+        names: dict[str, Any] = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
+        changes = {
+            "/pause_generation": {},
+            DISK: {"model_path": "/a", "weight_version": "2"},
+            INIT: group,
+            GROUP: names,
+            "/continue_generation": {},
+        }
+        for path, body in changes.items():
+            async with asyncio.timeout(ENDS_S):
+                status, answer = await post(router, path, body)
+            assert (status, answer["success"]) == (502, False), path
+            failed = next(one for one in answer["results"] if one["worker"] == second.url)
+            assert failed["status_code"] == 503, path
+            assert "vLLM cannot be reached" in json.dumps(failed["body"]), path

@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 
 from skyrl.config.loading import load_config
-from skyrl.inference.placement import LocalPlacement, free_port
+from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
+from skyrl.processes.ports import free_port
 from skyrl.tiny import model_path
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 

@@ -29,12 +29,13 @@ from transformers import AutoModelForCausalLM
 from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
+from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
 from skyrl.nodes.references import reference_to
 from skyrl.nodes.settings import CACHE, node_environment
+from skyrl.processes.ports import free_port
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.control import ControlClient
 from skyrl.router.policies import LeastInFlight

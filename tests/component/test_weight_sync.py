@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import free_port
 from skyrl.processes.supervision import dies_with_parent
 from skyrl.types.weights import AdapterVersion
 from skyrl.weights import process_group

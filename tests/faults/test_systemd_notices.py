@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import free_port
 from skyrl.processes.supervision import dies_with_parent
 
 WAIT_S = 300.0

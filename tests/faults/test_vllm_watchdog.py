@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from skyrl.inference.placement import free_port
 from skyrl.inference.vllm_client import VllmClient
 from skyrl.inference.watchdog import Watchdog
+from skyrl.processes.ports import free_port
 
 INTERVAL_S = 0.05
 LONG_S = 1000.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import HeldPort, free_port
 from skyrl.processes.supervision import dies_with_parent
 
 READY_S = 500.0
@@ -24,7 +24,8 @@ class RunningPlane:
     """`skyrl rollout` with `flags` on a free port."""
 
     def __init__(self, state_dir: Path, *flags: str) -> None:
-        self.port = free_port()
+        self._held = HeldPort.any()
+        self.port = self._held.number
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
         self._state_dir = state_dir
@@ -85,6 +86,7 @@ class RunningPlane:
             return self._process.wait(timeout=120)
         finally:
             self.http.close()
+            self._held.close()
             if self._process.poll() is None:
                 self._process.kill()
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import free_port
 from skyrl.processes.supervision import dies_with_parent
 from skyrl.tiny import model_path
 from tests.plane.running import READY_S, RunningPlane

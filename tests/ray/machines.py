@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from skyrl.cluster.head import HEALTH_CHECKS, PRIORITY
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 HEAD = "127.0.0.2"

@@ -16,6 +16,7 @@ import pytest
 from skyrl.cluster import hosts
 from skyrl.cluster.hosts import Look, ServerHost
 from skyrl.config.server import ConfigError
+from skyrl.processes.ports import HeldPort
 
 WAIT_S = 60.0
 SLEEPS = "import os, time; print('up', os.environ.get('RAY_JOB_ID'), os.environ['OWN'], flush=True); time.sleep(600)"
@@ -119,6 +120,36 @@ def test_a_long_log_is_emptied_once_it_was_read(make: Callable[..., HostHere], m
 def test_a_node_that_cannot_run_the_server_says_why(make: Callable[..., HostHere]) -> None:
     started = make(refuses="vLLM is not installed").start()
     assert (started.url, started.trouble) == (None, "on node 127.0.0.1: vLLM is not installed")
+
+
+def test_ports_are_held_to_the_stop_and_change_only_when_somebody_listens(
+    make: Callable[..., HostHere],
+) -> None:
+    host = make("import time; time.sleep(600)", sidecar=SIDECAR)
+
+    def restarted() -> list[int]:
+        if host._child is not None:
+            host.kill()
+            looked(host, lambda look: look.code is not None)
+            host.ended()
+        started = host.start()
+        assert started.url is not None
+        assert started.sidecar_url is not None
+        return [int(url.rpartition(":")[2]) for url in (started.url, started.sidecar_url)]
+
+    first = restarted()
+    for port in first:
+        with pytest.raises(OSError, match="already in use"):
+            HeldPort(port)  # nobody listens there
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind(("127.0.0.1", first[0]))
+        stranger.listen()
+        second = restarted()
+    assert (second[0] != first[0], second[1]) == (True, first[1])
+    host.stop(0)
+    for port in (*first, *second):
+        HeldPort(port).close()
 
 
 def test_a_configured_port_that_is_taken_is_an_error(make: Callable[..., HostHere]) -> None:

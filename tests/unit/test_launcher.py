@@ -13,11 +13,11 @@ import pytest
 
 from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
-from skyrl.inference.placement import free_port
 from skyrl.launcher import own_parts
 from skyrl.launcher.main import Launcher
 from skyrl.launcher.parts import ServerEnded
 from skyrl.launcher.preflight import Findings
+from skyrl.processes.ports import free_port
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, StartupError
 from skyrl.processes.supervision import SupervisedProcess
 from skyrl.processes.systemd import Systemd

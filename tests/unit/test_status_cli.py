@@ -18,8 +18,9 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl.cli.main import app
-from skyrl.inference.placement import free_port
+from skyrl.processes.ports import free_port
 
+WATCHED_S = 120.0
 NOT_READY = {"version": "9", "ready": False, "reasons": ["training: the engine is starting"], "scopes": ["train"]}
 RUN = {
     "id": "session:train:0",
@@ -116,10 +117,22 @@ def test_without_a_key_nothing_is_asked(stand_in: StandIn) -> None:
     assert stand_in.asked == []
 
 
-def start_watch(url: str, stdout: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "skyrl.cli.main", "status", "--url", url, "--watch"]
+@contextlib.contextmanager
+def watching(url: str, stdout: int) -> Iterator[subprocess.Popen[str]]:
+    """The command as a shell starts it in the foreground: with SIGINT, which a shell without job control sets to be
+    ignored in what it starts in the background, such as these tests. Killed after WATCHED_S and with the body, so that
+    nothing waits for it or for its output any longer."""
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "skyrl.cli.main", "status", "--url", url, "--watch"]
     environment = os.environ | {"TINKER_API_KEY": "tml-k", "COLUMNS": "200", "TERM": "xterm"}
-    return subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True) as process:
+        bound = threading.Timer(WATCHED_S, process.kill)
+        bound.start()
+        try:
+            yield process
+        finally:
+            bound.cancel()
+            bound.join()
+            process.kill()
 
 
 def wait_until_asked(stand_in: StandIn, times: int) -> None:
@@ -130,7 +143,7 @@ def wait_until_asked(stand_in: StandIn, times: int) -> None:
 
 
 def test_watch_prints_each_answer_into_a_pipe_until_ctrl_c(stand_in: StandIn) -> None:
-    with start_watch(stand_in.url, subprocess.PIPE) as process:
+    with watching(stand_in.url, subprocess.PIPE) as process:
         assert process.stdout is not None
         wait_until_asked(stand_in, 1)
         assert "not ready" in process.stdout.readline(), "it is there at once"
@@ -144,10 +157,10 @@ def test_watch_prints_each_answer_into_a_pipe_until_ctrl_c(stand_in: StandIn) ->
 def test_watch_has_the_screen_of_a_terminal_for_itself_until_ctrl_c(stand_in: StandIn) -> None:
     terminal, its_end = os.openpty()
     shown = b""
-    with start_watch(stand_in.url, its_end) as process:
+    with watching(stand_in.url, its_end) as process:
         os.close(its_end)
         while b"session:train:0" not in shown:
-            shown += os.read(terminal, 4096)
+            shown += os.read(terminal, 4096)  # an error once the process was killed
         wait_until_asked(stand_in, 2)
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # Linux's answer once nobody has the other end
