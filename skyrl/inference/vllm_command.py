@@ -61,6 +61,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 """For processes whose output goes to a log, where a progress bar would be one line of many kilobytes."""
 
+START, SERVER = "skyrl.vllm_plugin.start", "vllm.entrypoints.openai.api_server"
+"""The first module runs the second. Named, not imported: the plugin is for vLLM's own processes."""
+
 _INCARNATION = f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}"
 _STORED_ADAPTERS = f"{StoredAdapterLoads.__module__}.{StoredAdapterLoads.__name__}"
 
@@ -166,7 +169,7 @@ def vllm_spec(
         options |= cpu_options
         threads = str(config.threads)
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
-    argv = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *render(options | passed_through))
+    argv = (sys.executable, "-m", START, SERVER, *render(options | passed_through))
     return ServerSpec(argv=argv, env=env, host=host, port=port, log_name=log_name)
 
 

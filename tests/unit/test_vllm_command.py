@@ -55,7 +55,7 @@ def option(server: ServerSpec, name: str) -> list[str]:
 
 def test_a_cpu_server_has_every_setting_that_it_needs(model: Path) -> None:
     server = spec(model)
-    assert server.argv[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
+    assert server.argv[1:4] == ("-m", "skyrl.vllm_plugin.start", "vllm.entrypoints.openai.api_server")
     for flag in ("enforce-eager", "no-enable-chunked-prefill", "enable-lora", "enable-scale-out"):
         assert option(server, flag) == []
     assert option(server, "dtype") == ["float32"]
