@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,7 @@ def inference_devices(config: ServerConfig, devices: Sequence[str], *, has_train
     return [chosen[number * each : (number + 1) * each] for number in range(inference.num_engines)]
 
 
+@cache
 def plugin_installed() -> bool:
     """Whether vLLM will find `skyrl.vllm_plugin`. Without the plugin, LoRA on a CPU is wrong, and the development
     endpoints need no key."""
