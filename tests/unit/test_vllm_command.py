@@ -15,8 +15,8 @@ from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.expert_adapters import host_memory_warning, memory_hint, room_bytes
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
+from skyrl.nodes.placed_sidecar import ADMIN_KEY, PlacedSidecar
 from skyrl.nodes.settings import NodeSettings
-from skyrl.nodes.sidecar import ADMIN_KEY, PlacedSidecar
 
 TINY = {
     "num_hidden_layers": 2,
