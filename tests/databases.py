@@ -4,8 +4,10 @@ postgres, one PostgreSQL database for each state directory.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,26 @@ class StateDatabases:
         """Drop the databases of all state directories that are `directory` or lie in it."""
         for state_dir in [name for name in self._names if name.is_relative_to(directory)]:
             self._server.drop_database(self._names.pop(state_dir))
+
+
+@cache
+def _migrated_file() -> bytes:
+    """A SQLite file with tables and no rows."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "skyrl.db"
+        with closing(Database(f"sqlite:///{path}")) as database:
+            migrate(database)
+        return path.read_bytes()
+
+
+def make_tables(database: Database) -> None:
+    """Give a database this version's tables, as `migrate` does. A new SQLite file is a copy of a migrated one, because
+    the migrations take longer than most tests."""
+    if database.file is None or database.file.exists():
+        migrate(database)
+    else:
+        database.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        database.file.write_bytes(_migrated_file())
 
 
 _databases: StateDatabases | None = None

@@ -103,7 +103,7 @@ class PostgresServer:
     def new_database(self, template: str = "template1") -> str:
         """Make a copy of `template` (by default an empty database) and return its name."""
         name = f"skyrl_{secrets.token_hex(4)}"
-        self.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")  # half the CPU of WAL_LOG
         return name
 
     def drop_database(self, name: str) -> None:

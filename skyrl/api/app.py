@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -38,7 +39,7 @@ from skyrl.api.hooks import AccessCheck, BodyMemoryHook, RequestIds, RequestMetr
 from skyrl.api.http_table import HttpTable
 from skyrl.api.openapi import describe
 from skyrl.api.refusals import Refusals
-from skyrl.api.route import Route
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.tracing import TraceHook
 
@@ -68,7 +69,7 @@ RESOURCES = (
 class Framework(FastAPI):
     """FastAPI for the routes with parameters, and for `/openapi.json`."""
 
-    def __init__(self) -> None:
+    def __init__(self, resources: Sequence[Routes]) -> None:
         super().__init__(
             title="skyrl",
             version=__version__,
@@ -76,37 +77,40 @@ class Framework(FastAPI):
             docs_url=None,  # FastAPI's pages load scripts from other servers; /openapi.json stays
             redoc_url=None,
         )
-        self.declared: list[Route] = []
+        for routes in resources:
+            routes.add_to(self)
+        self._declared = [route for routes in resources for route in routes.declared]
 
     def openapi(self) -> dict[str, Any]:
         """The document of `/openapi.json`, made at the first call."""
         if self.openapi_schema is None:
-            self.openapi_schema = describe(self, self.declared)
+            self.openapi_schema = describe(self, self._declared)
         return self.openapi_schema
 
 
 def create_app(services: Services) -> HttpTable:
     """All routes over these services."""
-    framework = Framework()
-    for resource in RESOURCES:
-        routes = resource.router(services)
-        framework.include_router(routes.router)
-        framework.declared += routes.declared
+    resources = [resource.router(services) for resource in RESOURCES]
+    declared = [route for routes in resources for route in routes.declared]
     errors = ErrorAnswers(Refusals(services.access), services.quotas)
 
     async def answer(request: Request, error: Exception) -> Response:
         return errors.answer(request.scope["call"], error)
 
-    for kind in errors.kinds:
-        framework.add_exception_handler(kind, answer)
+    def make_framework() -> Framework:
+        framework = Framework(resources)
+        for kind in errors.kinds:
+            framework.add_exception_handler(kind, answer)
+        return framework
+
     bodies = BodyReader(services.config.state_dir, bounds(services.config.max_body_bytes))
     tracing = () if services.spans is None else (TraceHook(services.spans, services.config.trace_ratio),)
     hooks: tuple[Hook, ...] = (
         *tracing,
-        RequestMetrics(services.metrics.http, framework.declared),
+        RequestMetrics(services.metrics.http, declared),
         RequestIds(),
         AccessCheck(services.access, services.urls),
         BodyMemoryHook(bodies),
         *((AccessLog(),) if services.config.access_log else ()),
     )
-    return HttpTable(framework, framework.declared, hooks, errors)
+    return HttpTable(make_framework, declared, hooks, errors)

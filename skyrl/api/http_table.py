@@ -8,7 +8,8 @@ and reads the parameters, or answers that there is no such path.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 from fastapi import FastAPI
 from starlette.routing import compile_path
@@ -25,9 +26,13 @@ class HttpTable:
     """An ASGI application. Each of `hooks` begins before the route, in their order; no request skips a hook."""
 
     def __init__(
-        self, framework: FastAPI, routes: Iterable[Route], hooks: Sequence[Hook], errors: ErrorAnswers
+        self,
+        make_framework: Callable[[], FastAPI],
+        routes: Iterable[Route],
+        hooks: Sequence[Hook],
+        errors: ErrorAnswers,
     ) -> None:
-        self.framework = framework
+        self._make_framework = make_framework
         self.routes = (*routes,)
         self.hooks = (*hooks,)
         self._errors = errors
@@ -40,6 +45,16 @@ class HttpTable:
         self._patterns: list[tuple[str, re.Pattern[str], Route]] = [
             (route.method, compile_path(route.template)[0], route) for route in self.routes
         ]
+
+    @cached_property
+    def framework(self) -> FastAPI:
+        """FastAPI with all routes, made when it is first needed."""
+        return self._make_framework()
+
+    def prepare(self) -> None:
+        """Make FastAPI's routes now: that takes a tenth of a second, for which otherwise the first request that needs
+        them would hold up all others."""
+        assert self.framework.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

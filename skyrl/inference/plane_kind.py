@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from skyrl.cluster.interfaces import group_variables, interface_of
 from skyrl.inference.engine_kinds import Vllm, sidecar_spec
 from skyrl.inference.placement import ServerSpec, Spot
-from skyrl.nodes.sidecar import PlacedSidecar
+from skyrl.nodes.placed_sidecar import PlacedSidecar
 
 logger = logging.getLogger(__name__)
 

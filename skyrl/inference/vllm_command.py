@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """For processes that find the model on this machine: they do not ask the hub, and so do not wait when it is away."""
 NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 """For processes whose output goes to a log, where a progress bar would be one line of many kilobytes."""
+
+START, SERVER = "skyrl.vllm_plugin.start", "vllm.entrypoints.openai.api_server"
+"""The first module runs the second. Named, not imported: the plugin is for vLLM's own processes."""
 
 _INCARNATION = f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}"
 _STORED_ADAPTERS = f"{StoredAdapterLoads.__module__}.{StoredAdapterLoads.__name__}"
@@ -166,7 +170,7 @@ def vllm_spec(
         options |= cpu_options
         threads = str(config.threads)
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
-    argv = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *render(options | passed_through))
+    argv = (sys.executable, "-m", START, SERVER, *render(options | passed_through))
     return ServerSpec(argv=argv, env=env, host=host, port=port, log_name=log_name)
 
 
@@ -245,6 +249,7 @@ def inference_devices(config: ServerConfig, devices: Sequence[str], *, has_train
     return [chosen[number * each : (number + 1) * each] for number in range(inference.num_engines)]
 
 
+@cache
 def plugin_installed() -> bool:
     """Whether vLLM will find `skyrl.vllm_plugin`. Without the plugin, LoRA on a CPU is wrong, and the development
     endpoints need no key."""

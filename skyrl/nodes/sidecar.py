@@ -7,10 +7,8 @@ answers without. Takes its settings from the environment, where the vLLM's node 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,10 @@ from skyrl.nodes.asgi import App, Message, Receive, Send, answer_json
 from skyrl.nodes.base_model import base_directory
 from skyrl.nodes.cache import SCRATCH, NodeCache
 from skyrl.nodes.files import NodeFiles
+from skyrl.nodes.placed_sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
 from skyrl.nodes.placers_route import PlacersRoute
 from skyrl.nodes.settings import API_KEY, STORE, NodeSettings
 from skyrl.nodes.versions import StoredVersions
-from skyrl.processes.log_format import LogFormat
 from skyrl.processes.runtime import run_process, set_up_process
 from skyrl.sidecar.main import run_sidecar
 from skyrl.sidecar.settings import SidecarSettings
@@ -29,33 +27,6 @@ from skyrl.sidecar.updates import Updates
 from skyrl.storage.full_weights import is_full_version
 from skyrl.storage.registry import store_at
 from skyrl.web.admin import AdminKey
-
-SIDECAR = "SKYRL_NODE_SIDECAR"
-ADMIN_KEY, CLIENT_KEY = "SKYRL_NODE_ADMIN_KEY", "SKYRL_NODE_CLIENT_KEY"
-
-
-@dataclass(frozen=True)
-class PlacedSidecar:
-    """`vllm_url` is that of the vLLM beside it; `host` and `port` are where it listens. `number` is that of its vLLM.
-    `base_model` is a directory or a name of the model hub."""
-
-    vllm_url: str
-    host: str
-    port: int
-    number: int
-    base_model: str
-    log_level: str = "info"
-    log_format: LogFormat = "text"
-
-    def environment(self, vllm_key: str, admin_key: str | None, client_key: str | None) -> dict[str, str]:
-        """The variables of its process. `client_key` opens what needs no admin key; with None that is open to all who
-        reach the address."""
-        keys = {API_KEY: vllm_key, ADMIN_KEY: admin_key, CLIENT_KEY: client_key}
-        return {SIDECAR: json.dumps(asdict(self)), **{name: key for name, key in keys.items() if key is not None}}
-
-    @classmethod
-    def from_environment(cls, values: Mapping[str, str]) -> PlacedSidecar:
-        return cls(**json.loads(values[SIDECAR]))
 
 
 class KeyNeeded:

@@ -23,7 +23,6 @@ from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
 from skyrl.db.futures import Outcome
-from skyrl.db.migrate import migrate
 from skyrl.db.models import Model, add_model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
@@ -49,6 +48,7 @@ from skyrl.types.requests import NewRequest
 from skyrl.types.weights import AdapterVersion, WeightsRef
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import to_json
+from tests.databases import make_tables
 from tests.engine_process import claim_for_tests
 
 SERVER = "server"
@@ -113,7 +113,7 @@ class Harness:
         flags = {"snapshot_interval_s": NEVER_S, **flags}
         self.config = load_config({"state_dir": state_dir, "base_model": str(model_path()), **flags})
         self.database = Database(self.config.database)
-        migrate(self.database)
+        make_tables(self.database)
         self.engine_database = FencedDatabase(self.config.database, Fence(SERVER))
         self.writer = GroupCommitWriter(self.database)
         self.store = FutureStore(self.database, self.writer)

@@ -20,13 +20,13 @@ from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
 from skyrl.db.store_ownership import claim_store, stores
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.storage.adapters import adapter_location
 from skyrl.storage.base import OWNER, StoreError
 from skyrl.types.kinds import Kind
+from tests.databases import make_tables
 from tests.log_lines import logged_lines
 from tests.postgres_server import ON_SQLITE, PostgresServer
 
@@ -249,7 +249,7 @@ def test_a_checkpoint_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[
         for number in range(2):
             config = load_config({"state_dir": tmp_path / f"{number}-{len(store)}", **store})
             database = Database(config.database)
-            migrate(database)
+            make_tables(database)
             databases.append((config, database))
         (one, first), (two, second) = databases
         claim_store(one, first, "server-1")
@@ -261,7 +261,7 @@ def test_a_checkpoint_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[
             database.close()
     gone = load_config({"state_dir": tmp_path / "3", **on_s3, "checkpoint_store": "s3://no-such-bucket"})
     database = Database(gone.database)
-    migrate(database)
+    make_tables(database)
     with pytest.raises(ConfigError, match="^checkpoint_store: there is no bucket 'no-such-bucket' at http://[^ ]*$"):
         claim_store(gone, database, "server-3")
     database.close()
@@ -276,7 +276,7 @@ def test_a_copy_of_the_database_may_not_use_the_checkpoint_store(
     store = on_s3 if kind == "s3" else {"checkpoint_store": f"file://{tmp_path}/shared"}
     config = load_config({"state_dir": tmp_path / "live", "database_url": f"sqlite:///{tmp_path}/live.db", **store})
     with closing(Database(config.database)) as database:
-        migrate(database)
+        make_tables(database)
         claim_store(config, database, "live")
     shutil.copy(tmp_path / "live.db", tmp_path / "copy.db")
     with closing(Database(f"sqlite:///{tmp_path}/copy.db")) as copy:
@@ -290,7 +290,7 @@ def test_a_copy_of_the_database_may_not_use_the_checkpoint_store(
 def test_the_owner_mark_of_an_earlier_version_is_replaced(tmp_path: Path) -> None:
     config = load_config({"state_dir": tmp_path / "live", "checkpoint_store": f"file://{tmp_path}/shared"})
     with closing(Database(f"sqlite:///{tmp_path}/live.db")) as database:
-        migrate(database)
+        make_tables(database)
         claim_store(config, database, "live")
         mark = tmp_path / "shared" / OWNER
         now = mark.read_text()
@@ -304,7 +304,7 @@ def test_servers_on_one_postgresql_database_share_its_store(tmp_path: Path, post
     config = load_config({"state_dir": tmp_path, "checkpoint_store": f"file://{tmp_path}/shared"})
     with closing(Database(postgres.url(names[0]))) as one, closing(Database(postgres.url(names[1]))) as restored:
         for database in (one, restored):
-            migrate(database)
+            make_tables(database)
         for server in ("first", "second"):
             claim_store(config, one, server)
         row = one.read(lambda c: c.execute(select(stores)).one())

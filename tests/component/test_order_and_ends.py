@@ -22,12 +22,12 @@ from skyrl.api.services import Services
 from skyrl.config.server import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.engine import model_ends
 from skyrl.processes.runtime import Runtime
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest
+from tests.databases import make_tables
 
 BASE = "acme/base"
 
@@ -44,7 +44,7 @@ async def services(tmp_path: Path) -> AsyncIterator[Services]:
     """An API process without an engine."""
     config = ServerConfig(base_model=BASE, state_dir=tmp_path)  # pyright: ignore[reportCallIssue]
     database = Database(config.database)
-    migrate(database)
+    make_tables(database)
     database.close()
     async with open_services(Runtime(config, tmp_path, None, None)) as services:
         yield services

@@ -18,11 +18,11 @@ from skyrl.config.modes import Modes
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState
 from skyrl.db.inference_servers import PlacedServer, read_servers, write_servers
-from skyrl.db.migrate import migrate
 from skyrl.engine.placed_replicas import PlacedReplicas
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.router_members import RouterMembers
 from tests.component.router_world import RunningRouter, running_router
+from tests.databases import make_tables
 
 OWNER = "server-1"
 SLOW = {**ROUTER, "health_check_interval_s": 600.0, "hang_s": 600.0}
@@ -38,7 +38,7 @@ def placed(number: int, server: Server | None, reason: str = "") -> PlacedServer
 @contextmanager
 def rows(tmp_path: Path) -> Iterator[Database]:
     with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
-        migrate(database)
+        make_tables(database)
         yield database
 
 
@@ -110,7 +110,7 @@ async def test_replicas_come_go_and_move_with_the_rows(tmp_path: Path) -> None:
 
 async def test_a_server_whose_sidecar_has_moved_is_another_replica(tmp_path: Path) -> None:
     with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
-        migrate(database)
+        make_tables(database)
         async with (
             servers(1) as behind,
             running_router(**ROUTER) as router,
@@ -177,7 +177,7 @@ async def test_no_server_counts_as_ended_before_the_rows_were_read(tmp_path: Pat
         async with running(group), following_rows(replicas):
             await until(lambda: len(members.running) > 3)
             assert members.running == [None] * len(members.running), "the database has no tables yet"
-            migrate(database)
+            make_tables(database)
             replicas.ring()
             await until(lambda: members.running[-1] == set())
 
@@ -208,7 +208,7 @@ async def test_the_api_says_what_each_server_waits_for() -> None:
 
 def test_rows_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
-        migrate(database)
+        make_tables(database)
         database.write(lambda c: write_servers(c, OWNER, [placed(number, None) for number in (10, 2, 1)]))
         read = database.read(lambda c: read_servers(c, OWNER))
         assert [server.name for server in read] == ["vllm-1", "vllm-2", "vllm-10"]

@@ -30,7 +30,6 @@ from skyrl.db.columns import lora_values
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.db.futures import futures
-from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
@@ -39,7 +38,7 @@ from skyrl.storage.adapters import adapter_directory
 from skyrl.types.lora import LoraSpec
 from skyrl.types.weights import AdapterVersion
 from skyrl.wire import tinker_pb2 as pb
-from tests.databases import url_of
+from tests.databases import make_tables, url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -97,7 +96,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def database(directory: Path) -> Iterator[Database]:
     database = Database(url_of(directory))
-    migrate(database)
+    make_tables(database)
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=VOCAB, max_context=CONTEXT))
     yield database
     database.close()

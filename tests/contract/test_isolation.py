@@ -30,7 +30,6 @@ from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.db.futures import futures
-from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
@@ -51,7 +50,7 @@ from tests.contract.strangers import (
     TRIED,
     Try,
 )
-from tests.databases import url_of
+from tests.databases import make_tables, url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -150,7 +149,7 @@ class World:
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     directory: Path = tmp_path_factory.mktemp("isolation")
     database = Database(url_of(directory))
-    migrate(database)
+    make_tables(database)
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=100, max_context=20))
     options: dict[str, Any] = {"base_model": BASE, "state_dir": directory}
     async with open_services(Runtime(ServerConfig(**options), directory, None, None)) as services:

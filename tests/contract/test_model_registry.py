@@ -18,14 +18,13 @@ from skyrl.config.loading import load_config
 from skyrl.db.checkpoints import Checkpoint, checkpoints, put
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
-from skyrl.db.migrate import migrate
 from skyrl.db.models import find_model
 from skyrl.processes.runtime import Runtime
 from skyrl.storage.adapters import adapter_directory
 from skyrl.tiny import model_path
 from skyrl.types.weights import AdapterVersion
 from skyrl.wire.paths import TinkerPath
-from tests.databases import url_of
+from tests.databases import make_tables, url_of
 
 NAMES = ("acme/base", "acme/base-alias", "plain")
 KEY = {"X-API-Key": "tml-one"}
@@ -35,7 +34,7 @@ Api = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
     database = Database(url_of(tmp_path))
-    migrate(database)
+    make_tables(database)
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=512, max_context=4096))
     yield database
     database.close()

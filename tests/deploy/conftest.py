@@ -13,9 +13,8 @@ from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
 from skyrl.processes.runtime import Runtime
-from tests.databases import url_of
+from tests.databases import make_tables, url_of
 from tests.deploy.files import read_serve as read_serve
 
 GetStatus = Callable[[str], Awaitable[int]]
@@ -25,7 +24,7 @@ GetStatus = Callable[[str], Awaitable[int]]
 async def status_of(tmp_path: Path) -> AsyncIterator[GetStatus]:
     """A function: the status with which the server's own routes answer a GET of a path."""
     database = Database(url_of(tmp_path))
-    migrate(database)
+    make_tables(database)
     options: dict[str, Any] = {"base_model": "acme/base", "state_dir": tmp_path}
     async with open_services(Runtime(ServerConfig(**options), tmp_path, None, None)) as services:
         transport = httpx.ASGITransport(create_app(services))

@@ -133,7 +133,7 @@ FOR_OWN_VLLM = {"--seed", "--middleware"}
 def check_vllm(words: Sequence[str], variables: Mapping[str, str]) -> None:
     """Fail unless these options and variables are those of the vLLM that `skyrl serve` starts on a GPU."""
     spec = vllm_spec(load_config({"base_model": "tiny"}), 8000, "key", cuda=True)
-    own = _options(spec.argv[3:])
+    own = _options(spec.argv[4:])
     given = _options([part for word in words for part in word.split("=", 1)])
     assert given.keys() == own.keys() - FOR_OWN_VLLM
     assert [name for name in given.keys() - SET_BY_OPERATOR if given[name] != own[name]] == []

@@ -16,9 +16,8 @@ from skyrl.db import keys as key_rows
 from skyrl.db.audit import audit_events
 from skyrl.db.database import Database
 from skyrl.db.keys import api_keys
-from skyrl.db.migrate import migrate
 from skyrl.db.sessions import sessions
-from tests.databases import url_of
+from tests.databases import make_tables, url_of
 from tests.postgres_server import KIND, ON_SQLITE
 
 
@@ -113,7 +112,7 @@ def test_a_revoked_key_stays_in_the_list(operator: Operator) -> None:
 def test_a_new_key_adopts_the_tenant_of_an_open_key(operator: Operator) -> None:
     tenant = tenant_of_key("tml-old")
     database = Database(url_of(operator.state_dir))
-    migrate(database)
+    make_tables(database)
     session = {"id": "s", "tenant": tenant, "status": "active", "created_at": 1, "heartbeat_at": 1, "tags": []}
     database.write(lambda c: c.execute(insert(sessions), session | {"sdk_version": ""}))
     database.close()

@@ -14,8 +14,8 @@ from skyrl.inference import plane_kind
 from skyrl.inference.placement import Spot
 from skyrl.inference.plane_kind import PlaneVllm
 from skyrl.launcher.preflight import Findings
+from skyrl.nodes.placed_sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
 from skyrl.nodes.settings import STORE
-from skyrl.nodes.sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
 from skyrl.processes.ports import HeldPorts
 from skyrl.processes.runtime import RUNTIME_ENV
 from skyrl.rollout.placed import placed_processes

@@ -16,11 +16,10 @@ from skyrl.db import keys, quotas
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.futures import futures
-from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.db.sessions import sessions
 from skyrl.db.urls import shown_url
-from tests.databases import url_of
+from tests.databases import make_tables, url_of
 
 HEAD = ["TENANT", "REQUESTS IN FLIGHT", "TOKENS PER MINUTE", "MODELS", "STORED BYTES", "OWN QUOTAS"]
 
@@ -31,7 +30,7 @@ class Operator:
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
         self.database = Database(url_of(state_dir))
-        migrate(self.database)
+        make_tables(self.database)
         self.tenant = self.new_tenant()
 
     def new_tenant(self) -> str:

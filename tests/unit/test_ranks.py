@@ -144,7 +144,7 @@ def test_one_rank_gives_the_bits_of_one_device(tmp_path: Path, ranks: Ranks, arc
     _assert_same(_learn(ranks(1, architecture), tmp_path / "rank"), expected)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_same_number_of_ranks_gives_the_same_bits_again_also_beside_other_models(
     tmp_path: Path, ranks: Ranks, count: int
 ) -> None:

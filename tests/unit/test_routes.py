@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -87,7 +88,9 @@ async def test_a_route_that_the_http_table_has_not_found_does_not_run() -> None:
     routes, others = Routes("things"), Routes("others")
     routes.get("/x", scope="train")(answer_empty)
     others.get("/x", scope="open")(answer_empty)
-    (route,) = routes.router.routes
+    framework = FastAPI(openapi_url=None)
+    routes.add_to(framework)
+    (route,) = framework.routes
     scope = {"type": "http", "method": "GET", "path": "/api/v1/x", "headers": [], "call": call_of(others, b"")}
     endpoint: Any = route.endpoint  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="GET /api/v1/x was not found"):

@@ -12,7 +12,6 @@ import pytest
 from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
 from skyrl.db.samplers import Sampler, add_sampler
 from skyrl.db.tables import SessionRow
 from skyrl.engine import reclaim
@@ -21,6 +20,7 @@ from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store
 from skyrl.types.weights import AdapterVersion
+from tests.databases import make_tables
 
 MODEL = "s1:train:0"
 ADAPTER = AdapterVersion.of(MODEL, 1)
@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> ServerConfig:
 @pytest.fixture
 def database(config: ServerConfig) -> Iterator[Database]:
     database = Database(config.database)
-    migrate(database)
+    make_tables(database)
     yield database
     database.close()
 

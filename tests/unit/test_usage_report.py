@@ -16,11 +16,10 @@ from skyrl.api.usage_table import as_csv
 from skyrl.cli.main import app
 from skyrl.db import usage_report
 from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
 from skyrl.db.usage import UsageKey, UsageKind, add, bucket_of, sample_amounts
 from skyrl.db.usage_report import UsageLine, last_days, report
 from skyrl.types.weights import AdapterVersion, BaseWeights
-from tests.databases import url_of
+from tests.databases import make_tables, url_of
 from tests.postgres_server import ON_BOTH
 
 TODAY = date(2026, 7, 1)
@@ -56,7 +55,7 @@ def fill(database: Database) -> None:
 @pytest.fixture
 def database(empty_url: str) -> Iterator[Database]:
     database = Database(empty_url)
-    migrate(database)
+    make_tables(database)
     fill(database)
     yield database
     database.close()
@@ -98,7 +97,7 @@ def test_samples_count_for_the_run_whose_adapter_they_come_from() -> None:
 @pytest.fixture
 def state_dir(tmp_path: Path) -> Path:
     database = Database(url_of(tmp_path))
-    migrate(database)
+    make_tables(database)
     fill(database)
     database.close()
     return tmp_path

@@ -15,8 +15,8 @@ from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.expert_adapters import host_memory_warning, memory_hint, room_bytes
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
+from skyrl.nodes.placed_sidecar import ADMIN_KEY, PlacedSidecar
 from skyrl.nodes.settings import NodeSettings
-from skyrl.nodes.sidecar import ADMIN_KEY, PlacedSidecar
 
 TINY = {
     "num_hidden_layers": 2,
@@ -55,7 +55,7 @@ def option(server: ServerSpec, name: str) -> list[str]:
 
 def test_a_cpu_server_has_every_setting_that_it_needs(model: Path) -> None:
     server = spec(model)
-    assert server.argv[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
+    assert server.argv[1:4] == ("-m", "skyrl.vllm_plugin.start", "vllm.entrypoints.openai.api_server")
     for flag in ("enforce-eager", "no-enable-chunked-prefill", "enable-lora", "enable-scale-out"):
         assert option(server, flag) == []
     assert option(server, "dtype") == ["float32"]
