@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch_lora_support import (
     ARCHITECTURES,
+    VOCAB,
     assert_same,
     base_path,
     make_backend,
@@ -22,7 +23,7 @@ from torch_lora_support import (
 )
 
 from skyrl.backends.base import AdamParams
-from skyrl.backends.torch_lora import recomputation
+from skyrl.backends.torch_lora import attention_kernels, logprobs, recomputation
 from skyrl.backends.torch_lora.lora import MultiLoraLinear
 from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.packed_model import PackedModel
@@ -166,6 +167,18 @@ def test_no_module_inside_a_recomputed_layer_is_in_training_mode(monkeypatch: py
     ok(backend.run([train("m", sft(0, 9))]))
     assert training == layers, "in the forward, and not in its repetition"
     assert not any(module.training for module in others)
+
+
+def test_nothing_that_is_recomputed_keeps_the_state_of_a_random_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is random, and on CUDA the state is read from the device."""
+    backend = make_backend(gradient_checkpointing=True)
+    backend.create_model("m", spec())
+    monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * VOCAB * 3)
+    monkeypatch.setattr(attention_kernels, "SCORES_BYTES", 1)
+    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("asked for"))
+    ok(backend.run([train("m", sft(0, 9))]))
+    states = [torch.ones(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    attention_kernels.attend(*states, mask=None, causal=True, scale=None, softcap=2.0).sum().backward()
 
 
 def test_a_layer_that_transformers_cannot_recompute_is_refused_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
