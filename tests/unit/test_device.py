@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from skyrl.backends.torch_lora.device import prepare_device
 
+DETERMINISTIC: Any = torch.utils.deterministic
+
 
 @pytest.fixture(autouse=True)
 def settings_of_torch() -> Iterator[None]:
     """Puts torch's settings back."""
-    cudnn, fill = torch.backends.cuda.cudnn_sdp_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    cudnn, fill = torch.backends.cuda.cudnn_sdp_enabled(), DETERMINISTIC.fill_uninitialized_memory
     threads = torch.get_num_threads()
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
+    DETERMINISTIC.fill_uninitialized_memory = fill
     torch.set_num_threads(threads)
 
 
@@ -28,11 +31,11 @@ def test_on_cuda_operations_are_deterministic_where_they_can_be_and_attention_ne
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    DETERMINISTIC.fill_uninitialized_memory = True
     assert prepare_device(1) == torch.device("cuda")
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
-    assert not torch.utils.deterministic.fill_uninitialized_memory, "NaN in each new tensor costs a kernel"
+    assert not DETERMINISTIC.fill_uninitialized_memory, "NaN in each new tensor costs a kernel"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
