@@ -26,7 +26,7 @@ from benchmarks import machine
 from benchmarks.models import make_large, make_long_tiny, make_quarter, make_wide
 from benchmarks.series import without_nan
 from benchmarks.table import aligned, number
-from benchmarks.trainer_flops import model_flops, peak_flops
+from benchmarks.trainer_flops import computed_flops, model_flops, peak_flops
 from benchmarks.trainer_process import Step, WayProcess
 from benchmarks.trainer_rows import FULL, SMALL, BatchRow, TenantPass, rows_of, tokens_of
 from benchmarks.trainer_server import ServerWay
@@ -47,7 +47,8 @@ MERGED = ("skyrl-merged", "server-merged")
 """Only for rows with several passes."""
 OF_SERVER = ("server", "server-merged")
 NOT_BY_DEFAULT = ("skyrl-recomputed", *OF_SERVER)
-COLUMNS = ("model, batch, way", "tokens/s", "÷ peft", "peak MiB", "gap of loss", "gap of logprobs")
+COLUMNS = ("model, batch, way", "tokens/s", "÷ peft", "peak MiB", "max |loss − peft's|", "max |logprob − peft's|")
+OF_GPU = ("MFU of all tokens", "MFU of computed rows")
 RESULTS = Path("out/trainer")
 ROUND_S = 0.3
 """A way's turn in a round is one step, or as many as the slowest way makes in this time."""
@@ -57,11 +58,11 @@ Result = dict[str, Any]
 def measure(model: str, row: BatchRow, ways: Sequence[str], rounds: int, threads: int, clock: str) -> list[Result]:
     """One result for each way. The first way of a round is another one in each round."""
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-    passes = row.passes(vocabulary)
+    draw = functools.partial(row.passes, vocabulary)
     processes: dict[str, WayProcess] = {}
     try:
         for way in ways:
-            processes[way] = WayProcess(functools.partial(WAYS[way], model, threads), passes)
+            processes[way] = WayProcess(functools.partial(WAYS[way], model, threads), draw, redrawn=row.redrawn)
         steps: dict[str, list[Step]] = {way: [] for way in ways}
         repeats = min(process.call("steps_within", ROUND_S) for process in processes.values())
         for process in processes.values():
@@ -74,41 +75,47 @@ def measure(model: str, row: BatchRow, ways: Sequence[str], rounds: int, threads
     finally:
         for process in processes.values():
             process.close()
-    return results(model, row, passes, steps, peaks, clock)
+    last = draw(steps[ways[0]][-1].number)
+    return results(model, row, last, steps, peaks, clock)
 
 
 def results(
     model: str,
     row: BatchRow,
-    passes: Sequence[TenantPass],
+    last: Sequence[TenantPass],
     steps: dict[str, list[Step]],
     peaks: dict[str, float | None],
     clock: str,
 ) -> list[Result]:
-    """The figures of each way. Ratios are medians over rounds; without the baseline there are none, and no gaps."""
+    """The figures of each way. `last`: the passes of the last step. Ratios are medians over rounds; without the
+    baseline there are none, and no gaps."""
     seconds = {way: [getattr(step, f"{clock}_s") for step in of_way] for way, of_way in steps.items()}
-    tokens = tokens_of(passes)
     device_flops = peak_flops()
     found: list[Result] = []
     for way, of_way in steps.items():
-        median = statistics.median(seconds[way])
+        rates = [step.tokens / taken for step, taken in zip(of_way, seconds[way], strict=True)]
+        tokens, rows = (statistics.mean(getattr(step, name) for step in of_way) for name in ("tokens", "rows"))
         result: Result = {
             "batch": row.name,
             "what": row.what,
             "way": way,
             "tokens": tokens,
+            "rows": rows,
             "wall_s": [step.wall_s for step in of_way],
             "cpu_s": [step.cpu_s for step in of_way],
-            "tokens_per_s": tokens / median,
+            "tokens_per_s": statistics.median(rates),
             "peak_mib": peaks[way],
         }
         if BASELINE in steps:
             pairs = zip(seconds[BASELINE], seconds[way], strict=True)
             result["ratio"] = statistics.median(theirs / ours for theirs, ours in pairs)
-            of_loss, of_logprobs = gaps(of_way[-1].trained, steps[BASELINE][-1].trained, passes)
+            of_loss, of_logprobs = gaps(of_way[-1].trained, steps[BASELINE][-1].trained, last)
             result |= {"loss_gap": of_loss, "logprob_gap": of_logprobs}
         if device_flops is not None:
-            result["mfu"] = model_flops(model, passes) / median / device_flops
+            steps_per_s = result["tokens_per_s"] / tokens_of(last)
+            result["mfu"] = model_flops(model, last) * steps_per_s / device_flops
+            of_last = rows / tokens * tokens_of(last)
+            result["mfu_of_rows"] = computed_flops(model, last, of_last) * steps_per_s / device_flops
         found.append(result)
     return found
 
@@ -116,17 +123,17 @@ def results(
 def table(by_model: dict[str, list[Result]]) -> str:
     """A line for each batch, and one for each way below it."""
     with_mfu = any("mfu" in result for found in by_model.values() for result in found)
-    lines = [[*COLUMNS, *(["MFU"] if with_mfu else [])]]
+    lines = [[*COLUMNS, *(OF_GPU if with_mfu else [])]]
     for model, found in by_model.items():
         batch = None
         for result in found:
             if result["batch"] != batch:
                 batch = result["batch"]
-                said = f"{model}, {batch}: {result['what']} ({result['tokens']:,} tokens)"
+                said = f"{model}, {batch}: {result['what']} ({result['tokens']:,.0f} tokens)"
                 lines.append([said, *[""] * (len(lines[0]) - 1)])
             line = [f"  {result['way']}", number(result["tokens_per_s"]), number(result.get("ratio"))]
             line += [number(result["peak_mib"]), *(_gap(result.get(name)) for name in ("loss_gap", "logprob_gap"))]
-            lines.append([*line, *([number(result["mfu"])] if with_mfu else [])])
+            lines.append([*line, *([number(result[name]) for name in ("mfu", "mfu_of_rows")] if with_mfu else [])])
     return aligned(lines)
 
 

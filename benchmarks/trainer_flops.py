@@ -3,8 +3,10 @@
 Formula: "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311), appendix B. Per token 6N for the N
 parameters of matrix products (2N forward, 2N for the gradients of activations, 2N for those of weights) and 12 L H Q T
 for attention: L layers, H heads, Q numbers of a head, T tokens of the sequence. The base model is frozen, so its
-weights have no gradients: 4N of the base and 6N of the adapter. Nothing is subtracted for shared prompts, for masked
-rows or for the causal half of attention, and nothing is added for recomputation.
+weights have no gradients: 4N of the base and 6N of the adapter. That is the MFU of all tokens: nothing is subtracted
+for shared prompts, for masked rows or for the causal half of attention, and nothing is added for recomputation. So it
+tells how fast a batch is trained, and may be above 1 where prompts are shared. `computed_flops` is at most what the
+hardware does.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.trainer_rows import TenantPass
+from benchmarks.trainer_rows import TenantPass, tokens_of
 
 DENSE_BF16_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362}
 """By a part of CUDA's name of a GPU: NVIDIA's data sheets, without sparsity. The first part that fits counts."""
@@ -30,7 +32,21 @@ def peak_flops() -> float | None:
 
 
 def model_flops(model: str, passes: Sequence[TenantPass]) -> float:
-    """Operations of one step of all passes. `model`: a directory with config.json."""
+    """Operations of one step of all passes, for all tokens. `model`: a directory with config.json."""
+    linear, attention = _flops(model, passes)
+    return linear + attention
+
+
+def computed_flops(model: str, passes: Sequence[TenantPass], rows: float) -> float:
+    """The hardware does at least so many operations for one step in which `rows` rows go through the model: the part
+    that rows are of tokens, with the causal half of attention. Rows behind a shared prompt attend to more keys than the
+    mean token, so this is not too much; its part of what the GPU can do is never above 1."""
+    linear, attention = _flops(model, passes)
+    return (linear + attention / 2) * rows / tokens_of(passes)
+
+
+def _flops(model: str, passes: Sequence[TenantPass]) -> tuple[float, float]:
+    """Of all tokens: those of matrix products with weights, and those of attention."""
     config = json.loads((Path(model) / "config.json").read_text())
     layers, hidden, between = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
     heads, head = config["num_attention_heads"], config["head_dim"]
@@ -39,10 +55,10 @@ def model_flops(model: str, passes: Sequence[TenantPass]) -> float:
     per_layer += [(hidden, between), (hidden, between), (between, hidden)]
     linears = [*per_layer * layers, (hidden, config["vocab_size"])]
     base = sum(ins * outs for ins, outs in linears)
-    total = 0.0
+    linear, attention = 0.0, 0.0
     for each in passes:
         adapter = each.rank * sum(ins + outs for ins, outs in linears)
         lengths = [len(datum.tokens) for datum in each.data]
-        total += sum(lengths) * (4 * base + 6 * adapter)
-        total += sum(12 * layers * heads * head * length * length for length in lengths)
-    return total
+        linear += sum(lengths) * (4 * base + 6 * adapter)
+        attention += sum(12 * layers * heads * head * length * length for length in lengths)
+    return linear, attention

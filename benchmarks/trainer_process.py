@@ -18,31 +18,39 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.processes import cpu_seconds, peak_resident_mb, resident_mb
-from benchmarks.trainer_rows import TenantPass
+from benchmarks.trainer_rows import TenantPass, tokens_of
 from benchmarks.trainer_ways import Trained, Way
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["benchmarks.trainer_ways", "peft", "transformers.models.qwen3.modeling_qwen3"])
 MIB = 2**20
+Draw = Callable[[int], Sequence[TenantPass]]
 
 
 @dataclass(frozen=True)
 class Step:
-    """Wall seconds, CPU seconds of all processes of the way, and results."""
+    """Means over some steps: wall seconds, CPU seconds of all processes of the way, tokens, and the rows that went
+    through the model. Of the last of them: its number, and its results."""
 
     wall_s: float
     cpu_s: float
+    tokens: float
+    rows: float
+    number: int
     trained: list[Trained]
 
 
 class Measured:
-    """A way in this process, with its clocks and its memory."""
+    """A way in this process, with its clocks and its memory. `draw`: the passes of each step, by its number."""
 
-    def __init__(self, make: Callable[[], Way], passes: Sequence[TenantPass]) -> None:
-        """Makes the way, and two steps that are not measured."""
+    def __init__(self, make: Callable[[], Way], draw: Draw, *, redrawn: bool) -> None:
+        """Makes the way, and two steps that are not measured. Without `redrawn` all steps have the passes of the
+        first."""
         disable_progress_bar()
+        self._draw, self._redrawn = draw, redrawn
+        self._passes, self._number = draw(0), 0
         self._way = make()
-        self._way.start(passes)
+        self._way.start(self._passes)
         self._way.step()
         self._pids = self._way.pids()
         self._second = self.step(1)
@@ -71,12 +79,21 @@ class Measured:
         return peak_resident_mb(os.getpid()) - self._held
 
     def step(self, count: int) -> Step:
-        """The mean of `count` steps, and the results of the last."""
-        cpu, wall = self._cpu(), time.perf_counter()
+        """The means of `count` steps, and the results of the last. Batches are drawn between the steps."""
+        wall, cpu, tokens, rows = 0.0, 0.0, 0, 0.0
         trained: list[Trained] = []
         for _ in range(count):
+            self._number += 1
+            if self._redrawn:
+                self._passes = self._draw(self._number)
+                self._way.take(self._passes)
+            cpu_before, before = self._cpu(), time.perf_counter()
             trained = self._way.step()
-        return Step((time.perf_counter() - wall) / count, (self._cpu() - cpu) / count, trained)
+            wall += time.perf_counter() - before
+            cpu += self._cpu() - cpu_before
+            tokens += tokens_of(self._passes)
+            rows += sum(each.rows for each in trained)
+        return Step(wall / count, cpu / count, tokens / count, rows / count, self._number, trained)
 
     def _cpu(self) -> float:
         return time.process_time() + sum(map(cpu_seconds, self._pids))
@@ -85,10 +102,10 @@ class Measured:
         self._way.close()
 
 
-def _serve(connection: Any, make: Callable[[], Way], passes: Sequence[TenantPass]) -> None:
+def _serve(connection: Any, make: Callable[[], Way], draw: Draw, redrawn: bool) -> None:
     """Answer calls of methods until `close`."""
     try:
-        measured = Measured(make, passes)
+        measured = Measured(make, draw, redrawn=redrawn)
         connection.send(("answer", None))
         while True:
             method, arguments = connection.recv()
@@ -100,11 +117,11 @@ def _serve(connection: Any, make: Callable[[], Way], passes: Sequence[TenantPass
 
 
 class WayProcess:
-    """A `Measured` in a process of its own. `make` must be picklable. Raises RuntimeError for an error there."""
+    """A `Measured` in a process of its own. Its arguments must be picklable. Raises RuntimeError for an error there."""
 
-    def __init__(self, make: Callable[[], Way], passes: Sequence[TenantPass]) -> None:
+    def __init__(self, make: Callable[[], Way], draw: Draw, *, redrawn: bool) -> None:
         self._connection, other = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(other, make, passes))
+        self._process = _context.Process(target=_serve, args=(other, make, draw, redrawn))
         self._process.start()
         other.close()
         self._answer()

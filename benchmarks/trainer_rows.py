@@ -87,21 +87,24 @@ def _sampled(rng: np.random.Generator, prompt: np.ndarray, answer: np.ndarray, v
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A row of the table: one pass of this shape for each of `ranks`, sent in so many `requests`."""
+    """A row of the table: one pass of this shape for each of `ranks`, sent in so many `requests`. With `redrawn` each
+    step has another batch of the shape, the same in all ways: then what a new shape of tensors costs shows."""
 
     name: str
     what: str
     shape: Shape
     ranks: tuple[int, ...] = (RANK,)
     requests: int = 1
+    redrawn: bool = False
 
     @property
     def merges(self) -> bool:
         """Whether there are several passes that may run together."""
         return len(self.ranks) > 1 or self.requests > 1
 
-    def passes(self, vocabulary: int) -> list[TenantPass]:
-        seed = zlib.crc32(self.name.encode())
+    def passes(self, vocabulary: int, step: int = 0) -> list[TenantPass]:
+        """Of step number `step`, from 0."""
+        seed = zlib.crc32(self.name.encode()) + (step * len(self.ranks) if self.redrawn else 0)
         return [
             TenantPass(rank, self.shape.loss_fn, self.shape.data(vocabulary, seed + number), self.requests)
             for number, rank in enumerate(self.ranks)
@@ -122,6 +125,10 @@ def _groups(name: str, groups: int, samples: int, prompt: tuple[int, int], answe
 def _in_requests(row: BatchRow, requests: int) -> BatchRow:
     """The same shape in requests that end in the midst of groups."""
     return replace(row, name=f"{row.name}-in-{requests}", what=f"{row.what}, {requests} requests", requests=requests)
+
+
+def _redrawn(name: str, row: BatchRow) -> BatchRow:
+    return replace(row, name=name, what=f"{row.what}, a new batch at each step", redrawn=True)
 
 
 def _long(tokens: int, answer: int) -> BatchRow:
@@ -147,6 +154,7 @@ FULL = (
     _groups("grpo-4x16", 4, 16, (512, 512), (32, 64)),
     _in_requests(_groups("grpo-4x16", 4, 16, (512, 512), (32, 64)), 6),
     _groups("grpo-mixed", 8, 8, (256, 1024), (32, 256)),
+    _redrawn("grpo-new", _groups("grpo-mixed", 8, 8, (256, 1024), (32, 256))),
     _long(8192, 2048),
     _tenants(1, 16),
     _tenants(2, 32),
@@ -158,6 +166,7 @@ SMALL = (
     _groups("grpo-1x8", 1, 8, (128, 128), (8, 16)),
     _in_requests(_groups("grpo-1x8", 1, 8, (128, 128), (8, 16)), 3),
     _groups("grpo-mixed-2x4", 2, 4, (64, 128), (8, 32)),
+    _redrawn("grpo-new-2x4", _groups("grpo-mixed-2x4", 2, 4, (64, 128), (8, 32))),
     _long(1024, 256),
     _tenants(1, 16),
     _tenants(1, 64),

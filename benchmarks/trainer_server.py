@@ -19,7 +19,7 @@ from tinker import types
 from benchmarks.processes import parts_of
 from benchmarks.stage import NullUpstream
 from benchmarks.trainer_rows import TenantPass
-from benchmarks.trainer_ways import STEP, Trained, joined
+from benchmarks.trainer_ways import COMPUTED, STEP, Trained, joined
 from skyrl.backends.base import Datum
 from skyrl.demo.server import DemoServer
 
@@ -43,13 +43,16 @@ class ServerWay:
         self._server.wait_ready()
 
     def start(self, passes: Sequence[TenantPass]) -> None:
-        self._data = [(each.loss_fn, [[_sdk_datum(datum) for datum in data] for data in each.parts]) for each in passes]
+        self.take(passes)
         self._clients: list[Any] = []
         for number, each in enumerate(passes):
             service = tinker.ServiceClient(base_url=self._server.url, api_key=f"tml-tenant-{number}")
             self._stack.enter_context(service)
             client = service.create_lora_training_client(base_model=self._model, rank=each.rank, seed=number)
             self._clients.append(client.result())
+
+    def take(self, passes: Sequence[TenantPass]) -> None:
+        self._data = [(each.loss_fn, [[_sdk_datum(datum) for datum in data] for data in each.parts]) for each in passes]
 
     def step(self) -> list[Trained]:
         adam = types.AdamParams(learning_rate=STEP.learning_rate, eps=STEP.eps)
@@ -72,7 +75,7 @@ class ServerWay:
 
 def _trained(result: Any) -> Trained:
     logprobs = [np.asarray(each["logprobs"].data, np.float32) for each in result.loss_fn_outputs]
-    return Trained(result.metrics["loss:sum"], np.concatenate(logprobs))
+    return Trained(result.metrics["loss:sum"], np.concatenate(logprobs), result.metrics[COMPUTED])
 
 
 def _sdk_datum(datum: Datum) -> types.Datum:

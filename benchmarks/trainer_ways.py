@@ -19,13 +19,14 @@ from benchmarks.trainer_rows import TenantPass
 from skyrl.backends.base import AdamParams, PassResult, TrainingPass
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.device import base_dtype, prepare_device, synchronize
+from skyrl.backends.torch_lora.device import base_dtype, synchronize
 from skyrl.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
 from skyrl.config.loading import load_config
 from skyrl.types.lora import LoraSpec
 
 STEP = AdamParams(learning_rate=1e-4, eps=1e-8)
 ALPHA = 32.0
+COMPUTED = "computed_tokens:sum"
 BUDGET = 4096
 """Tokens of a micro-batch of every way."""
 LOGITS_BYTES = 2**30
@@ -34,15 +35,21 @@ LOGITS_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Trained:
-    """What a tenant's pass has given: its loss, and the logprobs of all targets, float32 [tokens]."""
+    """What a tenant's pass has given: its loss, and the logprobs of all targets, float32 [tokens]. `rows`: how many
+    went through the model, a shared prefix once, padding too."""
 
     loss: float
     logprobs: np.ndarray
+    rows: float
 
 
 class Way(Protocol):
     def start(self, passes: Sequence[TenantPass]) -> None:
-        """Make an adapter for each pass."""
+        """Make an adapter for each pass, and take the passes."""
+        ...
+
+    def take(self, passes: Sequence[TenantPass]) -> None:
+        """Later steps train these."""
         ...
 
     def step(self) -> list[Trained]:
@@ -70,12 +77,15 @@ class SkyrlWay:
         self._merge = merge
 
     def start(self, passes: Sequence[TenantPass]) -> None:
+        self.take(passes)
+        for number, each in enumerate(passes):
+            self._backend.create_model(f"m{number}", spec(each.rank, number))
+
+    def take(self, passes: Sequence[TenantPass]) -> None:
         self._passes = [
             [TrainingPass(f"m{number}", data, each.loss_fn) for data in each.parts]
             for number, each in enumerate(passes)
         ]
-        for number, each in enumerate(passes):
-            self._backend.create_model(f"m{number}", spec(each.rank, number))
 
     def step(self) -> list[Trained]:
         if not self._merge:
@@ -101,12 +111,21 @@ class SkyrlWay:
 def _result(outcome: PassResult | Exception) -> Trained:
     if isinstance(outcome, Exception):
         raise outcome
-    return Trained(outcome.metrics["loss:sum"], np.concatenate(outcome.logprobs))
+    return Trained(outcome.metrics["loss:sum"], np.concatenate(outcome.logprobs), outcome.metrics[COMPUTED])
 
 
 def joined(parts: Sequence[Trained]) -> Trained:
     """What the requests of a tenant have given together."""
-    return Trained(sum(part.loss for part in parts), np.concatenate([part.logprobs for part in parts]))
+    logprobs = np.concatenate([part.logprobs for part in parts])
+    return Trained(sum(part.loss for part in parts), logprobs, sum(part.rows for part in parts))
+
+
+def plain_device(threads: int) -> torch.device:
+    """As the server chooses its device, without the settings that it makes on CUDA: torch's defaults hold there."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    torch.set_num_threads(threads)
+    return torch.device("cpu")
 
 
 class PeftWay:
@@ -119,7 +138,7 @@ class PeftWay:
     def __init__(self, model: str, threads: int, *, packed: bool) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._device = prepare_device(threads)
+        self._device = plain_device(threads)
         dtype = base_dtype(self._device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         self._base = loaded.to(self._device).eval().requires_grad_(False)
@@ -131,7 +150,7 @@ class PeftWay:
 
         from peft import LoraConfig, get_peft_model
 
-        self._passes = list(passes)
+        self.take(passes)
         self._optimizers: list[torch.optim.Optimizer] = []
         targets = [*ATTENTION, *MLP, *UNEMBED]
         for number, each in enumerate(passes):
@@ -157,6 +176,9 @@ class PeftWay:
                 )
             )
 
+    def take(self, passes: Sequence[TenantPass]) -> None:
+        self._passes = list(passes)
+
     def _draw(self, name: str, of_model: LoraSpec) -> None:
         """Give an adapter the first values of the server's adapter with the same seed."""
         layers = {key: module for key, module in self._model.base_model.model.named_modules() if _has_lora(module)}
@@ -180,9 +202,10 @@ class PeftWay:
         return found
 
     def _pass(self, each: TenantPass) -> Trained:
-        total, logprobs = 0.0, []
+        total, logprobs, rows = 0.0, [], 0
         for first, last in self._micro_batches([len(datum.tokens) for datum in each.data]):
             data = each.data[first:last]
+            rows += self._rows([len(datum.tokens) for datum in data])
             with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
                 lp = (self._packed_logprobs if self._packed else self._padded_logprobs)(data)
             inputs = {
@@ -193,18 +216,20 @@ class PeftWay:
             loss.backward()
             total += loss.item()
             logprobs.append(lp.detach().cpu().numpy())
-        return Trained(total, np.concatenate(logprobs))
+        return Trained(total, np.concatenate(logprobs), rows)
 
     def _micro_batches(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Consecutive sequences whose rows, with padding, are within the budget; at least one."""
         first = 0
         for last in range(1, len(lengths)):
-            with_next = lengths[first : last + 1]
-            rows = sum(with_next) if self._packed else max(with_next) * len(with_next)
-            if rows > self._budget:
+            if self._rows(lengths[first : last + 1]) > self._budget:
                 yield first, last
                 first = last
         yield first, len(lengths)
+
+    def _rows(self, lengths: Sequence[int]) -> int:
+        """Of a micro-batch, with its padding."""
+        return sum(lengths) if self._packed else max(lengths) * len(lengths)
 
     def _padded_logprobs(self, data: Sequence[Any]) -> Tensor:
         longest = max(len(datum.tokens) for datum in data)

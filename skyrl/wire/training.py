@@ -17,6 +17,8 @@ from skyrl.wire.requests import SequencedRequest
 from skyrl.wire.sample_request import ModelInput, tokens_of
 
 PROTOBUF = "application/x-protobuf"
+_NEVER_SPARSE = ("routed_experts",)
+"""Inputs in which an unlisted cell, read as 0, would have a meaning that nobody gave it: there it is expert 0."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,9 @@ def _to_dense(inputs: list[dict[str, tensors.WireTensor]]) -> list[dict[str, ten
     dense: list[dict[str, tensors.Array]] = []
     filled = 0
     for index, datum_inputs in enumerate(inputs):
+        for name in _NEVER_SPARSE:
+            if name in datum_inputs and datum_inputs[name].crow is not None:
+                raise RequestError("must be dense, not a CSR tensor", field=f"data[{index}].loss_fn_inputs.{name}")
         arrays, filled = tensors.to_dense(datum_inputs, filled, f"data[{index}].loss_fn_inputs")
         dense.append(arrays)
     return dense

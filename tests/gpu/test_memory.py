@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -129,6 +130,28 @@ def test_a_pass_that_runs_out_of_memory_fails_alone_and_frees_its_memory(bases: 
     assert isinstance(large, OutOfMemory)
     assert _equal(_copy_of(backend, "large"), before)
     ok(backend.run([_train("large", 2, SEQUENCE)]))
+
+
+def test_a_pass_without_memory_for_its_layers_runs_again_and_recomputes_them(bases: Path) -> None:
+    """On a GPU the choice sees the free memory of the whole device, not that the allocator may take only 5 GiB more: 8
+    sequences keep some 15 GiB, and 1 to 3 with recomputed layers."""
+    backend = backend_on(build(LARGE, bases), budget=8 * SEQUENCE)
+    backend.create_model("m", LoraSpec(8, 32.0, 1))
+    ok(backend.run([_train("m", 0, 128)]))  # tells what a row needs
+    recomputation = backend._base.packed.recomputation
+    assert recomputation is not None
+    recomputed: list[bool] = []
+    inner = recomputation.pays
+
+    def noted(rows: int) -> bool:
+        recomputed.append(inner(rows))
+        return recomputed[-1]
+
+    with patch.object(recomputation, "pays", noted), FailingOperation(200) if REHEARSAL else _memory_left(5120 * MIB):
+        ok(backend.run([_train("m", 1, *[SEQUENCE] * 8)]))
+    assert len(recomputed) == 1, "asked once, then forced"
+    assert recomputation._recomputes
+    FIGURES["recomputed after a lack of memory, not from the start"] = not recomputed[0]
 
 
 def _timed(work: Callable[[], object], times: int) -> float:

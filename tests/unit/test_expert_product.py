@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 from skyrl.backends.torch_lora.expert_product import (
     BaseExperts,
     ExpertsUpdate,
+    _on_device,
     experts_with_updates,
     of_used_experts,
 )
@@ -77,3 +78,9 @@ def test_the_backward_keeps_an_adapters_matrices_as_they_are_and_no_copies_in_bf
         hidden = _random(ROWS, HIDDEN, seed=0).bfloat16().requires_grad_()
         experts_with_updates(hidden, chosen, weights, base, [ExpertsUpdate(0, ROWS, 0.5, *pairs)])
     assert kept == {matrix.untyped_storage().data_ptr() for matrix in (*leaves, base.gate_up, base.down)}
+
+
+def test_the_bounds_of_adapters_are_copied_to_a_device_once_for_all_layers() -> None:
+    device = torch.device("cpu")
+    assert _on_device((0, 40, 40, 90), device) is _on_device((0, 40, 40, 90), device)
+    assert _on_device((0, 40, 40, 91), device).tolist() == [0, 40, 40, 91]

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch_lora_support import (
     ARCHITECTURES,
+    VOCAB,
     assert_same,
     base_path,
+    grpo,
     make_backend,
     make_full,
     ok,
@@ -21,12 +23,12 @@ from torch_lora_support import (
     train,
 )
 
-from skyrl.backends.base import AdamParams
-from skyrl.backends.torch_lora import recomputation
+from skyrl.backends.base import AdamParams, OutOfMemory
+from skyrl.backends.torch_lora import attention_kernels, logprobs, recomputation
 from skyrl.backends.torch_lora.lora import MultiLoraLinear
 from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.packed_model import PackedModel
-from skyrl.backends.torch_lora.recomputation import Recomputation, free_host_bytes
+from skyrl.backends.torch_lora.recomputation import Recomputation
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError
 
@@ -117,6 +119,99 @@ def test_a_much_larger_micro_batch_is_measured_again() -> None:
     assert chosen._per_row > 1000
 
 
+@pytest.mark.parametrize("make", [make_backend, make_full])
+def test_shared_prompts_are_measured_for_they_need_more_for_a_row(make: Any) -> None:
+    backend = make(micro_batch_tokens=4096)
+    backend.create_model("m", spec() if make is make_backend else spec(0))
+    chosen = _of(backend)
+    ok(backend.run([train("m", sft(0, *[25] * 8))]))
+    alone = chosen._per_row
+    ok(backend.run([train("m", grpo(0, 1, 12, 120, 20), "importance_sampling")]))
+    shared = chosen._per_row
+    assert shared > 1.05 * alone
+    ok(backend.run([train("m", sft(0, *[25] * 8))]))
+    assert chosen._per_row == shared, "the largest figure stays"
+
+
+class _Lacking:
+    """Memory that suffices only while layers are recomputed. `attempts`: whether they were, for each backward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, suffices: bool = True) -> None:
+        self.attempts: list[bool] = []
+        inner = PackedModel._hidden_states
+
+        def hidden_states(model: PackedModel, slices: Any) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                self.attempts.append(model.decoder_layers[0].training)
+                if not (self.attempts[-1] and suffices):
+                    raise torch.OutOfMemoryError("no memory left")
+            return inner(model, slices)
+
+        monkeypatch.setattr(PackedModel, "_hidden_states", hidden_states)
+
+
+def test_a_slice_without_memory_runs_again_with_recomputed_layers_and_the_next_ones_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make_backend()
+    expected = _state(backend, tmp_path / "expected")
+    needed = sum(LENGTHS) * _of(backend)._per_row
+    lacking = _Lacking(monkeypatch)
+    _free(monkeypatch, 8 * needed)
+    assert_same(_state(make_backend(), tmp_path / "found"), expected)
+    assert lacking.attempts == [False, True, True, True]
+
+
+def test_one_lack_of_memory_does_not_slow_down_what_needs_little_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have come from elsewhere."""
+    chosen = _of(make_backend())
+    _free(monkeypatch, 1000 * 100 * chosen._per_row)
+    assert chosen.ran_out(100)
+    assert not chosen.pays(100)
+
+
+def test_one_slice_of_several_without_memory_is_recomputed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = _Lacking(monkeypatch)
+    backend = make_backend(merge=True)
+    for name in ("a", "b"):
+        backend.create_model(name, spec())
+    ok(backend.run([train("a", sft(0, 40)), train("b", sft(1, 8))]))
+    assert lacking.attempts == [False, False, True, False, True], "together, then each alone, and recomputed"
+
+
+def test_a_second_lack_fails_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = _Lacking(monkeypatch, suffices=False)
+    backend = make_backend()
+    backend.create_model("m", spec())
+    (outcome,) = backend.run([train("m", sft(0, 9))])
+    assert isinstance(outcome, OutOfMemory)
+    assert lacking.attempts == [False, True]
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_a_setting_that_decides_is_kept_without_memory(setting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = _Lacking(monkeypatch, suffices=False)
+    backend = make_backend(gradient_checkpointing=setting)
+    backend.create_model("m", spec())
+    (outcome,) = backend.run([train("m", sft(0, 9))])
+    assert isinstance(outcome, OutOfMemory)
+    assert lacking.attempts == [setting]
+
+
+def test_a_whole_model_without_memory_is_recomputed_from_its_next_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of its gradient may have been added: the pass itself fails."""
+    lacking = _Lacking(monkeypatch)
+    backend = make_full()
+    _free(monkeypatch, 2 * 9 * _of(backend)._per_row)
+    backend.create_model("m", spec(0))
+    (outcome,) = backend.run([train("m", sft(0, 9))])
+    assert isinstance(outcome, OutOfMemory)
+    ok(backend.run([train("m", sft(0, 9))]))
+    assert lacking.attempts == [False, True]
+
+
 def test_the_guess_knows_the_experts_that_a_row_uses() -> None:
     attention = (48 + 64) + 2 * (48 + 32) + (64 + 48)
     experts = 2 * ((48 + 2 * 24) + (24 + 48))
@@ -168,6 +263,18 @@ def test_no_module_inside_a_recomputed_layer_is_in_training_mode(monkeypatch: py
     assert not any(module.training for module in others)
 
 
+def test_nothing_that_is_recomputed_keeps_the_state_of_a_random_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is random, and on CUDA the state is read from the device."""
+    backend = make_backend(gradient_checkpointing=True)
+    backend.create_model("m", spec())
+    monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * VOCAB * 3)
+    monkeypatch.setattr(attention_kernels, "SCORES_BYTES", 1)
+    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("asked for"))
+    ok(backend.run([train("m", sft(0, 9))]))
+    states = [torch.ones(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    attention_kernels.attend(*states, mask=None, causal=True, scale=None, softcap=2.0).sum().backward()
+
+
 def test_a_layer_that_transformers_cannot_recompute_is_refused_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [nn.Sequential(nn.Linear(4, 4))]
     with pytest.raises(ConfigError, match="gradient_checkpointing: transformers cannot recompute Sequential"):
@@ -183,20 +290,3 @@ def test_forwards_keep_nothing_and_are_never_recomputed(monkeypatch: pytest.Monk
     monkeypatch.setattr(chosen, "pays", lambda rows: pytest.fail("asked"))
     with torch.no_grad(), chosen.of_micro_batch(100):
         assert not any(layer.training for layer in base.packed.decoder_layers)
-
-
-def test_free_memory_is_what_the_kernel_and_the_cgroup_leave(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
-    assert free_host_bytes(tmp_path) == 5000 * 1024, "no cgroup of version 2"
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    for name, text in (("memory.max", "max\n"), ("memory.current", "900000\n")):
-        (group / name).write_text(text)
-    (group / "memory.stat").write_text("anon 5\ninactive_file 70000\nactive_file 3\n")
-    assert free_host_bytes(tmp_path) == 5000 * 1024, "a cgroup without a limit"
-    (group / "memory.max").write_text("1000000\n")
-    assert free_host_bytes(tmp_path) == 1_000_000 - 900_000 + 70_000, "pages of files can be given back"
-    (group / "memory.max").write_text("100000\n")
-    assert free_host_bytes(tmp_path) == 0
-    assert free_host_bytes() > 0

@@ -30,7 +30,7 @@ from torch_lora_support import (
 from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import AdamParams, Datum, PassResult, TrainingPass
-from skyrl.backends.torch_lora import prefixes
+from skyrl.backends.torch_lora import attention, prefixes
 from skyrl.types.lora import LoraSpec
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
@@ -182,3 +182,26 @@ def test_other_passes_do_not_change_a_bit_of_a_pass_with_shared_prompts(tmp_path
     assert results[0].metrics == results[1].metrics
     for one, two in zip(results[0].logprobs, results[1].logprobs, strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+def test_a_mask_is_made_once_for_both_layers_unless_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor | None] = []
+    make = attention._mask
+
+    def noted(*arguments: Any) -> Tensor | None:
+        made.append(make(*arguments))
+        return made[-1]
+
+    backend = make_backend()
+    backend.create_model("m", spec())
+    monkeypatch.setattr(attention, "_mask", noted)
+    training_pass = train("m", grpo(0, 1, 4, 40), "importance_sampling")
+    (kept,) = ok(backend.run([training_pass]))
+    in_one_layer = len(made)
+    with_mask = [mask for mask in made if mask is not None]
+    assert with_mask, "those of the answers; the prompt needs none"
+    made.clear()
+    monkeypatch.setattr(attention, "KEPT_MASK_BYTES", 0)
+    (again,) = ok(backend.run([training_pass]))
+    assert len(made) == in_one_layer + len(with_mask)
+    assert again.metrics == kept.metrics

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from torch_lora_support import VOCAB, base_path
 
-from benchmarks import trainer, trainer_flops
+from benchmarks import trainer, trainer_flops, trainer_ways
 from benchmarks.models import make_long_tiny
-from benchmarks.trainer_process import Step
+from benchmarks.trainer_process import Measured, Step
 from benchmarks.trainer_rows import FULL, SMALL, BatchRow, Shape, TenantPass, tokens_of
-from benchmarks.trainer_ways import PeftWay, SkyrlWay, Trained, Way, gaps
+from benchmarks.trainer_ways import PeftWay, SkyrlWay, Trained, Way, gaps, plain_device
 
 GRPO = BatchRow("grpo", "2 × 3", Shape(2, 3, (20, 30), (4, 9)))
 CUT = BatchRow("cut", "2 × 3, 2 requests", Shape(2, 3, (20, 30), (4, 9)), requests=2)
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 32,
+}
 TENANTS = BatchRow("tenants", "2 × (1 × 12)", Shape(1, 1, (0, 0), (12, 12)), (2, 8))
 
 
@@ -40,6 +50,60 @@ def test_requests_hold_the_whole_batch_and_end_in_the_midst_of_groups() -> None:
     assert [len(part) for part in whole.parts] == [64]
     assert [len(part) for part in cut.parts] == [10, 11, 11, 10, 11, 11]
     assert [datum for part in cut.parts for datum in part] == cut.data
+
+
+def test_a_redrawn_row_has_another_batch_of_the_same_shape_at_each_step() -> None:
+    (row,) = (row for row in FULL if row.name == "grpo-new")
+    (fixed,) = (row for row in FULL if row.name == "grpo-mixed")
+    (first,), (second,), (again,) = row.passes(512, 1), row.passes(512, 2), row.passes(512, 1)
+    assert len(first.data) == len(second.data) == 64
+    lengths = [[len(datum.tokens) for datum in each.data] for each in (first, second, again)]
+    assert lengths[0] != lengths[1]
+    assert lengths[0] == lengths[2]
+    assert all(256 + 32 <= length + 1 <= 1024 + 256 for length in lengths[0])
+    assert fixed.passes(512, 1)[0].tokens == fixed.passes(512, 2)[0].tokens
+    tenants = replace(row, ranks=(4, 8))
+    seen = {tuple(each.data[0].tokens) for step in range(3) for each in tenants.passes(512, step)}
+    assert len(seen) == 6, "no tenant gets another one's batch later"
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_each_step_of_a_redrawn_row_trains_its_own_batch() -> None:
+    drawn: list[int] = []
+    row = replace(GRPO, redrawn=True)
+
+    def draw(step: int) -> list[TenantPass]:
+        drawn.append(step)
+        return row.passes(VOCAB, step)
+
+    def after_three(redrawn: bool) -> tuple[list[Step], list[Step]]:
+        found: list[list[Step]] = []
+        for make in (lambda: PeftWay(base_path(), 1, packed=False), lambda: SkyrlWay(base_path(), 1, merge=False)):
+            drawn.clear()
+            measured = Measured(make, draw, redrawn=redrawn)
+            found.append([measured.step(1), measured.step(2)])
+            measured.close()
+        return found[0], found[1]
+
+    peft, skyrl = after_three(True)
+    assert drawn == [0, 1, 2, 3, 4]
+    assert [step.number for step in skyrl] == [2, 4]
+    assert skyrl[0].tokens == tokens_of(row.passes(VOCAB, 2))
+    assert skyrl[1].tokens == sum(tokens_of(row.passes(VOCAB, step)) for step in (3, 4)) / 2
+    assert [step.tokens for step in peft] == [step.tokens for step in skyrl]
+    assert skyrl[1].rows < skyrl[1].tokens < peft[1].rows, "shared prompts, and padding"
+    assert gaps(skyrl[1].trained, peft[1].trained, row.passes(VOCAB, 4))[1] < 1e-4
+    after_three(False)
+    assert drawn == [0]
+
+
+def test_the_baseline_has_torchs_defaults_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's settings of the device would slow it down."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in ("torch.use_deterministic_algorithms", "torch.backends.cuda.enable_cudnn_sdp"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a setting of the server"))
+    assert plain_device(1).type == "cuda"
+    assert not hasattr(trainer_ways, "prepare_device")
 
 
 def test_only_the_tokens_of_answers_have_advantages() -> None:
@@ -101,13 +165,38 @@ def test_a_row_is_measured_in_processes_and_becomes_a_table(tmp_path: Path) -> N
     assert [line.split()[0] for line in lines[2:]] == ["peft", "skyrl-merged"]
 
 
+def _step(wall_s: float, cpu_s: float, trained: list[Trained], share: float = 1.0) -> Step:
+    """`share`: the part of the tokens that went through the model."""
+    tokens = sum(len(each.logprobs) for each in trained)
+    return Step(wall_s, cpu_s, tokens, share * tokens, 0, trained)
+
+
+def test_a_gpus_columns_are_the_mfu_of_all_tokens_and_that_of_computed_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    passes = TENANTS.passes(VOCAB)
+    trained = [Trained(1.0, np.zeros(each.tokens, np.float32), each.tokens) for each in passes]
+    flops = trainer_flops.model_flops(str(tmp_path), passes)
+    monkeypatch.setattr(trainer, "peak_flops", lambda: flops)
+    steps = {"peft": [_step(2.0, 2.0, trained)], "skyrl": [_step(0.5, 0.5, trained, 0.25)]}
+    peft, skyrl = found = trainer.results(str(tmp_path), TENANTS, passes, steps, dict.fromkeys(steps), "wall")
+    assert (peft["mfu"], skyrl["mfu"]) == (0.5, 2.0), "shared prompts count"
+    assert 0.4 < skyrl["mfu_of_rows"] < 0.5
+    assert skyrl["mfu_of_rows"] == pytest.approx(peft["mfu_of_rows"])
+    header, *_, last = trainer.table({"tiny": found}).splitlines()
+    assert header.split("  ")[-1].strip() == "MFU of computed rows"
+    assert "max |loss − peft's|" in header
+    assert last.split()[-2] == "2"
+
+
 def test_ratios_are_medians_over_rounds_of_the_chosen_clock() -> None:
     passes = TENANTS.passes(VOCAB)
-    trained = [Trained(1.0, np.zeros(each.tokens, np.float32)) for each in passes]
-    other = [Trained(1.0 + 1.2, np.full(each.tokens, 0.5, np.float32)) for each in passes]
+    trained = [Trained(1.0, np.zeros(each.tokens, np.float32), each.tokens) for each in passes]
+    other = [Trained(1.0 + 1.2, np.full(each.tokens, 0.5, np.float32), each.tokens) for each in passes]
     steps = {
-        "peft": [Step(2.0, 9.0, trained), Step(4.0, 9.0, trained), Step(3.0, 9.0, trained)],
-        "skyrl": [Step(1.0, 3.0, other), Step(1.0, 3.0, other), Step(9.0, 3.0, other)],
+        "peft": [_step(2.0, 9.0, trained), _step(4.0, 9.0, trained), _step(3.0, 9.0, trained)],
+        "skyrl": [_step(1.0, 3.0, other), _step(1.0, 3.0, other), _step(9.0, 3.0, other)],
     }
     peft, skyrl = trainer.results("", TENANTS, passes, steps, {"peft": 8.0, "skyrl": 4.0}, "wall")
     assert (peft["ratio"], skyrl["ratio"]) == (1.0, 2.0)
@@ -118,15 +207,15 @@ def test_ratios_are_medians_over_rounds_of_the_chosen_clock() -> None:
 
 
 def test_model_flops_follow_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
-    config |= {"num_key_value_heads": 1, "head_dim": 4, "vocab_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     base = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16) + 8 * 32
     adapter = 2 * (2 * (8 + 8) + 2 * (8 + 4) + 3 * (8 + 16)) + (8 + 32)
     shape = Shape(1, 2, (0, 0), (10, 10))
     passes = [TenantPass(4, "cross_entropy", shape.data(32, 0))]
     attention = 2 * 12 * 2 * 2 * 4 * 10 * 10
     assert trainer_flops.model_flops(str(tmp_path), passes) == 20 * (4 * base + 6 * 4 * adapter) + attention
+    of_rows = trainer_flops.computed_flops(str(tmp_path), passes, 15)
+    assert of_rows == (20 * (4 * base + 6 * 4 * adapter) + attention / 2) * 15 / 20
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 PCIe")
     assert trainer_flops.peak_flops() == 756e12

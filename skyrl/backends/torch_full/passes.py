@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from skyrl.backends.base import OutOfMemory
 from skyrl.backends.torch_full.model import FullModel
 from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_lora.device import failure_of
@@ -25,6 +26,8 @@ def run_slice(model: FullModel, parameters: FullParameters, piece: Slice, *, bac
     except Exception as error:
         failure = failure_of(error, device)
     if failure is not None:
+        if backward and isinstance(failure, OutOfMemory) and (recomputation := model.base.packed.recomputation):
+            recomputation.ran_out(piece.rows)  # no second attempt: a part of the gradient may have been added
         piece.running.fail(failure)
     elif result is not None:
         record_or_fail(piece, result, device)

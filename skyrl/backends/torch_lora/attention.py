@@ -21,6 +21,10 @@ from skyrl.backends.torch_lora.segments import bundled
 
 NAME = "skyrl_segments"
 _UNSUPPORTED = ("position_bias",)
+KEPT_MASK_BYTES = 16 * 2**20
+"""A mask of at most these bytes, one for each query and key, is made once for all layers, not by up to ten small
+operations in each. All masks of 3,800 rows, 4 groups of 16 samples behind prompts of 512 tokens, have 0.9 MB together.
+Only sequences of more than 4,096 tokens, with a sliding window or behind a prompt, have larger ones."""
 
 
 def segments_attention(
@@ -84,7 +88,7 @@ def _attend_slice(
                 _after([states[number] for number in group.prefix], before, grid)
                 for states, grid in zip(pieces[1:], (key, value), strict=True)
             )
-        mask = _mask(group.longest, together, before, window, query.device)
+        mask = _kept_mask(group, together, before, window, query.device)
         output = kernel(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask=mask, causal=mask is None
         )
@@ -99,6 +103,18 @@ def _in_bundles(grid: Tensor, together: int) -> Tensor:
     if lacking:
         grid = torch.cat([grid, grid.new_zeros(lacking, *grid.shape[1:])])
     return grid.view(len(grid) // together, together * grid.shape[1], *grid.shape[2:])
+
+
+def _kept_mask(
+    group: AttentionGroup, together: int, before: int, window: int | None, device: torch.device
+) -> Tensor | None:
+    """The group's mask for this window. The first layer makes it for those after it, unless it is large."""
+    if window in group.masks:
+        return group.masks[window]
+    mask = _mask(group.longest, together, before, window, device)
+    if mask is None or mask.nbytes <= KEPT_MASK_BYTES:
+        group.masks[window] = mask
+    return mask
 
 
 def _mask(length: int, together: int, before: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -57,7 +57,7 @@ def attend(
             block = mask[..., start:stop, :]
         arguments = (query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], block, factor, softcap, sinks)
         if rows > step and torch.is_grad_enabled():
-            parts.append(checkpoint(_explicit, *arguments, use_reentrant=False))
+            parts.append(checkpoint(_explicit, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(_explicit(*arguments))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -8,6 +8,7 @@ Knows nothing of modules or passes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ class _Entries:
         """Entries before the first update, of it, between it and the second one, and so on."""
         self._order: Tensor | None = None
         if self._sizes != [0, len(row), 0]:  # else the order is right already
-            part = torch.searchsorted(torch.tensor(bounds, device=row.device), row, right=True)
+            part = torch.searchsorted(_on_device(tuple(bounds), row.device), row, right=True)
             self._order = part.argsort(stable=True)
             self._back = _inverse(self._order)
             expert = expert[self._order]
@@ -106,6 +107,12 @@ class _Entries:
         if self._order is None:
             return made[1]
         return torch.cat(made)[self._back]
+
+
+@functools.lru_cache(maxsize=8)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64. Every layer of a micro-batch asks for the same numbers; a copy to a GPU waits for the GPU."""
+    return torch.tensor(numbers, device=device)
 
 
 def _low_rank(x: Tensor, pair: LoraPair, ends: Tensor, scale: float) -> Tensor:

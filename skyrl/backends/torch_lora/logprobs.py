@@ -116,7 +116,7 @@ def _pair_logprobs(
         rows = hidden if len(chosen) == len(hidden) else hidden.index_select(0, chosen)
         arguments = (rows, owners, targets.ids[first:last])
         if torch.is_grad_enabled() and recompute:
-            parts.append(checkpoint(logprobs, *arguments, use_reentrant=False))
+            parts.append(checkpoint(logprobs, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(logprobs(*arguments))
     return torch.cat(parts)

@@ -24,6 +24,7 @@ from skyrl.backends.torch_lora.packing import PackedSlice
 from skyrl.backends.torch_lora.projections import wrap_experts, wrap_linears
 from skyrl.backends.torch_lora.recomputation import Recomputation, Setting
 from skyrl.backends.torch_lora.routing import Routing
+from skyrl.backends.torch_lora.segments import copied_rows
 
 
 class PackedModel(nn.Module):
@@ -88,8 +89,10 @@ class PackedModel(nn.Module):
     def _recomputation(self, slices: Sequence[PackedSlice]) -> AbstractContextManager[None]:
         if self.recomputation is None:
             return nullcontext()
+        rows = sum(len(packed.tokens) for packed in slices)
+        copies = sum(copied_rows(packed.layout.segments) for packed in slices)
         leaves = [leaf for segment in self.active.segments for pair in segment.pairs.values() for leaf in pair]
-        return self.recomputation.of_micro_batch(sum(len(packed.tokens) for packed in slices), leaves)
+        return self.recomputation.of_micro_batch(rows, copies, leaves)
 
     def forward(
         self, slices: Sequence[PackedSlice], targets: Sequence[Targets], segments: Sequence[LoraSegment]

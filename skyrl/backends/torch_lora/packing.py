@@ -7,7 +7,7 @@ Knows lengths and token ids. Knows nothing of adapters or losses.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ class AttentionGroup:
     The groups of a slice cover its rows, in order. `pieces`: the rows of the group, cut into pieces: a segment that
     others continue is a piece alone. `prefix`: the pieces of the slice, by number, that all segments of the group
     continue, in order. cells: int64 [rows], the places of the rows in a flattened [count, longest] grid; None when they
-    fill it in order.
+    fill it in order. `masks`: those that attention has made, by the layer's sliding window.
     """
 
     count: int
@@ -34,6 +34,7 @@ class AttentionGroup:
     pieces: tuple[int, ...]
     prefix: tuple[int, ...]
     cells: Tensor | None
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.backends.base import Datum
+from skyrl.backends.base import Datum, OutOfMemory
 from skyrl.backends.torch_lora import packing
 from skyrl.backends.torch_lora.checks import loss_config
 from skyrl.backends.torch_lora.device import failure_of
@@ -25,6 +25,7 @@ from skyrl.backends.torch_lora.lora import LoraSegment
 from skyrl.backends.torch_lora.losses import LossInputs, LossValue
 from skyrl.backends.torch_lora.model import BaseModel
 from skyrl.backends.torch_lora.prefixes import lay_out
+from skyrl.backends.torch_lora.recomputation import Recomputation
 from skyrl.backends.torch_lora.running import Part, Slice, not_finite
 
 
@@ -45,7 +46,8 @@ class SliceResult:
 
 
 def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
-    """Run slices together. If that raises, run each slice alone, so that only the one that causes the error fails.
+    """Run slices together. If that raises, run each slice alone, so that only the one that causes the error fails. A
+    slice alone that runs out of memory runs once more with its layers recomputed, if they were not and may be.
 
     The error becomes that of what the slice belongs to (OutOfMemory if memory was short). DeviceFault is raised.
     """
@@ -63,8 +65,17 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
     elif len(batch) > 1:  # outside the handler, where the failed attempt's tensors are free again
         for piece in batch:
             run_micro_batch(base, [piece], backward=backward)
+    elif recomputation := _instead(base, batch[0], failure, backward):
+        with recomputation.forced():
+            run_micro_batch(base, batch, backward=backward)
     else:
         batch[0].running.fail(failure)
+
+
+def _instead(base: BaseModel, piece: Slice, failure: Exception, backward: bool) -> Recomputation | None:
+    """Of the layers, where recomputing them may help after this failure."""
+    recomputation = base.packed.recomputation if backward and isinstance(failure, OutOfMemory) else None
+    return recomputation if recomputation and recomputation.ran_out(piece.rows) else None
 
 
 def record_or_fail(piece: Slice, result: SliceResult, device: torch.device) -> None:

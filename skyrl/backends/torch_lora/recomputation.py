@@ -1,7 +1,7 @@
 """Gradient checkpointing: whether a micro-batch keeps what its decoder layers compute, or recomputes it in backward.
 
 Both give the same bits on a CPU, so the choice may depend on the memory that is free at the moment. Knows transformers'
-decoder layers, and the memory of device and host. Knows nothing of adapters or passes.
+decoder layers, and the memory of the device. Knows nothing of adapters or passes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from skyrl.backends.torch_lora.host_memory import free_host_bytes
 from skyrl.config.server import ConfigError
 
 Setting = bool | Literal["auto"]
@@ -29,7 +29,13 @@ FREE_ANYHOW = 64 * 2**20
 MEASURED_ROWS = 64
 """A micro-batch of at least so many rows tells how much a row needs."""
 MEASURED_AGAIN = 4
-"""So does each micro-batch that has so many times the rows of the last one that was measured."""
+"""So does each micro-batch that has so many times the rows of the largest one that was measured."""
+MORE_COPIES = 0.5
+"""And each that copies so many more rows of keys and values for each of its rows than any measured one. With the
+prompts of groups shared, a row keeps up to 1.4 times as much as without."""
+LEARNED_AT_ONCE = 4
+"""One lack of memory raises the estimate at most so many times: it may have come from elsewhere, and would slow down
+all later micro-batches."""
 FIRST_GUESS = 2.0
 """Until then: numbers that a layer keeps for a row, per input and output of its products. Qwen3, Qwen2 and Llama keep
 1.1 to 1.5, Qwen3-MoE 0.8 to 1.7."""
@@ -55,7 +61,8 @@ class Recomputation:
         self._anywhere = anywhere
         self._device = next(layers[0].parameters()).device
         self._per_row = FIRST_GUESS * _product_bytes(layers)
-        self._measured_rows = 0
+        self._measured_rows, self._measured_copies = 0, 0.0
+        self._forced = self._recomputes = False
         self._able = all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
         if setting is True and not self._able:
             kind = type(layers[0]).__name__
@@ -68,20 +75,51 @@ class Recomputation:
             switched._gradient_checkpointing_func = function
 
     @contextmanager
-    def of_micro_batch(self, rows: int, leaves: Sequence[Tensor] = ()) -> Iterator[None]:
-        """The forward of a micro-batch runs inside. `leaves`: what it trains beside parameters; their memory lives
-        anyhow, so it does not count."""
+    def of_micro_batch(self, rows: int, copies: int = 0, leaves: Sequence[Tensor] = ()) -> Iterator[None]:
+        """The forward of a micro-batch runs inside. `copies`: of rows of keys and values, behind shared prefixes.
+        `leaves`: what it trains beside parameters; their memory lives anyhow, so it does not count."""
         if not torch.is_grad_enabled():
             yield
-        elif self.pays(rows):
+            return
+        self._recomputes = self._forced or self.pays(rows)
+        if self._recomputes:
             with self._recomputed():
                 yield
-        elif self._setting == "auto" and rows >= max(MEASURED_ROWS, MEASURED_AGAIN * self._measured_rows):
+        elif self._setting == "auto" and self._tells(rows, copies):
             with _kept_bytes(leaves) as kept:
                 yield
-            self._per_row, self._measured_rows = sum(kept.values()) / rows, rows
+            of_row = sum(kept.values()) / rows
+            self._per_row = max(self._per_row, of_row) if self._measured_rows else of_row
+            self._measured_rows = max(self._measured_rows, rows)
+            self._measured_copies = max(self._measured_copies, copies / rows)
         else:
             yield
+
+    def _tells(self, rows: int, copies: int) -> bool:
+        """Whether a micro-batch may need more for a row than was measured."""
+        if rows < MEASURED_ROWS:
+            return False
+        more_copies = copies / rows >= self._measured_copies + MORE_COPIES
+        return not self._measured_rows or rows >= MEASURED_AGAIN * self._measured_rows or more_copies
+
+    def ran_out(self, rows: int) -> bool:
+        """To be told when memory has run out in a micro-batch of `rows` rows. Returns whether another attempt may help,
+        with its layers recomputed (`forced`). Then the estimate rises to where later ones of its size recompute them
+        from the start with as much free memory as now, but at most to `LEARNED_AT_ONCE` times what it was."""
+        if self._setting != "auto" or not self._able or self._recomputes or self._forced:
+            return False
+        enough = 1.01 * max(FREE_ANYHOW, SHARE * self._free()) / rows
+        self._per_row = max(self._per_row, min(enough, LEARNED_AT_ONCE * self._per_row))
+        return True
+
+    @contextmanager
+    def forced(self) -> Iterator[None]:
+        """Layers of micro-batches inside are recomputed."""
+        self._forced = True
+        try:
+            yield
+        finally:
+            self._forced = False
 
     def pays(self, rows: int) -> bool:
         """Whether the decoder layers of a micro-batch of `rows` rows are computed again in its backward."""
@@ -139,21 +177,3 @@ def _kept_bytes(leaves: Sequence[Tensor]) -> Iterator[dict[int, int]]:
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found
-
-
-def free_host_bytes(root: Path = Path("/")) -> float:
-    """What the kernel says is available to new work, and at most what this process's cgroup (version 2) leaves."""
-    free = _number((root / "proc/meminfo").read_text(), "MemAvailable:") * 1024.0
-    group = root / "sys/fs/cgroup"
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        if limit != "max":
-            files = _number((group / "memory.stat").read_text(), "inactive_file ")
-            free = min(free, int(limit) - int(used) + files)
-    except OSError:  # no cgroup of version 2 is visible here
-        pass
-    return max(0.0, free)
-
-
-def _number(text: str, start: str) -> int:
-    return next(int(line.removeprefix(start).split()[0]) for line in text.splitlines() if line.startswith(start))

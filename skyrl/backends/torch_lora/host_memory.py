@@ -1,0 +1,53 @@
+"""The memory of the host that new work can have: what the kernel has left, within the limits of this process's cgroups.
+
+Knows the files of /proc and /sys/fs/cgroup. Knows nothing of models or of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_FILES = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+}
+"""Of cgroups of version 2 and 1, by the controllers in /proc/self/cgroup: where they are mounted, the files with the
+limit and with what is used, and a line of memory.stat."""
+
+
+def free_host_bytes(root: Path = Path("/")) -> float:
+    """What the kernel says is available to new work, and at most what the limits of this process's cgroups leave."""
+    free = _number((root / "proc/meminfo").read_text(), "MemAvailable:") * 1024.0
+    return max(0.0, min([free, *_left_by_cgroups(root)]))
+
+
+def _left_by_cgroups(root: Path) -> Iterator[float]:
+    """What is left of the limit of this process's cgroup, and of each cgroup above it. Inactive pages of files count as
+    left, because the kernel takes them back."""
+    for mount, path, limit_file, used_file, files in _cgroups(root):
+        for group in (path, *path.parents):
+            directory = root / mount / group.relative_to("/")
+            try:
+                limit, used = ((directory / name).read_text().strip() for name in (limit_file, used_file))
+                if limit != "max":
+                    yield int(limit) - int(used) + _number((directory / "memory.stat").read_text(), files)
+            except OSError:  # has no limits, as the highest one, or cannot be seen from this container
+                pass
+
+
+def _cgroups(root: Path) -> Iterator[tuple[str, Path, str, str, str]]:
+    """Where the memory of this process is counted: the mount, the path below it, and the names of `_FILES`."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without cgroups
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in _FILES:
+            mount, limit, used, files = _FILES[controllers]
+            yield mount, Path("/" if ".." in Path(path).parts else path), limit, used, files
+
+
+def _number(text: str, start: str) -> int:
+    return next(int(line.removeprefix(start).split()[0]) for line in text.splitlines() if line.startswith(start))
