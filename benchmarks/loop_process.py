@@ -164,7 +164,9 @@ async def serve(directory: Path, in_flight: int) -> None:
     migrate.migrate(database)
     database.write(lambda c: publish_url(c, "http://127.0.0.1:9"))
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=4096, max_context=2048))
-    config = ServerConfig(base_model="tiny", state_dir=directory, database_url=database.url)
+    config = ServerConfig(  # pyright: ignore[reportCallIssue]  # it knows no defaults of pydantic's settings
+        base_model="tiny", state_dir=directory, database_url=database.url
+    )
     async with open_services(Runtime(config, directory, None, "key", cuda=False)) as services:
         app = create_app(services)
         web = Config(app, log_config=None)

@@ -34,7 +34,7 @@ MAX_BATCH = 1_000
 LOOP_ROWS, LOOP_BYTES = 256, 2**19
 """The most rows, and bytes, that the event loop commits at once. A larger row goes to the thread."""
 
-GATHER_S = 0.005
+GATHER_S = 0.002
 """The event loop waits so long for more rows while each of its turns brings some."""
 
 SLOW_S, SLOW_SHARE = 0.05, 20

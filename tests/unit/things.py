@@ -8,7 +8,7 @@ from skyrl.db.database import Database
 from skyrl.db.row_statement import RowStatement
 
 things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
-ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))
+ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")), long=("name",))
 
 
 def ids(database: Database) -> list[int]:
