@@ -29,8 +29,14 @@ from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import computed_flops, model_flops, peak_flops
 from benchmarks.trainer_process import Step, WayProcess
 from benchmarks.trainer_rows import FULL, SMALL, BatchRow, TenantPass, rows_of, tokens_of
-from benchmarks.trainer_server import ServerWay
 from benchmarks.trainer_ways import PeftWay, SkyrlWay, Way, gaps
+
+
+def _server_way(model: str, threads: int, *, merge: bool) -> Way:
+    from benchmarks.trainer_server import ServerWay  # needs the Tinker SDK, which the other ways do not
+
+    return ServerWay(model, threads, merge=merge)
+
 
 MODELS = {"tiny": make_long_tiny, "wide": make_wide, "quarter": make_quarter, "0.6b": make_large}
 BASELINE = "peft"
@@ -40,8 +46,8 @@ WAYS: dict[str, Callable[..., Way]] = {
     "skyrl": functools.partial(SkyrlWay, merge=False),
     "skyrl-merged": functools.partial(SkyrlWay, merge=True),
     "skyrl-recomputed": functools.partial(SkyrlWay, merge=False, config={"trainer.gradient_checkpointing": True}),
-    "server": functools.partial(ServerWay, merge=False),
-    "server-merged": functools.partial(ServerWay, merge=True),
+    "server": functools.partial(_server_way, merge=False),
+    "server-merged": functools.partial(_server_way, merge=True),
 }
 MERGED = ("skyrl-merged", "server-merged")
 """Only for rows with several passes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.backends.torch_lora.recomputation import Recomputation
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError
+from tests.failures import FailingOperation
 
 LENGTHS = (40, 40, 20)
 
@@ -179,6 +181,34 @@ def test_one_slice_of_several_without_memory_is_recomputed_alone(
         backend.create_model(name, spec())
     ok(backend.run([train("a", sft(0, 40)), train("b", sft(1, 8))]))
     assert lacking.attempts == [False, False, True, False, True], "together, then each alone, and recomputed"
+
+
+def test_a_failed_attempt_that_was_measured_frees_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second attempt has the memory of the first."""
+    backend = make_backend()
+    backend.create_model("m", spec())
+    before = [weakref.ref(tensor.untyped_storage()) for tensor in backend._base.packed.state_dict().values()]
+    weights = {backend._adapters["m"].weights.untyped_storage().data_ptr()} | {ref().data_ptr() for ref in before}
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    left: list[int] = []
+
+    class Fails(FailingOperation):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if isinstance(result, torch.Tensor) and not self.failed:
+                made.append(weakref.ref(result.untyped_storage()))
+            return result
+
+    def ran_out(rows: int) -> bool:
+        left.extend(kept.nbytes() for each in made if (kept := each()) is not None and kept.data_ptr() not in weights)
+        return True
+
+    monkeypatch.setattr(_of(backend), "ran_out", ran_out)
+    assert _of(backend)._tells(80, 0)
+    with Fails(300):
+        ok(backend.run([train("m", sft(0, 40, 40))]))
+    assert made
+    assert left == []
 
 
 def test_a_second_lack_fails_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:

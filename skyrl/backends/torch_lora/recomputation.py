@@ -173,7 +173,7 @@ def _kept_bytes(leaves: Sequence[Tensor]) -> Iterator[dict[int, int]]:
         storage = tensor.untyped_storage()
         if not isinstance(whole, nn.Parameter) and storage.data_ptr() not in trained:
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operation that kept its own output would never be freed without a backward
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found
