@@ -130,7 +130,7 @@ lock: $(VENV)/bin/uv
 	  | $(UV) pip compile --quiet --universal --python-version 3.11 --no-header - -o $$file; done
 
 proto: setup
-	$(PY) -m grpc_tools.protoc -I skyrl/wire --python_out=skyrl/wire --pyi_out=skyrl/wire skyrl/wire/tinker.proto
+	$(PY) -m grpc_tools.protoc -I skyrl/base/wire --python_out=skyrl/base/wire --pyi_out=skyrl/base/wire skyrl/base/wire/tinker.proto
 
 clean:
 	rm -rf $(VENV) site build dist

@@ -9,7 +9,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from benchmarks import prompts
-from skyrl.wire import tinker_pb2 as pb
+from skyrl.base.wire import tinker_pb2 as pb
 
 REMEMBERED = 100_000
 

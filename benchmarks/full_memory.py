@@ -27,9 +27,9 @@ from skyrl.backends.torch_full.backend import TorchFullBackend
 from skyrl.backends.torch_full.rank import FullRank
 from skyrl.backends.torch_full.sharded import ShardedFullBackend
 from skyrl.backends.torch_lora.over_ranks import rank_settings
-from skyrl.config.loading import load_config
-from skyrl.config.server import ServerConfig
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
 from tests.local_ranks import LocalRanks
 
 RANKS = (1, 2, 3)

@@ -25,7 +25,7 @@ from benchmarks.prompts import VARIANTS, prompt
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.whole_request import protocol_with
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.db import migrate
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url

@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
-from skyrl.tiny import model_path
+from skyrl.base.tiny import model_path
 
 
 def make_quarter(directory: Path) -> str:

@@ -25,9 +25,9 @@ import numpy as np
 import zstandard
 
 from benchmarks.processes import cpu_seconds, disk_bytes, parts_of, peak_resident_mb, resident_mb
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.training import PROTOBUF
 from skyrl.demo.server import DemoServer
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.training import PROTOBUF
 
 BODIES = 208
 SEQUENCES, LENGTH = 640, 256

@@ -26,9 +26,9 @@ from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.over_ranks import rank_settings
 from skyrl.backends.torch_lora.rank import Rank
 from skyrl.backends.torch_lora.sharded import ShardedBackend
-from skyrl.config.loading import load_config
-from skyrl.tiny import model_path
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import model_path
+from skyrl.base.types.lora import LoraSpec
 from tests.local_ranks import LocalRanks
 
 SEQUENCES, TOKENS = 16, 96

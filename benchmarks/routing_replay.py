@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from skyrl.backends.base import Datum, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.routing import own_experts
-from skyrl.config.loading import load_config
-from skyrl.tiny import moe
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import moe
+from skyrl.base.types.lora import LoraSpec
 
 SEQUENCES, TOKENS = 16, 192
 

@@ -26,6 +26,10 @@ from benchmarks.processes import cpu_seconds, parts_of, peak_resident_mb, reside
 from benchmarks.router_load import Load, measure, request_of
 from benchmarks.series import quantile
 from skyrl.api.tokens import tenant_of_key
+from skyrl.base.types.ids import new_session_id
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.db import adapter_versions, quotas, retention, runs, session_ends, usage
 from skyrl.db.database import Connection, Database
 from skyrl.db.migrate import migrate
@@ -36,10 +40,6 @@ from skyrl.db.tables import FutureRow
 from skyrl.db.usage_report import last_days, report
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.demo.server import DemoServer
-from skyrl.types.ids import new_session_id
-from skyrl.types.kinds import Kind
-from skyrl.types.lora import LoraSpec
-from skyrl.types.weights import AdapterVersion, BaseWeights
 from tests.postgres_server import PostgresServer
 
 TENANT_SESSIONS = 5_000

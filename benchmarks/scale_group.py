@@ -17,10 +17,10 @@ from benchmarks.fake_workers import FakeWorkers, fake_workers
 from benchmarks.processes import cpu_seconds
 from benchmarks.scale_router import RunningRouter, server_router
 from benchmarks.series import quantile
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica, ReplicaState
 from skyrl.inference.router_members import RouterMembers
-from skyrl.types.weights import AdapterVersion
 
 SWEPT = 64
 """Adapters of one sweep."""

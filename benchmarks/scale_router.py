@@ -29,7 +29,7 @@ from benchmarks.processes import cpu_seconds, resident_mb
 from benchmarks.prompts import prompt
 from benchmarks.router_load import Load, measure, request_of
 from benchmarks.stage import wait_ready
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
 from skyrl.inference.router_members import RouterMembers
 from skyrl.processes.ports import free_port
 from skyrl.processes.runtime import RUNTIME_ENV, Runtime

@@ -29,8 +29,8 @@ from benchmarks import machine
 from benchmarks.models import make_large
 from benchmarks.processes import resident_mb
 from benchmarks.table import number
+from skyrl.base.tiny import model_path
 from skyrl.processes.supervision import dies_with_parent
-from skyrl.tiny import model_path
 
 MEGABYTE = 1e6
 FLOAT = 4
@@ -111,8 +111,8 @@ def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
 
     from skyrl.backends.base import AdamParams, Datum, TrainingPass
     from skyrl.backends.torch_lora.backend import TorchLoraBackend
-    from skyrl.config.loading import load_config
-    from skyrl.types.lora import LoraSpec
+    from skyrl.base.config.loading import load_config
+    from skyrl.base.types.lora import LoraSpec
 
     imported = own_mb()
     backend_config = {"trainer.micro_batch_tokens": tokens, "trainer.gradient_checkpointing": checkpointing}

@@ -16,12 +16,12 @@ from benchmarks.stage import Stage
 from benchmarks.table import Row
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import model_path
+from skyrl.base.types.lora import LoraSpec
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.engine.snapshots import Snapshots
-from skyrl.tiny import model_path
-from skyrl.types.lora import LoraSpec
 
 RANKS = (8, 32)
 REPEATS = 20

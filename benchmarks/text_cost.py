@@ -18,12 +18,12 @@ import httpx
 import psutil
 
 from benchmarks.processes import cpu_seconds
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import model_path
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.processes.ports import free_port
 from skyrl.sampling import completion
-from skyrl.tiny import model_path
 from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 
 KEY = "benchmark"

@@ -21,8 +21,8 @@ from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.device import base_dtype, synchronize
 from skyrl.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
-from skyrl.config.loading import load_config
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.loading import load_config
+from skyrl.base.types.lora import LoraSpec
 
 STEP = AdamParams(learning_rate=1e-4, eps=1e-8)
 ALPHA = 32.0

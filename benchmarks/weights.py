@@ -29,9 +29,9 @@ from safetensors.torch import load_file
 from benchmarks.models import make_large
 from benchmarks.stage import Stage, wait_ready
 from benchmarks.table import Row
+from skyrl.base.tiny import model_path
 from skyrl.processes.ports import free_port
 from skyrl.processes.supervision import dies_with_parent
-from skyrl.tiny import model_path
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import TrainerGroup
 from skyrl.weights.protocol import publish

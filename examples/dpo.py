@@ -15,7 +15,7 @@ import tinker
 import torch
 from tinker import types
 
-from skyrl.tiny.corpus import IM_END, TASKS, chat_prompt
+from skyrl.base.tiny.corpus import IM_END, TASKS, chat_prompt
 
 BETA = 0.2
 PAIRS = 12

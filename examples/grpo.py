@@ -16,7 +16,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from skyrl.tiny.corpus import TASKS, Task, chat_prompt
+from skyrl.base.tiny.corpus import TASKS, Task, chat_prompt
 
 QUESTIONS, GROUP, UPDATES = 4, 8, 2
 KL_COEFFICIENT = 0.02

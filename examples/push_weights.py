@@ -25,7 +25,7 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from skyrl.tiny import model_path
+from skyrl.base.tiny import model_path
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import TrainerGroup
 from skyrl.weights.protocol import push

@@ -14,7 +14,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from skyrl.tiny.corpus import IM_END, SortTask, chat_prompt
+from skyrl.base.tiny.corpus import IM_END, SortTask, chat_prompt
 
 WEEK_S = 7 * 24 * 3600
 

@@ -13,7 +13,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from skyrl.tiny.corpus import IM_END, SortTask, chat_prompt
+from skyrl.base.tiny.corpus import IM_END, SortTask, chat_prompt
 
 
 def example(prompt: list[int], answer: list[int]) -> types.Datum:

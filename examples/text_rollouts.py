@@ -29,7 +29,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from skyrl.tiny.corpus import IM_END, TASKS, Task, chat_prompt
+from skyrl.base.tiny.corpus import IM_END, TASKS, Task, chat_prompt
 
 QUESTIONS, GROUP, UPDATES = 4, 16, 2
 MAX_NEW_TOKENS = 32

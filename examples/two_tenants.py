@@ -15,7 +15,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from skyrl.tiny.corpus import TASKS, Task, chat_prompt
+from skyrl.base.tiny.corpus import TASKS, Task, chat_prompt
 
 PROMPTS, GROUP = 8, 4
 

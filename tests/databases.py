@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.demo.server import DemoServer

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import model_path
 from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, read_state
 from skyrl.processes.runtime import RUNTIME_ENV, Runtime
-from skyrl.tiny import model_path
 
 SERVER = "first"
 WAIT_S = 300.0

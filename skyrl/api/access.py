@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from skyrl.api.tokens import Tokens, is_token, tenant_of_key
+from skyrl.base.wire.errors import InvalidToken, RequestError
 from skyrl.db.keys import ALL_SCOPES, SCOPES, ApiKey, Keys, Scope
-from skyrl.wire.errors import InvalidToken, RequestError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from skyrl.api.reply import reply, strings, timestamp
 from skyrl.api.routes import API, Routes
 from skyrl.api.services import Services
 from skyrl.api.tokens import user_urn
+from skyrl.base.wire.errors import RequestError
 from skyrl.db.usage import GIGABYTE, HOUR_S, UsageKind
-from skyrl.wire.errors import RequestError
 
 MAX_WINDOW = timedelta(days=14)
 

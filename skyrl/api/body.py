@@ -8,7 +8,7 @@ import io
 import zstandard
 from starlette.requests import Request
 
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 INLINE_BYTES = 256 * 2**10
 """The most bytes, decompressed, of a body that is decompressed on the event loop. A larger body goes to a thread: on

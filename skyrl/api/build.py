@@ -19,7 +19,7 @@ from skyrl.api.services import Services
 from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.db.adapter_uses import AdapterUses
 from skyrl.db.api_processes import ApiProcesses
 from skyrl.db.audit import Audit

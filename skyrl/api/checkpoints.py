@@ -15,11 +15,11 @@ from skyrl.api.routes import Routes
 from skyrl.api.scope import AccessScope
 from skyrl.api.services import Services
 from skyrl.api.tokens import user_urn
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.paths import KINDS, CheckpointKind, TinkerPath, parse_path
+from skyrl.base.wire.requests import TtlRequest
 from skyrl.db.checkpoints import Checkpoint, Seen
 from skyrl.db.models import ModelRecord
-from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.paths import KINDS, CheckpointKind, TinkerPath, parse_path
-from skyrl.wire.requests import TtlRequest
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}

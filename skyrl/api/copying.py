@@ -17,16 +17,16 @@ from skyrl.api.reply import reply
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.sessions import check_length
+from skyrl.base.types.ids import new_session_id
+from skyrl.base.types.weights import FullWeights
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.paths import TinkerPath, model_id_of, parse_path
+from skyrl.base.wire.requests import CopyWeightsRequest
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.copies import Copy
 from skyrl.storage.base import StoreError
 from skyrl.storage.directories import safe_name
 from skyrl.storage.threads import in_store
-from skyrl.types.ids import new_session_id
-from skyrl.types.weights import FullWeights
-from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.paths import TinkerPath, model_id_of, parse_path
-from skyrl.wire.requests import CopyWeightsRequest
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from skyrl.api.openai import is_openai
 from skyrl.api.refusals import Refusals
 from skyrl.api.reply import WholeBody, reply
 from skyrl.api.routes import API
+from skyrl.base.wire.errors import OverQuota, RequestError
 from skyrl.db.faults import DatabaseError, column_with_nul, is_transient, reason
 from skyrl.openai.errors import OpenAIError, error_body
 from skyrl.processes.log_format import about_request
 from skyrl.quotas.tenants import Quotas
 from skyrl.storage.base import NotStored, StoreError
-from skyrl.wire.errors import OverQuota, RequestError
 
 logger = logging.getLogger(__name__)
 

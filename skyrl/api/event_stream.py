@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from skyrl.base.wire.errors import RequestError
 from skyrl.openai.errors import OpenAIError, error_body
 from skyrl.openai.events import event
 from skyrl.openai.in_flight import ClientGone, InFlight
 from skyrl.processes.log_format import about_request
-from skyrl.wire.errors import RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from skyrl.api.call import Call
 from skyrl.api.reply import WholeBody, reply
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
+from skyrl.base.wire.results import to_json
+from skyrl.base.wire.training import PROTOBUF
 from skyrl.futures.completions import Completion, Target, TargetGone
 from skyrl.processes.log_limits import LimitedLog
-from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
-from skyrl.wire.results import to_json
-from skyrl.wire.training import PROTOBUF
 
 logger = logging.getLogger(__name__)
 

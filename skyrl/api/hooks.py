@@ -20,9 +20,9 @@ from skyrl.api.call import Call
 from skyrl.api.offered_key import offered_key
 from skyrl.api.route import Body, Route
 from skyrl.api.signing import SignedUrls
+from skyrl.base.wire.errors import RequestError
 from skyrl.db.keys import ALL_SCOPES
 from skyrl.metrics.http import HttpMetrics
-from skyrl.wire.errors import RequestError
 
 MAX_KEY = 2_000
 """The most characters of a key or a token. `skyrl.api.access` keeps the last 4,096 keys in memory."""

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from skyrl.api.call import Call
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
-from skyrl.config.keys import LOOPBACK
+from skyrl.base.config.keys import LOOPBACK
 from skyrl.metrics.text import CONTENT_TYPE
 
 

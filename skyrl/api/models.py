@@ -13,16 +13,16 @@ from skyrl.api.reply import reply
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.training import submit
-from skyrl.config.mixtures import TRAIN_MLP_REFUSED
+from skyrl.base.config.mixtures import TRAIN_MLP_REFUSED
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.requests import NewRequest
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.paths import model_id_of
+from skyrl.base.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig
 from skyrl.db.database import Connection
 from skyrl.db.full_weights import check_place
 from skyrl.db.models import Model, add_model
-from skyrl.types.kinds import Kind
-from skyrl.types.lora import LoraSpec
-from skyrl.types.requests import NewRequest
-from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.paths import model_id_of
-from skyrl.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig
 
 
 def check_optimizer(optimizer: OptimizerConfig | None) -> None:

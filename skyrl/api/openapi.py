@@ -13,8 +13,8 @@ from fastapi.openapi.utils import get_openapi
 
 from skyrl.api.openai import is_openai
 from skyrl.api.route import Body, Route
+from skyrl.base.wire.training import PROTOBUF
 from skyrl.openai.errors import ErrorBody
-from skyrl.wire.training import PROTOBUF
 
 
 class Refusal(msgspec.Struct):

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from skyrl.config.modes import Modes
+from skyrl.base.config.modes import Modes
+from skyrl.base.types.activity import EngineActivity, decode_activity
 from skyrl.db.engine_state import EngineState
 from skyrl.db.inference_servers import PlacedServer
 from skyrl.sampling.job import ContextLimits
-from skyrl.types.activity import EngineActivity, decode_activity
 
 T = TypeVar("T")
 

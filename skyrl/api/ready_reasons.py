@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl.api.readiness import EngineWatch, Readiness
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.sampling.client import ForwardingClient
 from skyrl.storage.space import shortage
 

@@ -12,8 +12,8 @@ from skyrl.api.access import Access
 from skyrl.api.call import Call
 from skyrl.api.offered_key import offered_key
 from skyrl.api.tokens import is_token
+from skyrl.base.wire.errors import OverQuota, RequestError
 from skyrl.processes.log_limits import LimitedLog, plain
-from skyrl.wire.errors import OverQuota, RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from skyrl.api.reply import reply
 from skyrl.api.route import Body
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, WeightsRef
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.paths import CheckpointKind, parse_path, sampling_session_id_of
+from skyrl.base.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
+from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.samplers import Sampler
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.sampling.sampler_job import served_name
-from skyrl.types.weights import AdapterVersion, BaseWeights, WeightsRef
-from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.paths import CheckpointKind, parse_path, sampling_session_id_of
-from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
-from skyrl.wire.sample_request import SampleRequest
 
 logger = logging.getLogger(__name__)
 

@@ -13,16 +13,16 @@ from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.sessions import check_length
 from skyrl.api.tokens import user_urn
-from skyrl.db.session_search import FoundSession, Query, Status
-from skyrl.db.sessions import DEFAULT_PROJECT
-from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import (
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.requests import (
     FINISH_REASONS,
     SearchOwner,
     SessionSearchCursor,
     SessionSearchRequest,
     SessionStatusQuery,
 )
+from skyrl.db.session_search import FoundSession, Query, Status
+from skyrl.db.sessions import DEFAULT_PROJECT
 
 MAX_LIMIT = 200
 MAX_LISTED = 100

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl.config.mixtures import FROZEN_WARNING, is_mixture
-from skyrl.config.server import ServerConfig
-from skyrl.wire.errors import RequestError
+from skyrl.base.config.mixtures import FROZEN_WARNING, is_mixture
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.wire.errors import RequestError
 
 
 class Served:

@@ -11,7 +11,7 @@ from skyrl.api.served import Served
 from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.db.adapter_uses import AdapterUses
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints

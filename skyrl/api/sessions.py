@@ -11,8 +11,8 @@ from skyrl.api.route import Body
 from skyrl.api.routes import Routes
 from skyrl.api.scope import AccessScope
 from skyrl.api.services import Services
-from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.requests import (
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.requests import (
     FINISH_REASONS,
     AssignProjectRequest,
     CreateSessionRequest,

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 _SECRET_BYTES = 32
 

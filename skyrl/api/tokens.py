@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jwt
 
 from skyrl.api.signing import stored_secret
-from skyrl.wire.errors import InvalidToken
+from skyrl.base.wire.errors import InvalidToken
 
 LIFETIME_S = 3600
 _ALGORITHM = "HS256"

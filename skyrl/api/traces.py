@@ -8,7 +8,7 @@ from skyrl.api.call import Call
 from skyrl.api.reply import reply
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
-from skyrl.wire.errors import NotFound
+from skyrl.base.wire.errors import NotFound
 
 LINK_S = 3600.0
 """How long the link is valid."""

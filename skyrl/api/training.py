@@ -17,15 +17,15 @@ from skyrl.api.reply import reply
 from skyrl.api.route import Body, Struct
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
+from skyrl.base.types.kinds import PASSES, Kind
+from skyrl.base.types.requests import NewRequest
+from skyrl.base.wire.decoding import raw_fields
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.requests import OptimStepRequest, SequencedRequest
+from skyrl.base.wire.training import JsonForwardBackward, count_tokens, decode_header
 from skyrl.db.database import Change
 from skyrl.db.models import Model
 from skyrl.futures.recording import LARGE_BODY_BYTES
-from skyrl.types.kinds import PASSES, Kind
-from skyrl.types.requests import NewRequest
-from skyrl.wire.decoding import raw_fields
-from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.requests import OptimStepRequest, SequencedRequest
-from skyrl.wire.training import JsonForwardBackward, count_tokens, decode_header
 
 PASS = Body(JsonForwardBackward, read_as=bytes, protobuf=True, bound="training")
 

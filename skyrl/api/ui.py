@@ -20,7 +20,7 @@ from skyrl.api.overview import MAX_DAYS, USAGE_COLUMNS, Overview
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.usage_table import as_csv
-from skyrl.wire.errors import NotFound
+from skyrl.base.wire.errors import NotFound
 
 SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

@@ -12,13 +12,11 @@ from skyrl.api.route import Body
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.training import command_of, submit, submit_sequenced
-from skyrl.db.checkpoints import Checkpoint
-from skyrl.db.models import Model, add_model
-from skyrl.types.kinds import Kind
-from skyrl.wire.decoding import decode_json, raw_fields, raw_value
-from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.paths import model_id_of, parse_path
-from skyrl.wire.requests import (
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.decoding import decode_json, raw_fields, raw_value
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.paths import model_id_of, parse_path
+from skyrl.base.wire.requests import (
     RESOLVED,
     LoadTarget,
     LoadWeightsRequest,
@@ -28,6 +26,8 @@ from skyrl.wire.requests import (
     SequencedRequest,
     WeightsInfoRequest,
 )
+from skyrl.db.checkpoints import Checkpoint
+from skyrl.db.models import Model, add_model
 
 
 def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:

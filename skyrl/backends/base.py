@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 AdapterDtype = Literal["float32", "bfloat16"]
 """The dtype of the tensors in a saved adapter."""

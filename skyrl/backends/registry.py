@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from skyrl.backends.base import Backend
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.server import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
     from skyrl.backends.torch_lora.group import RankGroup

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
-    from skyrl.config.server import ServerConfig
+    from skyrl.base.config.server import ServerConfig
     from skyrl.db.database import Database
 
 StateDir = Annotated[Path | None, typer.Option(help="The server's state directory. Default: ~/.local/share/skyrl.")]
@@ -51,8 +51,8 @@ def open_database(
     A database of an older version is refused: `skyrl serve` migrates it. An error, also an error in `refusals`, ends
     `command` with one line.
     """
-    from skyrl.config.loading import load_config
-    from skyrl.config.server import ConfigError
+    from skyrl.base.config.loading import load_config
+    from skyrl.base.config.server import ConfigError
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, migrate, newest_revision, revision_of

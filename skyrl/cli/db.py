@@ -25,8 +25,8 @@ def _database(
     the command with one line."""
     import sqlite3
 
-    from skyrl.config.loading import load_config
-    from skyrl.config.server import ConfigError
+    from skyrl.base.config.loading import load_config
+    from skyrl.base.config.server import ConfigError
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, revision_of
@@ -109,7 +109,7 @@ def import_rows(
     """Copy all rows of the SQLite database FILE into the server's PostgreSQL database, which must be empty."""
     from contextlib import closing
 
-    from skyrl.config.server import ConfigError
+    from skyrl.base.config.server import ConfigError
     from skyrl.db.database import Database
     from skyrl.db.transfer import carry_over
     from skyrl.launcher.state_dir import lock_state_dir

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.tiny import model_path
 from skyrl.cluster.connection import NoCluster, check_reachable, find_address
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.migrate import SchemaError, newest_revision, revision_of
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed
-from skyrl.tiny import model_path
 
 Status = Literal["ok", "warning", "missing"]
 _COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}

@@ -103,8 +103,8 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file; flags and SKYRL_* variables override it.")] = None,
 ) -> None:
     """Run the server: API, training engine and vLLM."""
-    from skyrl.config.loading import load_config
-    from skyrl.config.server import ConfigError
+    from skyrl.base.config.loading import load_config
+    from skyrl.base.config.server import ConfigError
 
     flags: dict[str, Any] = {
         "base_model": base_model,

@@ -65,10 +65,10 @@ def rollout(
     log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Start vLLMs, a sidecar each, and a router in front of them, for RL frameworks."""
-    from skyrl.config.environment import PREFIX
-    from skyrl.config.keys import ray_cluster
-    from skyrl.config.loading import load_config
-    from skyrl.config.server import ConfigError
+    from skyrl.base.config.environment import PREFIX
+    from skyrl.base.config.keys import ray_cluster
+    from skyrl.base.config.loading import load_config
+    from skyrl.base.config.server import ConfigError
     from skyrl.launcher.parts import ServerEnded
     from skyrl.processes.runtime import set_up_process
     from skyrl.processes.startup import StartupError

@@ -62,7 +62,7 @@ def router(
     log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Run a router in front of inference servers."""
-    from skyrl.config.server import ConfigError
+    from skyrl.base.config.server import ConfigError
     from skyrl.metrics.files import FILE_VARIABLE
     from skyrl.processes.runtime import set_up_process
     from skyrl.router.main import RouterOptions, run_router

@@ -44,7 +44,7 @@ def sidecar(
     log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Run SGLang's /generate and control routes in front of a vLLM server."""
-    from skyrl.config.server import ConfigError
+    from skyrl.base.config.server import ConfigError
     from skyrl.metrics.files import FILE_VARIABLE
     from skyrl.processes.runtime import set_up_process
     from skyrl.sidecar.main import run_sidecar

@@ -1,6 +1,6 @@
 """SkyRL's flags for `skyrl serve`: flags with an equivalent here are translated, other flags are refused with a reason.
 
-`skyrl.config.skyrl_keys` lists the flags; this module reads the command line before typer does.
+`skyrl.base.config.skyrl_keys` lists the flags; this module reads the command line before typer does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from skyrl.config.skyrl_keys import FLAGS, checkpoint_store
+from skyrl.base.config.skyrl_keys import FLAGS, checkpoint_store
 
 
 class SkyrlFlags(TyperCommand):

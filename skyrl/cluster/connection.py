@@ -13,7 +13,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 from skyrl.processes.startup import NotLoaded
 
 CONNECT_S = 5.0

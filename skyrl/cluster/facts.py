@@ -10,8 +10,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from skyrl.base.config.server import ConfigError
 from skyrl.cluster.connection import NoCluster, check_installed, connect
-from skyrl.config.server import ConfigError
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, cause_of_own
 
 WITHIN_S = 90.0

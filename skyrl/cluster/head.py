@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 
 HOST = "127.0.0.2"
 """The node's address. Ray's clients replace 127.0.0.1 by the machine's outer address, where nothing would listen."""

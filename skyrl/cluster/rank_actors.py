@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
 
+from skyrl.base.config.server import ServerConfig
 from skyrl.cluster.capacity import Bundle, nodes, reserve
 from skyrl.cluster.interfaces import group_variables, interface_of
-from skyrl.config.server import ServerConfig
 from skyrl.processes.ports import free_port
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 
 from sqlalchemy import Connection, delete, text
 
+from skyrl.base.types.weights import AdapterVersion, WeightsRef
 from skyrl.db.tables import AdapterUseRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.weights import AdapterVersion, WeightsRef
 
 uses = AdapterUseRow.__table__  # type: ignore[attr-defined]
 

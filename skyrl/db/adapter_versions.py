@@ -15,12 +15,12 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, literal_column, select, union_all, update
 
+from skyrl.base.types.weights import AdapterVersion, WeightsRef
+from skyrl.base.wire.errors import NotFound
 from skyrl.db.adapter_uses import uses
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.futures import MAX_NAMED, futures
 from skyrl.db.tables import ModelRow, SamplingSessionRow, SessionRow
-from skyrl.types.weights import AdapterVersion, WeightsRef
-from skyrl.wire.errors import NotFound
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]

@@ -13,11 +13,11 @@ from functools import partial
 
 from sqlalchemy import Connection, Executable, and_, delete, insert, or_, select, update
 
+from skyrl.base.types.kinds import Kind
 from skyrl.db.database import Database
 from skyrl.db.futures import MAX_NAMED, futures
 from skyrl.db.tables import ApiProcessRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.kinds import Kind
 
 processes = ApiProcessRow.__table__  # type: ignore[attr-defined]
 

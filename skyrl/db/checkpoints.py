@@ -8,14 +8,14 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Executable, Select, and_, delete, func, insert, or_, select, update
 
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import WeightsRef
+from skyrl.base.wire.paths import KINDS, CheckpointKind, TinkerPath
 from skyrl.db import audit
 from skyrl.db.columns import lora_of, lora_values
 from skyrl.db.database import Database
 from skyrl.db.tables import CheckpointRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.lora import LoraSpec
-from skyrl.types.weights import WeightsRef
-from skyrl.wire.paths import KINDS, CheckpointKind, TinkerPath
 
 checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
 

@@ -7,12 +7,12 @@ from typing import Any
 from sqlalchemy import Dialect, Text
 from sqlalchemy.types import TypeDecorator
 
-from skyrl.types.lora import LoraSpec
-from skyrl.types.weights import WeightsRef, parse_weights
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import WeightsRef, parse_weights
 
 
 class WeightsText(TypeDecorator[WeightsRef]):
-    """A reference to weights, stored as its text (see `skyrl.types.weights`)."""
+    """A reference to weights, stored as its text (see `skyrl.base.types.weights`)."""
 
     impl = Text
     cache_ok = True

@@ -8,10 +8,10 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, or_, select
 
+from skyrl.base.types.command import Command, ExecutedCommand
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.errors import ErrorCategory
 from skyrl.db.futures import futures
-from skyrl.types.command import Command, ExecutedCommand
-from skyrl.types.kinds import Kind
-from skyrl.wire.errors import ErrorCategory
 
 _HEADER = (
     futures.c.n,

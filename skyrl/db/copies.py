@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, insert, select
 
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.paths import TinkerPath
 from skyrl.db import audit, usage
 from skyrl.db.checkpoints import Checkpoint, checkpoint_of, checkpoints, put
 from skyrl.db.database import Database
 from skyrl.db.models import Model, find_model, model_values, models
 from skyrl.db.sessions import sessions
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.weights import AdapterVersion
-from skyrl.wire.paths import TinkerPath
 
 
 @dataclass(frozen=True)

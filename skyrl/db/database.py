@@ -19,8 +19,8 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from skyrl.config.database_url import readable_url
-from skyrl.config.server import ConfigError
+from skyrl.base.config.database_url import readable_url
+from skyrl.base.config.server import ConfigError
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from sqlalchemy import Connection, select, update
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db.adapter_versions import OPEN, OPEN_ADAPTER, samplers
 from skyrl.db.checkpoints import checkpoints
-from skyrl.types.weights import AdapterVersion
 
 
 def adapters_elsewhere(connection: Connection) -> dict[AdapterVersion, str]:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection, Text, cast, select, update
 
+from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
+from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.db.models import LIVING, models
 from skyrl.db.tables import SamplingSessionRow
-from skyrl.types.weights import BaseWeights, FullWeights, WeightsRef
-from skyrl.wire.errors import NotFound, RequestError
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 

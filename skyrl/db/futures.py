@@ -24,11 +24,11 @@ from sqlalchemy import (
     update,
 )
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.errors import ErrorCategory
 from skyrl.db.ended_at import ENDED_AT_OF_MANY, EndedAt
 from skyrl.db.row_statement import RowStatement
 from skyrl.db.tables import FutureRow
-from skyrl.types.kinds import Kind
-from skyrl.wire.errors import ErrorCategory
 
 futures = FutureRow.__table__  # type: ignore[attr-defined]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, select, update
 
+from skyrl.base.types.lora import LoraSpec
 from skyrl.db.columns import lora_of, lora_values
 from skyrl.db.commands import highest_seq
 from skyrl.db.database import Database
@@ -17,7 +18,6 @@ from skyrl.db.session_cache import SessionCache
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import ModelRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.lora import LoraSpec
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
 

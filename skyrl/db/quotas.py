@@ -12,14 +12,14 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
 
+from skyrl.base.types.kinds import SAMPLES
+from skyrl.base.wire.paths import TinkerPath
 from skyrl.db.adapter_versions import unsaved_bytes
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import active_sessions_of, sessions
 from skyrl.db.tables import FutureRow, QuotaRow
-from skyrl.types.kinds import SAMPLES
-from skyrl.wire.paths import TinkerPath
 
 quotas = QuotaRow.__table__  # type: ignore[attr-defined]
 futures = FutureRow.__table__  # type: ignore[attr-defined]

@@ -12,14 +12,14 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights
 from skyrl.db.adapter_versions import OPEN
 from skyrl.db.models import LIVING, models
 from skyrl.db.run_steps import Step, last_steps
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import active_sessions_of, sessions
 from skyrl.db.tables import FutureRow
-from skyrl.types.kinds import Kind
-from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights
 
 _futures = FutureRow.__table__  # type: ignore[attr-defined]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select, update
 
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef
 from skyrl.db import adapter_versions, audit, full_weights
 from skyrl.db.adapter_versions import SamplerDropped, samplers
 from skyrl.db.checkpoints import Checkpoint
@@ -16,7 +17,6 @@ from skyrl.db.full_weights import WeightsReplaced, replaced_sentence
 from skyrl.db.session_cache import SessionCache
 from skyrl.db.tables import ModelRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
 sessions = SessionRow.__table__  # type: ignore[attr-defined]

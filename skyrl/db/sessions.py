@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 from sqlalchemy import ColumnElement, Connection, bindparam, insert, literal_column, select, update
 
+from skyrl.base.types.ids import new_session_id
 from skyrl.db import audit
 from skyrl.db.batched_rows import BatchedRows
 from skyrl.db.database import Database
 from skyrl.db.tables import ModelRow, SamplingSessionRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.notify.peers import PeerNotifier
-from skyrl.types.ids import new_session_id
 
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
 models = ModelRow.__table__  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import secrets
 
 from sqlalchemy import Connection, insert, select, text
 
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.tables import StoreRow
 from skyrl.storage.base import OWNER, StoreError

@@ -18,8 +18,8 @@ from sqlalchemy import (
 )
 from sqlmodel import Field, SQLModel
 
+from skyrl.base.types.weights import WeightsRef
 from skyrl.db.columns import WeightsText
-from skyrl.types.weights import WeightsRef
 
 # SQLite numbers new rows only in a column of type INTEGER. PostgreSQL's INTEGER has 32 bits, which is too few.
 _ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
@@ -201,7 +201,7 @@ class EngineStateRow(SQLModel, table=True):
 
     `owner` is the server that has the claim to train, and `held_at` is when it renewed the claim. `state_dir` is the
     state directory of that server. Gateways give their inference server the paths of adapters in it. `activity` is what
-    the engine does, as `skyrl.types.activity` encodes it."""
+    the engine does, as `skyrl.base.types.activity` encodes it."""
 
     __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
     id: int = Field(default=1, primary_key=True)

@@ -1,6 +1,6 @@
 """Reads database URLs with SQLAlchemy: the file of a SQLite database, a URL without secrets, a PostgreSQL conninfo.
 
-`skyrl.config.database_url` checks a URL first, without SQLAlchemy, so that the configuration loads quickly.
+`skyrl.base.config.database_url` checks a URL first, without SQLAlchemy, so that the configuration loads quickly.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, func, insert, or_, select, text, update
 
+from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.db.database import Database
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import CheckpointRow, MeterRow, ModelRow, UsageRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.weights import AdapterVersion, FullWeights, WeightsRef
 
 usage = UsageRow.__table__  # type: ignore[attr-defined]
 _meters = MeterRow.__table__  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from skyrl.tiny.corpus import TASKS, chat_prompt
+from skyrl.base.tiny.corpus import TASKS, chat_prompt
 
 STREAM_STEPS = 24
 

@@ -14,7 +14,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from skyrl.tiny.corpus import Task, chat_prompt
+from skyrl.base.tiny.corpus import Task, chat_prompt
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from dataclasses import asdict
 import tinker
 import transformers
 
+from skyrl.base.tiny.corpus import TASKS
 from skyrl.demo.rl import Settings, Step, train
-from skyrl.tiny.corpus import TASKS
 
 
 def report(**event: object) -> None:

@@ -10,11 +10,18 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from skyrl.base.types.activity import (
+    MAX_MODELS,
+    EngineActivity,
+    ModelActivity,
+    RecoveryProgress,
+    WaitsFor,
+    encode_activity,
+)
 from skyrl.engine.queues import ModelView
 from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
 from skyrl.metrics.commands import CommandMetrics
-from skyrl.types.activity import MAX_MODELS, EngineActivity, ModelActivity, RecoveryProgress, WaitsFor, encode_activity
 
 LOOK_S = 1.0
 """How often the scheduler is looked at. A wait is known to have begun up to LOOK_S late."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.weights import FullWeights
 from skyrl.db import adapter_versions, early_rows, full_weights
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_state_dir
@@ -18,7 +19,6 @@ from skyrl.storage.adapters import adapter_directory, adapter_key
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.directories import atomic_directory, fetch, link_files, sizes_of
 from skyrl.storage.full_weights import full_directory, full_key
-from skyrl.types.weights import FullWeights
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl.base.types.weights import AdapterVersion, FullWeights
 from skyrl.db.database import Change
-from skyrl.types.weights import AdapterVersion, FullWeights
 
 
 @dataclass(frozen=True)

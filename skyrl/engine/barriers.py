@@ -13,7 +13,13 @@ from typing import Any
 import msgspec
 
 from skyrl.backends.base import AdamParams, Backend, PlaceTaken
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.errors import FailedRequest
+from skyrl.base.wire.paths import parse_path
+from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
 from skyrl.db import audit, checkpoints, futures
 from skyrl.db.database import Connection, Database
 from skyrl.db.models import ModelRecord, find_model, set_model
@@ -21,12 +27,6 @@ from skyrl.engine.barrier_result import BarrierResult
 from skyrl.engine.saving import Saves
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.base import CheckpointStore
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
-from skyrl.wire.decoding import decode_json
-from skyrl.wire.errors import FailedRequest
-from skyrl.wire.paths import parse_path
-from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest
 
 PLACE_S, PLACE_POLL_S = 10.0, 0.05
 """How long a load that makes a model waits for the place of a model that has ended, and how often it looks."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from skyrl.backends.base import Backend
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.db.fence import FencedDatabase
 from skyrl.engine.activity import ActivityWatch, Holds
 from skyrl.engine.barriers import Barriers

@@ -9,13 +9,13 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import ENGINE_KINDS
 from skyrl.db import commands as rows
 from skyrl.db.database import Connection, Database
 from skyrl.db.models import living_among
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement
-from skyrl.types.command import Command
-from skyrl.types.kinds import ENGINE_KINDS
 
 
 class CommandLog:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyrage
 
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 SUFFIX = ".age"
 MAX_RECIPIENTS = 10

@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from skyrl.backends.base import Backend
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import FILE_COMMANDS, SAVES, Kind
+from skyrl.base.wire.results import encode_json
 from skyrl.db import commands as rows
 from skyrl.db import run_steps, usage
 from skyrl.db.database import Change, Connection, Database
@@ -30,9 +33,6 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.engine.tracing import CommandTracing
 from skyrl.metrics.phases import phase_of
 from skyrl.metrics.processes import EngineMetrics
-from skyrl.types.command import Command
-from skyrl.types.kinds import FILE_COMMANDS, SAVES, Kind
-from skyrl.wire.results import encode_json
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from skyrl.backends.base import InvalidRequest, OutOfMemory
+from skyrl.base.types.command import Command
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest, RequestError
 from skyrl.db.futures import Outcome
 from skyrl.storage.base import NotStored, StoreError
 from skyrl.storage.space import is_full_disk
-from skyrl.types.command import Command
-from skyrl.wire.errors import ErrorCategory, FailedRequest, RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,11 @@ from itertools import zip_longest
 
 from skyrl.backends.base import Backend, ModelLimits
 from skyrl.backends.registry import create_backend
+from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.types.activity import EngineActivity, encode_activity
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.cluster.connection import connect
 from skyrl.cluster.rank_actors import RankActors
-from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db import adapter_versions, full_weights
 from skyrl.db.checkpoints import store_key_of
 from skyrl.db.database import Database
@@ -58,8 +60,6 @@ from skyrl.sampling.http import HttpTransport
 from skyrl.storage.base import CheckpointStore
 from skyrl.storage.registry import open_store
 from skyrl.tracing.opening import open_spans
-from skyrl.types.activity import EngineActivity, encode_activity
-from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable
 
 from skyrl.backends.base import Backend
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.session_ends import end_sessions
@@ -17,8 +19,6 @@ from skyrl.engine.command_log import CommandLog
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
 from skyrl.notify.doorbell import Doorbell
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
 
 
 class ModelEnds:

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skyrl.backends.base import Backend, Datum, PassResult, TrainingPass
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.results import encode_forward_backward
+from skyrl.base.wire.training import decode_forward_backward
 from skyrl.db.futures import Outcome
 from skyrl.db.run_steps import StepSums
 from skyrl.engine.failures import failed
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
-from skyrl.wire.results import encode_forward_backward
-from skyrl.wire.training import decode_forward_backward
 
 GAP = "kl:mean"
 """The metric of a pass that compares its logprobs with the sampler's."""

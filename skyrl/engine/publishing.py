@@ -10,7 +10,9 @@ import logging
 
 import httpx
 
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, served_version
+from skyrl.base.wire.errors import FailedRequest
 from skyrl.db import full_weights
 from skyrl.db.database import Database
 from skyrl.db.models import find_model
@@ -22,10 +24,8 @@ from skyrl.inference.vllm_client import VllmError
 from skyrl.nodes.base_model import base_directory
 from skyrl.nodes.references import BASE_MODEL, reference_to
 from skyrl.storage.full_weights import full_directory, full_key
-from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, served_version
 from skyrl.weights.adapters import AdapterFiles
 from skyrl.weights.protocol import publish
-from skyrl.wire.errors import FailedRequest
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
 
 
 @dataclass(slots=True)

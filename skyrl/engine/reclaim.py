@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from pathlib import Path
 
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.db import adapter_versions, full_weights
 from skyrl.db.checkpoints import pop_expired, store_keys
 from skyrl.db.database import Connection, Database
@@ -29,7 +30,6 @@ from skyrl.storage.adapters import adapter_at, adapter_directory, adapter_in, ad
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
 from skyrl.storage.full_weights import full_at, full_key, full_weights_in
-from skyrl.types.weights import AdapterVersion, FullWeights, WeightsRef
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from skyrl.backends.base import Backend, OutOfMemory
+from skyrl.base.types.activity import WaitsFor
+from skyrl.base.types.command import Command, ExecutedCommand
+from skyrl.base.types.kinds import ENGINE_KINDS, Kind
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.paths import parse_path
+from skyrl.base.wire.requests import LoadWeightsCommand
 from skyrl.db import commands as rows
 from skyrl.db import models as model_rows
 from skyrl.db.checkpoints import Checkpoint, find_checkpoint
@@ -35,12 +41,6 @@ from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
 from skyrl.engine.tracing import CommandTracing
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
-from skyrl.types.activity import WaitsFor
-from skyrl.types.command import Command, ExecutedCommand
-from skyrl.types.kinds import ENGINE_KINDS, Kind
-from skyrl.wire.decoding import decode_json
-from skyrl.wire.paths import parse_path
-from skyrl.wire.requests import LoadWeightsCommand
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from skyrl.backends.base import Backend, InvalidRequest, TrainingPass
+from skyrl.base.types.command import Command, ExecutedCommand
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
 from skyrl.db.models import ModelRecord
 from skyrl.engine.barriers import adam_params
 from skyrl.engine.passes import decode_pass
-from skyrl.types.command import Command, ExecutedCommand
-from skyrl.types.kinds import Kind
-from skyrl.wire.decoding import decode_json
-from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from skyrl.base.types.command import Command
+from skyrl.base.wire.errors import ErrorCategory
 from skyrl.db import commands as rows
 from skyrl.db import usage
 from skyrl.db.database import Database
@@ -16,8 +18,6 @@ from skyrl.db.futures import Outcome
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement
-from skyrl.types.command import Command
-from skyrl.wire.errors import ErrorCategory
 
 
 class SampleTurns:

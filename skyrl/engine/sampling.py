@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import httpx
 
 from skyrl.backends.base import ModelLimits
+from skyrl.base.types.command import Command
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.samplers import find_sampler
@@ -22,10 +26,6 @@ from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.sampler_job import job_for, usage_of
-from skyrl.types.command import Command
-from skyrl.wire.decoding import decode_json
-from skyrl.wire.errors import ErrorCategory, FailedRequest
-from skyrl.wire.sample_request import SampleRequest
 
 logger = logging.getLogger(__name__)
 

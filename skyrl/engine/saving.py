@@ -15,7 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl.backends.base import AdapterDtype, Backend
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.command import Command
+from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.errors import FailedRequest, RequestError
+from skyrl.base.wire.paths import CheckpointKind, TinkerPath, check_name, sampling_session_id_of
+from skyrl.base.wire.requests import SaveWeightsExternalRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 from skyrl.db import audit, checkpoints, full_weights, usage
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.database import Change, Connection, Database
@@ -28,12 +34,6 @@ from skyrl.storage.adapters import adapter_directory, adapter_key
 from skyrl.storage.base import CheckpointStore, NotStored
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
 from skyrl.storage.full_weights import full_directory, full_key
-from skyrl.types.command import Command
-from skyrl.types.weights import AdapterVersion, FullWeights, WeightsRef
-from skyrl.wire.decoding import decode_json
-from skyrl.wire.errors import FailedRequest, RequestError
-from skyrl.wire.paths import CheckpointKind, TinkerPath, check_name, sampling_session_id_of
-from skyrl.wire.requests import SaveWeightsExternalRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 
 MAX_TTL_S = 10 * 365 * 86_400
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import FILE_COMMANDS, PASSES, SAVES, Kind
 from skyrl.engine.delayed import Delayed
 from skyrl.engine.queues import ModelQueue, ModelView, SampleQueue
 from skyrl.engine.shares import Shares
-from skyrl.types.command import Command
-from skyrl.types.kinds import FILE_COMMANDS, PASSES, SAVES, Kind
 
 BARRIER_COST = 5_000
 """The cost of a barrier in a share, in bytes: about the cost of a pass over 250 tokens."""

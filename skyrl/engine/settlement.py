@@ -9,6 +9,10 @@ import time
 from collections.abc import Sequence
 from itertools import count
 
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.errors import ErrorCategory
+from skyrl.base.wire.results import encode_json
 from skyrl.db import futures as rows
 from skyrl.db.database import Change, Connection, Database
 from skyrl.db.futures import Outcome
@@ -17,10 +21,6 @@ from skyrl.engine.barriers import model_is_gone, unloaded
 from skyrl.engine.failures import failed
 from skyrl.metrics.commands import CommandMetrics
 from skyrl.notify.doorbell import Doorbell
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
-from skyrl.wire.errors import ErrorCategory
-from skyrl.wire.results import encode_json
 
 
 class Settlement:

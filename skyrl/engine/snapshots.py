@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl.backends.base import Backend
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.command import ExecutedCommand
+from skyrl.base.types.kinds import SAVES, Kind
 from skyrl.db import models as model_rows
 from skyrl.db.database import Database
 from skyrl.storage.directories import atomic_directory, link_tree, remove, safe_name
-from skyrl.types.command import ExecutedCommand
-from skyrl.types.kinds import SAVES, Kind
 
 OVERDUE_S = 60.0
 """A model without steps is snapshotted this long after the snapshot interval has passed."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 
+from skyrl.base.types.command import Command
 from skyrl.tracing.context import stored_context
 from skyrl.tracing.spans import RequestTrace, Spans
-from skyrl.types.command import Command
 
 
 class CommandTracing:

@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Callable
 
 from skyrl.backends.base import RankDied
+from skyrl.base.config.server import ServerConfig
 from skyrl.cluster.rank_actors import RankActors, cluster_has_gpus, rank_places
-from skyrl.config.server import ServerConfig
 from skyrl.db.faults import DatabaseError, reason
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,9 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from skyrl.base.types.ids import new_request_id
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import NewRequest, RequestKey, check_repeat
 from skyrl.db import futures as rows
 from skyrl.db.database import Change, Connection, Database
 from skyrl.db.faults import ConstraintError
@@ -16,9 +19,6 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries, Entry
 from skyrl.tracing.current import current_trace
 from skyrl.tracing.spans import RequestTrace
-from skyrl.types.ids import new_request_id
-from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest, RequestKey, check_repeat
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are hashed on a thread, and written in a transaction of their own instead of the group commit."""

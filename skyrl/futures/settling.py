@@ -11,6 +11,8 @@ import logging
 import time
 from collections.abc import Iterable
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.errors import ErrorCategory
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError, is_transient, reason
@@ -21,8 +23,6 @@ from skyrl.futures.stored_ends import StoredEnds
 from skyrl.notify.peers import PeerNotifier
 from skyrl.processes.backoff import Backoff
 from skyrl.processes.log_limits import LimitedLog, plain
-from skyrl.types.kinds import Kind
-from skyrl.wire.errors import ErrorCategory
 
 logger = logging.getLogger(__name__)
 

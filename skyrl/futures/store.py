@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import NewRequest, RequestKey
 from skyrl.db.database import Change, Database
 from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
@@ -16,8 +18,6 @@ from skyrl.futures.settling import Settling
 from skyrl.futures.stored_ends import StoredEnds
 from skyrl.futures.waiting import Waiting
 from skyrl.notify.peers import PeerNotifier
-from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest, RequestKey
 
 SAFETY_POLL_S = 1.0
 """How often the outcomes of requests that other processes settle are looked up, in case a notice was lost. There are no

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from skyrl.base.wire.results import encode_json
 from skyrl.db.database import Database
 from skyrl.db.session_requests import RecordedRequest, requests_of_session
-from skyrl.wire.results import encode_json
 
 _OTHER = "other requests"
 MAX_REQUESTS = 50_000

@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.nodes.references import reference_to
 from skyrl.storage.adapters import adapter_directory, adapter_key
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.directories import fetch
 from skyrl.storage.threads import in_store
-from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 

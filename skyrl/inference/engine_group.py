@@ -14,12 +14,12 @@ from contextlib import suppress
 
 import httpx
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.replica import NoAnswer, Replica, ReplicaState
 from skyrl.inference.router_members import Members, NotTold
 from skyrl.inference.vllm_client import VllmError
-from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 

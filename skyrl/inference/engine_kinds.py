@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from skyrl.config.mixtures import model_config
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.mixtures import model_config
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.expert_adapters import memory_hint
 from skyrl.inference.placement import ServerSpec, Spot

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.inference.vllm_command import plugin_installed
 from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
+from skyrl.base.types.weights import FIRST_VERSION
 from skyrl.inference.replica import NoAnswer, Replica
 from skyrl.inference.vllm_client import VllmError
-from skyrl.types.weights import FIRST_VERSION
 from skyrl.weights.protocol import WeightUpdate, publish
 from skyrl.weights.version_on_disk import VersionOnDisk
 from skyrl.weights.workers import Workers, WorkersFailed

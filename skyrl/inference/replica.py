@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import httpx
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.metrics.adapters import AdapterMetrics
-from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from skyrl.config.mixtures import experts_of, model_config
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.mixtures import experts_of, model_config
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.expert_adapters import check_layers
 from skyrl.inference.placement import ServerSpec
 from skyrl.nodes.middleware import StoredAdapterLoads

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import plugin_installed
 from skyrl.vllm_plugin.versions import TESTED_VERSIONS

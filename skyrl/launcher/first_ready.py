@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.launcher.progress import READY, stages, until_ready
 from skyrl.processes.startup import Cause, FirstStarts, StartupError
 from skyrl.processes.systemd import Systemd

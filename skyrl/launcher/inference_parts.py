@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.engine_kinds import VLLM, Vllm
 from skyrl.inference.placement import Placement, ServerPlan
 from skyrl.inference.vllm_command import inference_devices

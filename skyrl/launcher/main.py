@@ -14,8 +14,8 @@ import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from skyrl.base.config.server import ServerConfig
 from skyrl.cluster import head
-from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.store_ownership import claim_store

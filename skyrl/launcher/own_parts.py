@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from skyrl.base.config.server import ServerConfig
 from skyrl.cluster.head import LocalCluster
-from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE

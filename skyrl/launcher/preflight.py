@@ -17,10 +17,10 @@ from pathlib import Path
 
 import httpx
 
+from skyrl.base.config.mixtures import model_config
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.cluster.connection import NoCluster, check_installed, find_address
 from skyrl.cluster.facts import ask
-from skyrl.config.mixtures import model_config
-from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.expert_adapters import host_memory_warning
 from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import cuda_devices

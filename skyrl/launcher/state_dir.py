@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 
 logger = logging.getLogger(__name__)
 

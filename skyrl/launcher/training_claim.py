@@ -13,7 +13,7 @@ import socket
 import time
 from pathlib import Path
 
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError, reason

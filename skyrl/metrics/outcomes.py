@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl.wire.errors import ErrorCategory
+from skyrl.base.wire.errors import ErrorCategory
 
 OK, USER_ERROR, SERVER_ERROR, CANCELLED = "ok", "user_error", "server_error", "cancelled"
 OUTCOMES = (OK, USER_ERROR, SERVER_ERROR, CANCELLED)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from skyrl.types.kinds import SAVES, Kind
+from skyrl.base.types.kinds import SAVES, Kind
 
 Phase = Literal["pass", "step", "save", "load", "snapshot", "other", "idle"]
 PHASES: tuple[Phase, ...] = ("pass", "step", "save", "load", "snapshot", "other", "idle")

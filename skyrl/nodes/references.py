@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from skyrl.types.weights import STORE_SCHEME
+from skyrl.base.types.weights import STORE_SCHEME
 
 NOT_STORED, STORE_AWAY = "AdapterNotStored", "AdapterStoreAway"
 """The types of errors in answers. Not stored: the store has no such adapter. Away: the store cannot be read now, or the

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.storage.registry import store_url
 
 STORE, STORE_OPTIONS = "SKYRL_NODE_STORE", "SKYRL_NODE_STORE_OPTIONS"

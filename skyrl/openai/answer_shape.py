@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from skyrl.base.wire.errors import RequestError
 from skyrl.openai.json_schema import MAX_DEPTH, NEEDS_GRAMMARS, check_schema
-from skyrl.wire.errors import RequestError
 
 MAX_SCHEMA_BYTES = 64 * 2**10
 """Of all JSON schemas of a request together. A schema of 2,000 properties is as large, and takes vLLM 0.7 s beside its

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl.base.wire.errors import RequestError
 from skyrl.sampling.answer_bound import (
     BASE_BYTES,
     ECHOED_TOKEN_BYTES,
@@ -17,7 +18,6 @@ from skyrl.sampling.answer_bound import (
     SEQUENCE_BYTES,
 )
 from skyrl.sampling.job import MAX_ECHOED, MAX_NUM_SAMPLES, MAX_PROMPT_CELLS, MAX_SAMPLED, MAX_TOPK
-from skyrl.wire.errors import RequestError
 
 TOKEN_BYTES = 2 * SAMPLED_TOKEN_BYTES
 """A sampled token with its logprob, and in a stream its event: ids, names and usage come with every token. A chat also

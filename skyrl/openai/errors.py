@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from skyrl.base.wire.errors import RequestError
 from skyrl.sampling.error_messages import describe
 from skyrl.sampling.transport import Answer
-from skyrl.wire.errors import RequestError
 
 TOO_LONG = "This model's maximum context length is"
 """The beginning of vLLM's sentence about a prompt that does not fit. litellm recognizes the error by these words."""

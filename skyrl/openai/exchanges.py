@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from skyrl.base.types.ids import new_request_id
+from skyrl.base.types.weights import WeightsRef
 from skyrl.openai.answers import Used, rewritten, versions_in
 from skyrl.openai.errors import code_in, impossible_shape, refusal_of
 from skyrl.openai.events import DONE, Events
@@ -21,8 +23,6 @@ from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
 from skyrl.sampling.loaded_weights import OtherWeights, Span, check_began
 from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, CompletionTransport
-from skyrl.types.ids import new_request_id
-from skyrl.types.weights import WeightsRef
 
 EVENT_STREAM = "text/event-stream"
 _ERROR_EVENT = b'{"error"'

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from skyrl.base.wire.decoding import raw_value
+from skyrl.base.wire.errors import RequestError
 from skyrl.openai.answer_shape import ResponseFormat, StructuredOutputs, Tool
 from skyrl.openai.nested import NamedTool, StreamOptions
-from skyrl.wire.decoding import raw_value
-from skyrl.wire.errors import RequestError
 
 WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 """Accepted and not forwarded: they say something about the caller, and nothing about the answer."""

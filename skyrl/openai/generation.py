@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
+from skyrl.base.wire.decoding import decode_json, raw_fields
+from skyrl.base.wire.errors import RequestError
 from skyrl.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
 from skyrl.openai.bounds import Size, check_size
 from skyrl.openai.fields import ChatFields, CommonFields, CompletionFields, accepted
 from skyrl.openai.messages import check_template_arguments, checked_messages
 from skyrl.openai.nested import StreamOptions
 from skyrl.sampling.job import MAX_SEED, MAX_STOP_STRINGS, ContextLimits
-from skyrl.wire.decoding import decode_json, raw_fields
-from skyrl.wire.errors import RequestError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_MAX_TOKENS = 16

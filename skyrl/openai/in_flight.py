@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 T = TypeVar("T")
 

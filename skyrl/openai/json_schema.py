@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 MAX_DEPTH = 64
 MAX_COUNT = 1_000_000

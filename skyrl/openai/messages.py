@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from skyrl.base.wire.errors import RequestError
 from skyrl.openai.nested import check_tool_calls
-from skyrl.wire.errors import RequestError
 
 _KEYS = frozenset(
     {"content", "name", "reasoning", "reasoning_content", "refusal", "role", "tool_call_id", "tool_calls"}

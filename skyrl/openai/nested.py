@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from skyrl.base.types.ids import new_request_id
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
 from skyrl.db.adapter_uses import AdapterUses
 from skyrl.db.usage import UsageCounter, sample_amounts
 from skyrl.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
@@ -34,8 +36,6 @@ from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.transport import Interrupted
 from skyrl.tracing.current import current_trace
-from skyrl.types.ids import new_request_id
-from skyrl.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
 
 logger = logging.getLogger(__name__)
 

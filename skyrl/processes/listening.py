@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 
 BACKLOG = 4096
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl.config.loading import dump_config, restore_config
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.loading import dump_config, restore_config
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.processes.log_format import LogFormat, formatter
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 

@@ -11,9 +11,9 @@ import itertools
 import time
 from collections.abc import Callable
 
+from skyrl.base.wire.errors import OverQuota
 from skyrl.quotas.bucket import TokenBucket
 from skyrl.quotas.limits import QuotaLimits
-from skyrl.wire.errors import OverQuota
 
 MAX_PAUSE_S = 600.0
 """A sample that would wait for longer is refused."""

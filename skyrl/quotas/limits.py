@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 
 UNLIMITED = -1
 """In a tenant's exceptions: no quota, whatever the configuration says. None means the quota of the configuration."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.cluster import head
-from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.launcher.preflight import Findings
 from skyrl.processes.ports import HeldPorts

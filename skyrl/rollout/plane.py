@@ -20,8 +20,8 @@ from pathlib import Path
 
 import httpx
 
+from skyrl.base.config.server import ServerConfig
 from skyrl.cluster import head
-from skyrl.config.server import ServerConfig
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import Supervised

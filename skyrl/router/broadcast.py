@@ -12,12 +12,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
+from skyrl.base.types.weights import STORE_SCHEME
 from skyrl.router.control import Answer, Fetch, Unreachable
 from skyrl.router.messages import HeaderList
 from skyrl.router.pool import WorkerPool
 from skyrl.router.reply import Reply, error, of_json
 from skyrl.router.worker import Worker, WorkerState
-from skyrl.types.weights import STORE_SCHEME
 from skyrl.web.admin import FORWARDING
 
 ABORT_S = 4.0

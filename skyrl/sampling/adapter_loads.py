@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference import load_route
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.metrics.adapters import AdapterMetrics, Load
@@ -16,7 +17,6 @@ from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
 from skyrl.sampling.health import Health, health_of
 from skyrl.sampling.transport import CompletionTransport, Interrupted, NotAccepted
-from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl.base.wire.errors import RequestError
 from skyrl.metrics.samples import Refusal, SampleMetrics
-from skyrl.wire.errors import RequestError
 
 SHARE = 8
 """A tenant may hold up to SHARE times the capacity that is still free. One tenant alone gets 8/9 of the whole, two

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.processes.backoff import Backoff
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.exchange import Exchange
 from skyrl.sampling.progress import SampleProgress, SampleWait
-from skyrl.types.weights import AdapterVersion
 
 T = TypeVar("T")
 

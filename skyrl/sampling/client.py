@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.errors import FailedRequest
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.processes.backoff import Backoff
@@ -38,8 +40,6 @@ from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, N
 from skyrl.sampling.verdict import Verdict, verdict_of
 from skyrl.tracing.current import current_trace
 from skyrl.tracing.spans import OpenSpan
-from skyrl.types.weights import AdapterVersion
-from skyrl.wire.errors import FailedRequest
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0

@@ -10,11 +10,11 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from skyrl.base.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.loaded_weights import NOT_TOLD, check_began, spans_in
 from skyrl.sampling.packed_prompt import as_json
 from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best_first, prompt_scores
-from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
 
 PATH = "/v1/completions"
 TOKEN_ID_PREFIX = "token_id:"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.sampling.job import SampleJob
-from skyrl.wire.sample_request import SampleRequest
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.sampling.transport import Answer
-from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 BODY_EXCERPT = 200
 

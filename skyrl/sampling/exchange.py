@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
+from skyrl.base.types.weights import WeightsRef
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.transport import Answer
-from skyrl.types.weights import WeightsRef
 
 T_co = TypeVar("T_co", covariant=True)
 

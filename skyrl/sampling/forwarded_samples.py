@@ -10,6 +10,8 @@ import contextlib
 import logging
 import time
 
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.db.adapter_versions import dropped_sentence
 from skyrl.db.faults import DatabaseError
 from skyrl.db.futures import Outcome
@@ -27,8 +29,6 @@ from skyrl.sampling.job import SampleJob
 from skyrl.sampling.progress import SampleProgress
 from skyrl.sampling.sampler_job import usage_of
 from skyrl.tracing.current import current_trace
-from skyrl.types.weights import AdapterVersion
-from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from skyrl.base.types.weights import WeightsRef
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.sample_request import SampleRequest, tokens_of
+from skyrl.base.wire.tensors import WireTensor, tensor_from_json
 from skyrl.sampling.packed_prompt import PackedPrompt
-from skyrl.types.weights import WeightsRef
-from skyrl.wire.errors import RequestError
-from skyrl.wire.sample_request import SampleRequest, tokens_of
-from skyrl.wire.tensors import WireTensor, tensor_from_json
 
 MAX_NUM_SAMPLES = 4096
 MAX_TOPK = 64

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 import msgspec
 
+from skyrl.base.types.weights import WeightsRef
 from skyrl.db import full_weights
 from skyrl.db.database import Database
 from skyrl.db.full_weights import WeightsReplaced, replaced_sentence
-from skyrl.types.weights import WeightsRef
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from skyrl.base.wire.results import Alternatives, TopkRow
+from skyrl.base.wire.tensors import WireTensor
 from skyrl.sampling.job import SampleJob
 from skyrl.vllm_plugin.xargs import PromptScores
-from skyrl.wire.results import Alternatives, TopkRow
-from skyrl.wire.tensors import WireTensor
 
 
 class MalformedAnswer(Exception):

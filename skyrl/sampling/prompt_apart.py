@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from skyrl.base.wire.results import add_prompt
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.job import SampleJob
-from skyrl.wire.results import add_prompt
 
 
 def is_apart(job: SampleJob) -> bool:

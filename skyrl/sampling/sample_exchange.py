@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from skyrl.base.types.weights import WeightsRef
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.sampling import completion
 from skyrl.sampling.answer_bound import answer_bound
 from skyrl.sampling.answer_reader import AnswerReader
@@ -13,9 +15,7 @@ from skyrl.sampling.error_messages import describe, message_of, server_failure
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.served_context import ServedContext
 from skyrl.sampling.transport import Answer, CompletionTransport
-from skyrl.types.weights import WeightsRef
 from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
-from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 
 class SampleExchange:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
 from skyrl.sampling.transport import Answer, CompletionTransport
 from skyrl.sampling.verdict import Verdict, verdict_of
-from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 MODELS_BYTES = 16 * 2**20
 """The largest list of models that is read: some 25,000 loaded adapters."""

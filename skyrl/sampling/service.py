@@ -11,6 +11,11 @@ from collections.abc import Callable
 import msgspec
 from msgspec.structs import replace
 
+from skyrl.base.types.ids import new_request_id, sample_sequence_ids
+from skyrl.base.types.kinds import SAMPLES, Kind
+from skyrl.base.types.requests import NewRequest
+from skyrl.base.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
+from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
 from skyrl.db.api_processes import PendingSample
 from skyrl.db.futures import Outcome
 from skyrl.db.samplers import Sampler, Samplers
@@ -31,11 +36,6 @@ from skyrl.sampling.job import ContextLimits, SampleJob
 from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.progress import SampleProgress
 from skyrl.sampling.sampler_job import job_for
-from skyrl.types.ids import new_request_id, sample_sequence_ids
-from skyrl.types.kinds import SAMPLES, Kind
-from skyrl.types.requests import NewRequest
-from skyrl.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
-from skyrl.wire.sample_request import SampleRequest, decode_sample_request
 
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
 

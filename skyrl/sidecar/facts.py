@@ -6,9 +6,9 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from skyrl.base.types.weights import FIRST_VERSION
 from skyrl.sidecar.errors import NotOffered, SidecarError, VllmBroke
 from skyrl.sidecar.vllm import Vllm
-from skyrl.types.weights import FIRST_VERSION
 
 logger = logging.getLogger(__name__)
 

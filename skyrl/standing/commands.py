@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
+from skyrl.base.types.kinds import Kind
 from skyrl.db.commands import PendingCommand
 from skyrl.standing.standing import Standing, active, counted, duration, paused, paused_by_quota
-from skyrl.types.activity import EngineActivity, ModelActivity, WaitsFor
-from skyrl.types.kinds import Kind
 
 _AT_WORK = (WaitsFor.NOTHING, WaitsFor.TURN)
 """Models in these states take part in the turns."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from skyrl.base.types.activity import EngineActivity
 from skyrl.db.runs import Run
 from skyrl.standing.commands import of_model
 from skyrl.standing.standing import Standing, counted, duration
-from skyrl.types.activity import EngineActivity
 
 IDLE_S = 5.0
 """A client that asked for something within this time is not called idle."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from skyrl.base.types.activity import EngineActivity, WaitsFor
 from skyrl.sampling.progress import SampleProgress, SampleWait
 from skyrl.standing.standing import Standing, active, counted, duration, paused
-from skyrl.types.activity import EngineActivity, WaitsFor
 
 LONG_S = 2.0
 """An adapter that has waited less than this has not waited for a place."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from skyrl.base.types.activity import EngineActivity
+from skyrl.base.types.kinds import Kind
 from skyrl.db import commands as rows
 from skyrl.db.database import Database
 from skyrl.db.runs import Run
@@ -15,8 +17,6 @@ from skyrl.standing.commands import of_command
 from skyrl.standing.runs import RunStanding, of_run
 from skyrl.standing.samples import of_colocated, of_elsewhere, of_forwarded
 from skyrl.standing.standing import Standing, active, paused, paused_by_quota
-from skyrl.types.activity import EngineActivity
-from skyrl.types.kinds import Kind
 
 
 class Standings:

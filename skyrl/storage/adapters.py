@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.storage.directories import id_of, safe_name
-from skyrl.types.weights import AdapterVersion
 
 ADAPTERS = "adapters"
 ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors"})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.metrics.storage import TrafficMetrics
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.counting import CountingStore

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 from skyrl.tracing.context import SpanContext
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from skyrl.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion
 
 
 class AdapterFiles:

@@ -17,8 +17,8 @@ from typing import Any
 import tinker
 from tinker import types
 
+from skyrl.base.tiny.corpus import TASKS, Task, chat_prompt
 from skyrl.demo.rl import advantages
-from skyrl.tiny.corpus import TASKS, Task, chat_prompt
 from tests.chaos import journal, training
 from tests.chaos.journal import Sample, Step
 

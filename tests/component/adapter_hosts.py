@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterUnavailable
-from skyrl.types.weights import AdapterVersion
 
 
 @dataclass

@@ -16,16 +16,16 @@ from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, com
 from replicas import SOON_S, group_of
 
 from skyrl.backends.base import ModelLimits
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.weights import BaseWeights
+from skyrl.base.wire.results import encode_json
 from skyrl.db.samplers import Sampler, Samplers
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
-from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest
-from skyrl.types.weights import BaseWeights
-from skyrl.wire.results import encode_json
 
 NEVER_S = 1000.0
 LIMITS = ModelLimits(1000, 100)

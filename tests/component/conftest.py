@@ -18,7 +18,7 @@ from fake_upstream import FakeUpstream, fake_upstream
 import skyrl.api.server
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url
 from skyrl.engine import sweeping

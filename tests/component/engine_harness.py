@@ -17,8 +17,15 @@ import numpy as np
 from sqlalchemy import select
 
 from skyrl.backends.registry import create_backend
-from skyrl.config.loading import load_config
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.tiny import model_path
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.weights import AdapterVersion, WeightsRef
+from skyrl.base.wire.paths import model_id_of
+from skyrl.base.wire.results import to_json
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
@@ -41,13 +48,6 @@ from skyrl.notify.doorbell import SESSIONS, Doorbell, DoorbellListener
 from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.base import MANIFEST, NotStored
 from skyrl.storage.registry import open_store
-from skyrl.tiny import model_path
-from skyrl.types.kinds import Kind
-from skyrl.types.lora import LoraSpec
-from skyrl.types.requests import NewRequest
-from skyrl.types.weights import AdapterVersion, WeightsRef
-from skyrl.wire.paths import model_id_of
-from skyrl.wire.results import to_json
 from tests.databases import make_tables
 from tests.engine_process import claim_for_tests
 

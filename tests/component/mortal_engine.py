@@ -18,7 +18,8 @@ from engine_harness import SERVER, WAIT_S, Killed, until
 from sqlalchemy import Connection
 
 from skyrl.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
 from skyrl.engine.build import EngineParts, build_engine
@@ -26,7 +27,6 @@ from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.signals import EngineSignals
 from skyrl.notify.doorbell import SESSIONS
 from skyrl.storage.registry import open_store
-from skyrl.types.lora import LoraSpec
 from tests.engine_process import claim_for_tests
 
 ALL = 1000

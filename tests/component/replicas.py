@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Received, Reply, complete, fake_upstream, hang_up, reply
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.inference.router_members import Members
-from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.incarnation import HEADER
 
 UNLOAD = "/v1/unload_lora_adapter"

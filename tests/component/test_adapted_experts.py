@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import moe
+from skyrl.base.types.lora import LoraSpec
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.processes.ports import free_port
-from skyrl.tiny import moe
-from skyrl.types.lora import LoraSpec
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 from tests.component.test_routed_experts import KEY, chosen_experts, prompt_of, rows_of
 

@@ -13,11 +13,11 @@ from engine_harness import Harness, Trainer, files_in, until
 from fake_upstream import LOAD, Received, Reply, after, error, hang_up
 from replicas import GONE, UNLOAD, WELL, set_replies
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db.samplers import find_sampler
 from skyrl.engine import reclaim
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
-from skyrl.types.kinds import Kind
-from skyrl.types.weights import AdapterVersion
 
 
 async def in_no_checkpoint(_: AdapterVersion) -> None:

@@ -11,16 +11,16 @@ from adapter_hosts import HostWithAllAdapters
 from fake_upstream import FakeUpstream, Reply, complete, every_choice, fake_upstream
 from test_forwarding_failures import JOB
 
+from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.base.wire.results import to_json
 from skyrl.db.faults import DatabaseError
 from skyrl.db.full_weights import replaced_sentence
 from skyrl.sampling import client as client_module
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
-from skyrl.types.weights import BaseWeights, FullWeights, WeightsRef
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.errors import ErrorCategory, FailedRequest
-from skyrl.wire.results import to_json
 
 ONE, TWO = FullWeights("m@1"), FullWeights("m@2")
 SAMPLE = msgspec.structs.replace(JOB, weights=ONE, version="m@1", num_samples=2)

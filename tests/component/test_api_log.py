@@ -12,10 +12,10 @@ from fake_upstream import FakeUpstream, error
 from sqlalchemy import update
 
 from skyrl.api.tokens import tenant_of_key
+from skyrl.base.wire.errors import ErrorCategory
 from skyrl.db import keys
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome, futures
-from skyrl.wire.errors import ErrorCategory
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")
 

@@ -14,7 +14,7 @@ from api_harness import BASE
 from sqlalchemy import text
 
 from skyrl.api.server import open_services
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
 from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError
 from skyrl.processes.runtime import Runtime
@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 from skyrl.api.build import Secrets, build
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.inference.features import InferenceFeatures
 from skyrl.processes.runtime import Runtime
 

@@ -16,8 +16,9 @@ from checkpoint_world import ADAPTER, World, rest_path, world_in
 from engine_harness import Trainer, files_in, harness_in, until
 from sqlalchemy import select, update
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
+from skyrl.base.types.kinds import Kind
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.store_ownership import claim_store, stores
@@ -25,7 +26,6 @@ from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.storage.adapters import adapter_location
 from skyrl.storage.base import OWNER, StoreError
-from skyrl.types.kinds import Kind
 from tests.databases import make_tables
 from tests.log_lines import logged_lines
 from tests.postgres_server import ON_SQLITE, PostgresServer

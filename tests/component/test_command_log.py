@@ -33,7 +33,12 @@ from mortal_engine import ALL, NOT_FINITE, REFUSED, MortalEngine, State, add_pas
 from sqlalchemy import func, select
 
 from skyrl.backends.base import InvalidRequest
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.wire.errors import ErrorCategory, RequestError
+from skyrl.base.wire.paths import model_id_of
+from skyrl.base.wire.results import encode_forward_backward, encode_json
 from skyrl.db import commands
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
@@ -46,11 +51,6 @@ from skyrl.engine.crash_ledger import DEATHS_TO_BLAME
 from skyrl.engine.recovery import SKIPPED
 from skyrl.futures.store import FutureStore, NewRequest
 from skyrl.notify.doorbell import SESSIONS
-from skyrl.types.kinds import Kind
-from skyrl.types.lora import LoraSpec
-from skyrl.wire.errors import ErrorCategory, RequestError
-from skyrl.wire.paths import model_id_of
-from skyrl.wire.results import encode_forward_backward, encode_json
 from tests.databases import StateDatabases
 from tests.postgres_server import ON_BOTH
 

@@ -19,7 +19,7 @@ from sqlalchemy import insert, select
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.tokens import tenant_of_key
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.models import models

@@ -22,6 +22,9 @@ from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.exc import OperationalError, ProgrammingError
 from test_forwarding_failures import JOB
 
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.db import database as database_module
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
@@ -36,9 +39,6 @@ from skyrl.notify.doorbell import Doorbell
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EndpointUnknown, EngineEndpoint
 from skyrl.sampling.http import HttpTransport
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
-from skyrl.wire.errors import ErrorCategory, FailedRequest
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 
 LARGE = {"unknown": "x" * 200_000}

@@ -20,7 +20,7 @@ from skyrl.backends.torch_full.rank import FullRank
 from skyrl.backends.torch_full.sharded import ShardedFullBackend
 from skyrl.backends.torch_lora.over_ranks import rank_settings
 from skyrl.backends.torch_lora.sharded import ShardedBackend
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from tests.local_ranks import LocalRanks
 
 LONG = (200,) * 30

@@ -16,8 +16,8 @@ from torch import Tensor
 from skyrl.backends.base import DeviceFault, OutOfMemory
 from skyrl.backends.torch_lora import device, state
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
+from skyrl.base.types.kinds import Kind
 from skyrl.engine import main
-from skyrl.types.kinds import Kind
 
 POISON = 666.0
 

@@ -22,10 +22,10 @@ from skyrl.api.call import Call
 from skyrl.api.hooks import RequestIds
 from skyrl.api.http_table import HttpTable
 from skyrl.api.route import Body
+from skyrl.base.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
 from skyrl.db import keys as key_rows
 from skyrl.db.database import Database
 from skyrl.storage.base import NotStored, StoreError
-from skyrl.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
 
 
 class ErrorWithoutHandler(NotFound):

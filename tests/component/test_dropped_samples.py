@@ -9,12 +9,12 @@ from api_harness import BASE, LONG_S, Api, Serve, sample_body, session_of, token
 from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_state_dir
 from skyrl.db.samplers import Sampler, add_sampler
 from skyrl.storage.adapters import adapter_directory, adapter_location
-from skyrl.types.weights import AdapterVersion
 
 NAME = "m1@3"
 ADAPTER = AdapterVersion(NAME)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.wire.errors import RequestError
 from skyrl.openai.json_schema import ALONE, ANNOTATIONS, MAX_COUNT, OF_TYPE, check_schema
-from skyrl.wire.errors import RequestError
 
 xgrammar = pytest.importorskip("xgrammar", reason="needs vLLM")
 

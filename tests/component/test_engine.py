@@ -17,6 +17,8 @@ from engine_harness import Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, update
 
 from skyrl.backends.base import TrainingPass
+from skyrl.base.types.kinds import SAVES, Kind
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db import futures as rows
 from skyrl.db import retention
 from skyrl.db.checkpoints import checkpoints
@@ -26,8 +28,6 @@ from skyrl.db.sessions import sessions
 from skyrl.engine import reclaim
 from skyrl.notify.doorbell import SESSIONS
 from skyrl.storage.directories import safe_name, scratch_in
-from skyrl.types.kinds import SAVES, Kind
-from skyrl.types.weights import AdapterVersion
 
 
 @pytest.fixture

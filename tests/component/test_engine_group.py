@@ -12,10 +12,10 @@ from engine_harness import until
 from fake_upstream import LOAD, FakeUpstream, Received, Reply, closed_port, error, fake_upstream, hang_up
 from replicas import GONE, ILL, SOON_S, UNLOAD, WELL, group_of, replica_at, running, set_replies
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import ReplicaState
 from skyrl.inference.vllm_client import VllmError
-from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
 

@@ -18,8 +18,8 @@ import pytest
 from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path, world_in
 from safetensors.torch import load_file, save_file
 
+from skyrl.base.types.kinds import Kind
 from skyrl.storage.base import MANIFEST
-from skyrl.types.kinds import Kind
 
 age: Any = pyrage
 

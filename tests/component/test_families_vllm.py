@@ -19,12 +19,12 @@ import pytest
 
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import model_path
+from skyrl.base.types.lora import LoraSpec
 from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.processes.ports import free_port
-from skyrl.tiny import model_path
-from skyrl.types.lora import LoraSpec
 from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -32,6 +32,9 @@ from fake_upstream import (
 )
 from loop_clock import LoopClock
 
+from skyrl.base.types.weights import AdapterVersion, BaseWeights
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.db.engine_state import EngineState
 from skyrl.nodes.references import NOT_STORED, STORE_AWAY
 from skyrl.sampling import client as client_module
@@ -40,9 +43,6 @@ from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
-from skyrl.types.weights import AdapterVersion, BaseWeights
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 JOB = SampleJob(
     request_id="r1",

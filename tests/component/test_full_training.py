@@ -18,6 +18,9 @@ from full_servers import Server
 from replicas import group_of, replica_at
 from sqlalchemy import select
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import BaseWeights, FullWeights
+from skyrl.base.wire.errors import RequestError
 from skyrl.db import adapter_versions, full_weights
 from skyrl.db.samplers import find_sampler
 from skyrl.engine import reclaim
@@ -26,9 +29,6 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.storage.directories import safe_name
 from skyrl.storage.full_weights import full_directory
-from skyrl.types.kinds import Kind
-from skyrl.types.weights import BaseWeights, FullWeights
-from skyrl.wire.errors import RequestError
 
 FULL = {"trainer.full_finetuning": True}
 

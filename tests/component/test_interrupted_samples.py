@@ -14,12 +14,12 @@ from fake_upstream import FakeUpstream, Received, complete, fake_upstream, hang_
 from loop_clock import LoopClock
 from test_forwarding_failures import JOB, WHOLE, decoded
 
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.sampling import client as client_module
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
-from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 POISON = 499
 """The first token of the prompt that kills the server."""

@@ -19,6 +19,8 @@ from api_harness import Api, Serve, sample_body
 from fake_upstream import FakeUpstream, Received, completion, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.sampling import http as http_module
@@ -29,8 +31,6 @@ from skyrl.sampling.completion import decode_answer
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import SampleJob
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 GIB = 2**30
 MIB = 2**20

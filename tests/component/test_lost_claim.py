@@ -17,6 +17,8 @@ from engine_harness import SERVER, WAIT_S, Harness, Trainer, files_in, harness_i
 from sqlalchemy import Table, select, update
 from sqlmodel import SQLModel
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
@@ -27,8 +29,6 @@ from skyrl.db.sessions import sessions
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.notify.doorbell import SESSIONS, Doorbell
-from skyrl.types.kinds import Kind
-from skyrl.types.weights import AdapterVersion
 from tests.engine_process import claim_for_tests
 from tests.postgres_server import ON_BOTH
 

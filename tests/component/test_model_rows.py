@@ -27,7 +27,7 @@ import httpx
 from sqlalchemy import event
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.processes.runtime import Runtime
 

@@ -17,7 +17,8 @@ import httpx
 import pytest
 from engine_harness import until
 
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference import load_route
 from skyrl.nodes import middleware
 from skyrl.nodes.cache import NodeCache
@@ -27,7 +28,6 @@ from skyrl.nodes.settings import NodeSettings, node_environment
 from skyrl.storage.adapters import adapter_at, adapter_key, is_adapter
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.registry import store_at
-from skyrl.types.weights import AdapterVersion
 
 ADAPTER = AdapterVersion.of("s1:train:0", 7)
 KEY = "s1=3Atrain=3A0/named-1"

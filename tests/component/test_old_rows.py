@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, event, func, insert, select, text
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db import adapter_versions, retention
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.database import Database
@@ -28,7 +29,6 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.reclaim import FileSweeper
 from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.registry import open_store
-from skyrl.types.weights import AdapterVersion
 from tests.postgres_server import ON_BOTH
 
 SESSIONS = 3000

@@ -12,10 +12,10 @@ from pathlib import Path
 from engine_harness import Harness, Trainer, files_in, harness_in
 from sqlalchemy import update
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.wire.paths import model_id_of
 from skyrl.db.models import Model, models
-from skyrl.types.kinds import Kind
-from skyrl.types.lora import LoraSpec
-from skyrl.wire.paths import model_id_of
 
 OLD = Path(__file__).parent / "snapshot_format_2"
 TENSORS = ("adapter_model.safetensors", "optimizer.safetensors", "state.json")

@@ -19,14 +19,14 @@ import skyrl.api.futures
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import NewRequest
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.models import models
 from skyrl.engine import model_ends
 from skyrl.processes.runtime import Runtime
-from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest
 from tests.databases import make_tables
 
 BASE = "acme/base"

@@ -12,12 +12,12 @@ import pytest
 from engine_harness import NEVER_S, Harness, Killed, Trainer, data, files_in, harness_in, until
 from sqlalchemy import select
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import NewRequest
 from skyrl.db import futures as rows
 from skyrl.db import retention
 from skyrl.engine import snapshots as engine_snapshots
 from skyrl.storage.directories import safe_name
-from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_BOTH
 
 AT_ONCE_S = 1e-9

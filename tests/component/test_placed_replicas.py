@@ -14,7 +14,7 @@ from replicas import Server, group_of, replica_at, running, servers
 from test_router_members import KEY, ROUTER, until, used
 
 from skyrl.api.readiness import EngineWatch
-from skyrl.config.modes import Modes
+from skyrl.base.config.modes import Modes
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState
 from skyrl.db.inference_servers import PlacedServer, read_servers, write_servers

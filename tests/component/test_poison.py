@@ -10,7 +10,7 @@ import pytest
 from engine_harness import Harness, Killed, Trainer, harness_in
 
 from skyrl.backends.base import TrainingPass
-from skyrl.types.kinds import Kind
+from skyrl.base.types.kinds import Kind
 
 
 async def start_and_die_of(harness: Harness, poison: str) -> None:

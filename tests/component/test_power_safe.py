@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from engine_harness import Trainer, harness_in
 
+from skyrl.base.types.kinds import Kind
 from skyrl.db.database import Database
-from skyrl.types.kinds import Kind
 
 AFTER_EVERY_STEP_S = 0.000_001
 COMMIT = "a synced commit"

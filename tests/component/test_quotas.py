@@ -456,7 +456,7 @@ async def test_passes_take_tokens_and_are_never_refused(serve: Serve, database: 
 
 
 async def test_protobuf_passes_are_counted(serve: Serve, database: Database) -> None:
-    from skyrl.wire import tinker_pb2 as pb
+    from skyrl.base.wire import tinker_pb2 as pb
 
     async with serve(quota_tokens_per_minute=10) as api:
         session = session_of(await api.sampler())

@@ -15,9 +15,9 @@ from engine_harness import Trainer, data, until
 from sqlalchemy import select
 
 from skyrl.api.tokens import tenant_of_key
+from skyrl.base.types.kinds import Kind
 from skyrl.db import quotas as rows
 from skyrl.db.futures import futures
-from skyrl.types.kinds import Kind
 
 MINE = tenant_of_key(KEY)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.tiny import model_path
 from skyrl.router.context import RouterContext
 from skyrl.router.messages import Message, Receive, Scope, Send
 from skyrl.router.radix import RadixTreeMiddleware
-from skyrl.tiny import model_path
 
 EOS = 2  # <|im_end|>
 

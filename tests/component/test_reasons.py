@@ -17,10 +17,10 @@ from fake_upstream import FakeUpstream, after, complete
 
 import skyrl.api.futures
 from skyrl.api.app import create_app
+from skyrl.base.types.activity import EngineActivity, ModelActivity, RecoveryProgress, WaitsFor, encode_activity
+from skyrl.base.types.kinds import Kind
 from skyrl.db import engine_state
 from skyrl.db.database import Database
-from skyrl.types.activity import EngineActivity, ModelActivity, RecoveryProgress, WaitsFor, encode_activity
-from skyrl.types.kinds import Kind
 from skyrl.web.server import Server
 from tests.e2e.sdk.matrix import isolated, versions
 

@@ -14,6 +14,8 @@ import pytest
 from engine_harness import NEVER_S, WAIT_S, Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, select, update
 
+from skyrl.base.types.kinds import SAVES, Kind
+from skyrl.base.types.requests import NewRequest
 from skyrl.db import futures as rows
 from skyrl.db import retention
 from skyrl.db.checkpoints import checkpoints
@@ -21,8 +23,6 @@ from skyrl.engine import reclaim
 from skyrl.engine.snapshots import Snapshots
 from skyrl.storage.base import StoreError
 from skyrl.storage.directories import safe_name
-from skyrl.types.kinds import SAVES, Kind
-from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_BOTH
 
 AT_ONCE_S = 1e-9

@@ -15,12 +15,12 @@ from engine_harness import until
 from fake_upstream import COMPLETIONS, LOAD, after, hang_up, never
 from replicas import ILL, NEVER_S, SOON_S, TIMEOUTS, UNLOAD, WELL, Server, group_of, replica_at, running, servers
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.storage import directories
 from skyrl.storage.local import LocalStore
-from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
 HANGS_S = 1.0

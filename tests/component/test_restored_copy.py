@@ -15,6 +15,8 @@ from sqlalchemy import select, text, update
 
 from alembic import command
 from skyrl.api.tokens import tenant_of_key
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
@@ -22,8 +24,6 @@ from skyrl.db.migrate import _config
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.storage.adapters import adapter_directory
-from skyrl.types.kinds import Kind
-from skyrl.types.weights import AdapterVersion
 from tests.postgres_server import ON_SQLITE
 
 pytestmark = ON_SQLITE

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from skyrl.base.tiny import model_path
 from skyrl.rollout import (
     BadAnswer,
     RequestRefused,
@@ -25,7 +26,6 @@ from skyrl.rollout import (
 )
 from skyrl.rollout.client import ROUTING_KEY
 from skyrl.router.context import RouterContext
-from skyrl.tiny import model_path
 from tests.component.router_world import Exchange, FakeWorker, running_router, until
 
 REQUEST = RolloutRequest(input_ids=[1, 2], params=SamplingParams(max_new_tokens=5, min_new_tokens=3))

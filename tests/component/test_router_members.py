@@ -12,10 +12,10 @@ import pytest
 from fake_upstream import COMPLETIONS, LOAD, Received, Reply
 from replicas import Server, group_of, running, servers
 
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import ReplicaState
 from skyrl.inference.router_members import NotTold, RouterMembers
-from skyrl.types.weights import AdapterVersion
 from tests.component.router_world import RunningRouter, running_router
 
 KEY = "key"

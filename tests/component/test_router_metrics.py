@@ -11,6 +11,7 @@ import pytest
 from router_world import FakeWorker, running_router
 from sidecar_world import FakeVllm, answers, choice, completion, running_sidecar, sidecar_before
 
+from skyrl.base.tiny import model_path
 from skyrl.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.metrics.text import rendered
@@ -21,7 +22,6 @@ from skyrl.router.plugins import Chain
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
-from skyrl.tiny import model_path
 from tests.unit.test_metrics import VLLM
 
 

@@ -12,6 +12,8 @@ import pytest
 from engine_harness import Harness, Trainer, data, harness_in
 from sqlalchemy import update
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.lora import LoraSpec
 from skyrl.db import run_steps
 from skyrl.db.database import Connection, Database
 from skyrl.db.models import Model, add_model
@@ -19,8 +21,6 @@ from skyrl.db.retention import Retention
 from skyrl.db.run_steps import Step, StepSums, add_passes, end_step, history
 from skyrl.db.sessions import Sessions
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.kinds import Kind
-from skyrl.types.lora import LoraSpec
 from tests.postgres_server import ON_BOTH
 
 

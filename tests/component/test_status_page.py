@@ -16,6 +16,9 @@ from api_harness import BASE, Api, Serve, session_of
 from sqlalchemy import update
 
 from skyrl.api.tokens import tenant_of_key
+from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.wire.paths import TinkerPath
 from skyrl.db import keys
 from skyrl.db.checkpoints import Checkpoint, put
 from skyrl.db.database import Connection, Database
@@ -25,9 +28,6 @@ from skyrl.db.models import models
 from skyrl.db.run_steps import StepSums, add_passes, end_step
 from skyrl.db.sessions import sessions
 from skyrl.db.usage import count_training
-from skyrl.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
-from skyrl.types.lora import LoraSpec
-from skyrl.wire.paths import TinkerPath
 from tests.postgres_server import ON_BOTH
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}

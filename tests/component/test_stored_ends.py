@@ -12,6 +12,8 @@ import pytest
 from engine_harness import until
 from sqlalchemy import select
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import NewRequest
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
@@ -21,8 +23,6 @@ from skyrl.futures.completions import CLONE_BLOCK, Completion, Target, TargetGon
 from skyrl.futures.store import FutureStore
 from skyrl.futures.stored_ends import StoredEnds
 from skyrl.notify.peers import PeerNotifier
-from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

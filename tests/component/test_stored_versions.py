@@ -13,6 +13,7 @@ import pytest
 from engine_harness import until
 from test_nodes import CountedStore
 
+from skyrl.base.types.weights import FullWeights
 from skyrl.nodes.asgi import answer_json, body_of, fields_of
 from skyrl.nodes.cache import NodeCache
 from skyrl.nodes.files import NodeFiles
@@ -22,7 +23,6 @@ from skyrl.nodes.versions import MAX_BODY, UPDATE, StoredVersions
 from skyrl.storage.base import StoreError
 from skyrl.storage.full_weights import full_key, is_full_version
 from skyrl.storage.registry import store_at
-from skyrl.types.weights import FullWeights
 
 ONE, TWO, THREE, FOUR = (full_key(FullWeights.of("s1:train:0", number)) for number in (1, 2, 3, 4))
 

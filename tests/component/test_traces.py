@@ -13,11 +13,11 @@ from engine_harness import Harness, Trainer, harness_in
 from fake_upstream import FakeUpstream, error
 from openai_requests import DEAD, PROMPT, ask, events, piece
 
+from skyrl.base.types.kinds import Kind
 from skyrl.engine.tracing import CommandTracing
 from skyrl.tracing.context import SpanContext
 from skyrl.tracing.current import current_trace
 from skyrl.tracing.spans import OtlpSpans, RequestTrace
-from skyrl.types.kinds import Kind
 from tests.otlp_receiver import Collector, collector
 
 CALLER = SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)

@@ -14,8 +14,10 @@ from engine_harness import Harness, Killed, Trainer, harness_in, until
 from fake_upstream import LOAD, Received, after, hang_up
 from replicas import UNLOAD, WELL, group_of, servers
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db import checkpoints
 from skyrl.db.engine_state import read_state
 from skyrl.db.models import set_model
@@ -28,8 +30,6 @@ from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.nodes.references import reference_to
 from skyrl.storage.adapters import ADAPTER_FILES, adapter_key
 from skyrl.storage.base import NotStored, StoreError
-from skyrl.types.kinds import Kind
-from skyrl.types.weights import AdapterVersion
 
 
 class TravellingWorld(World):

@@ -13,14 +13,14 @@ from fake_upstream import fake_upstream
 from full_servers import Server
 from test_full_training import FULL, World, group_on, whole_model
 
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import BaseWeights, FullWeights
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_full_weights
 from skyrl.engine.publishing import version_files
 from skyrl.nodes.references import BASE_MODEL, reference_to
 from skyrl.storage.full_weights import full_at, full_directory, full_key, is_full_version
-from skyrl.types.kinds import Kind
-from skyrl.types.weights import BaseWeights, FullWeights
 
 SAVE = Kind.SAVE_WEIGHTS_FOR_SAMPLER
 

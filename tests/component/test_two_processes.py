@@ -24,15 +24,15 @@ import skyrl.api.build
 import skyrl.db.sessions
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import NewRequest
 from skyrl.db.api_processes import processes
 from skyrl.db.database import Database
 from skyrl.db.futures import SETTLE, Outcome, futures, settlement
 from skyrl.db.sessions import LONG_LOOK_S, sessions
 from skyrl.processes.runtime import Runtime
 from skyrl.sampling.ownership import MISSES, SampleOwnership
-from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_BOTH
 
 pytestmark = [ON_BOTH, pytest.mark.usefixtures("drain_at_once")]

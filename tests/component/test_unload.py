@@ -12,8 +12,8 @@ from api_harness import BASE, Api
 from engine_harness import Harness, Trainer, harness_in, until
 
 from skyrl.backends.base import InvalidRequest
-from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import NewRequest
 
 GONE = "is not there any more"
 

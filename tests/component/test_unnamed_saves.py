@@ -18,6 +18,8 @@ from engine_harness import Harness, Trainer, files_in, harness_in
 from safetensors.torch import load
 from sqlalchemy import select, update
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db import adapter_versions, quotas
 from skyrl.db import futures as rows
 from skyrl.db.adapter_versions import NEWEST, NOTICE_S, SamplerDropped, samplers
@@ -27,8 +29,6 @@ from skyrl.engine import save_limits
 from skyrl.engine.reclaim import GRACE_S
 from skyrl.storage import directories
 from skyrl.storage.directories import safe_name
-from skyrl.types.kinds import Kind
-from skyrl.types.weights import AdapterVersion
 
 HOUR_S = 3600.0
 IDLE_S = 6 * HOUR_S

@@ -16,6 +16,9 @@ from sqlalchemy import insert, select
 from sqlalchemy.exc import OperationalError
 
 from skyrl.api.tokens import tenant_of_key, user_urn
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db import audit
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.columns import lora_values
@@ -24,9 +27,6 @@ from skyrl.db.tables import MeterRow
 from skyrl.db.usage import HOUR_S, UsageCounter, UsageKey, UsageKind, add, add_once, bucket_of, meter_storage, usage
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.storage.adapters import adapter_directory
-from skyrl.types.kinds import Kind
-from skyrl.types.lora import LoraSpec
-from skyrl.types.weights import AdapterVersion
 from tests.postgres_server import ON_BOTH
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}

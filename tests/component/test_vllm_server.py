@@ -26,8 +26,10 @@ from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.tiny import model_path
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
@@ -49,8 +51,6 @@ from skyrl.sampling.job import SampleJob
 from skyrl.storage.adapters import adapter_key
 from skyrl.storage.directories import link_files
 from skyrl.storage.registry import open_store
-from skyrl.tiny import model_path
-from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.weights.adapters import AdapterFiles
 from tests.weight_media import World, check

@@ -15,8 +15,12 @@ import pytest
 from engine_harness import Trainer, asleep, data, harness_in, until
 from sqlalchemy import func, insert, select, update
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.paths import TinkerPath
 from skyrl.db import checkpoints as checkpoint_rows
 from skyrl.db import futures as rows
 from skyrl.db.checkpoints import Checkpoint
@@ -32,10 +36,6 @@ from skyrl.engine.reclaim import FileSweeper
 from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store
-from skyrl.types.kinds import Kind
-from skyrl.types.lora import LoraSpec
-from skyrl.types.weights import AdapterVersion
-from skyrl.wire.paths import TinkerPath
 from tests.postgres_server import ON_SQLITE
 
 HOUR_S = 3600.0

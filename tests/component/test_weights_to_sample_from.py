@@ -14,13 +14,13 @@ from fake_upstream import FakeUpstream
 from sqlalchemy import update
 
 from skyrl.api.tokens import tenant_of_key
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import AdapterVersion, FullWeights
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.futures import Outcome
 from skyrl.db.models import models
 from skyrl.db.samplers import find_sampler
-from skyrl.types.kinds import Kind
-from skyrl.types.weights import AdapterVersion, FullWeights
 
 FULL = FullWeights("step-7")
 REFUSAL = "version 'step-7' of the full weights cannot be sampled from"

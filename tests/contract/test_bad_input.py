@@ -24,7 +24,10 @@ from skyrl.api.http_table import HttpTable
 from skyrl.api.openai import is_openai
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.columns import lora_values
 from skyrl.db.database import Database
@@ -35,9 +38,6 @@ from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
 from skyrl.processes.runtime import Runtime
 from skyrl.storage.adapters import adapter_directory
-from skyrl.types.lora import LoraSpec
-from skyrl.types.weights import AdapterVersion
-from skyrl.wire import tinker_pb2 as pb
 from tests.databases import make_tables, url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -24,7 +24,8 @@ from skyrl.api.app import create_app
 from skyrl.api.http_table import HttpTable
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db.audit import audit_events
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
@@ -35,7 +36,6 @@ from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
 from skyrl.openai.service import Asked, OpenAIService
 from skyrl.processes.runtime import Runtime
-from skyrl.types.weights import AdapterVersion
 from tests.contract.strangers import (
     BASE,
     CHECKPOINT,

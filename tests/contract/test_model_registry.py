@@ -14,16 +14,16 @@ from sqlalchemy import update
 
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import model_path
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.paths import TinkerPath
 from skyrl.db.checkpoints import Checkpoint, checkpoints, put
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.db.models import find_model
 from skyrl.processes.runtime import Runtime
 from skyrl.storage.adapters import adapter_directory
-from skyrl.tiny import model_path
-from skyrl.types.weights import AdapterVersion
-from skyrl.wire.paths import TinkerPath
 from tests.databases import make_tables, url_of
 
 NAMES = ("acme/base", "acme/base-alias", "plain")

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.processes.runtime import Runtime
 from tests.databases import make_tables, url_of

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ServerConfig
 from skyrl.cli.main import app
-from skyrl.config.loading import load_config
-from skyrl.config.server import ServerConfig
 from skyrl.inference.vllm_command import vllm_spec
 from tests.pages import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
 from tests.deploy.conftest import GetStatus
 from tests.deploy.files import DEPLOY, ReadServe, check_vllm, documents, image_environment, of_image
 from tests.deploy.test_compose import STOP_S

@@ -68,7 +68,7 @@ IMPORTED = (
     "skyrl.db.transfer",
     "skyrl.launcher.main",
     "skyrl.quotas.limits",
-    "skyrl.tiny.corpus",
+    "skyrl.base.tiny.corpus",
 )
 
 

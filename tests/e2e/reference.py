@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from skyrl.tiny import model_path
+from skyrl.base.tiny import model_path
 
 
 class Reference:

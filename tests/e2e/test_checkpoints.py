@@ -20,9 +20,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from skyrl.base.tiny import model_path
 from skyrl.demo.server import DemoServer
 from skyrl.processes.runtime import RUNTIME_ENV
-from skyrl.tiny import model_path
 
 from .conftest import ClientFactory, cross_entropy, greedy, train
 

@@ -17,8 +17,8 @@ from peft import PeftModel
 from tinker import types
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from skyrl.base.tiny import moe
 from skyrl.demo.server import DemoServer
-from skyrl.tiny import moe
 from tests.servers import ready
 
 from .conftest import cross_entropy

@@ -24,9 +24,9 @@ from openai import OpenAI
 from tinker import types
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from skyrl.base.tiny import model_path
+from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.demo.server import DemoServer
-from skyrl.tiny import model_path
-from skyrl.wire import tinker_pb2 as pb
 from tests.servers import SLOW_START_S, ready
 
 from .conftest import ask, cross_entropy, find_process

@@ -21,8 +21,8 @@ from tinker import types
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.backends.torch_lora.routing import own_experts
+from skyrl.base.tiny import moe
 from skyrl.demo.server import DemoServer
-from skyrl.tiny import moe
 from tests.servers import ready
 
 from .conftest import ask, cross_entropy, find_process

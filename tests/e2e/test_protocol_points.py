@@ -26,8 +26,8 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.api.futures import HOLD_S, SHORTEST_HOLD
+from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.demo.server import DemoServer
-from skyrl.wire import tinker_pb2 as pb
 
 from .conftest import ClientFactory, ask, cross_entropy, greedy
 from .fault_proxy import FaultProxy, edited

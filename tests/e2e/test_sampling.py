@@ -9,8 +9,8 @@ import pytest
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
+from skyrl.base.tiny.corpus import chat_prompt
 from skyrl.demo.server import DemoServer
-from skyrl.tiny.corpus import chat_prompt
 
 from .conftest import ClientFactory, ask, cross_entropy, greedy, train
 from .long_pass import sample_ends_first

@@ -19,10 +19,10 @@ import torch
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
+from skyrl.base.tiny.corpus import IM_END, chat_prompt
+from skyrl.base.types.weights import AdapterVersion, parse_weights
 from skyrl.demo.server import DemoServer
 from skyrl.storage.adapters import adapter_directory
-from skyrl.tiny.corpus import IM_END, chat_prompt
-from skyrl.types.weights import AdapterVersion, parse_weights
 
 from .conftest import ask, cross_entropy, train
 from .reference import Reference

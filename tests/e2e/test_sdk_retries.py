@@ -19,9 +19,9 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.errors import NoSpace
 from skyrl.demo.server import DemoServer
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.errors import NoSpace
 from tests.servers import SLOW_START_S
 
 from . import fault_proxy

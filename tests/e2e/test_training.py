@@ -8,9 +8,9 @@ import tinker
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
+from skyrl.base.tiny.corpus import TASKS
 from skyrl.demo.rl import Settings, Step
 from skyrl.demo.rl import train as train_rl
-from skyrl.tiny.corpus import TASKS
 
 from .conftest import ClientFactory, cross_entropy, greedy, train
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import zstandard
 from hypothesis import strategies as st
 
-from skyrl.wire import tinker_pb2 as pb
+from skyrl.base.wire import tinker_pb2 as pb
 from tests.contract.strangers import LISTS, TRIED
 
 PASS: dict[str, Any] = {

@@ -13,7 +13,7 @@ import psutil
 from hypothesis import HealthCheck, Phase, settings
 
 from skyrl.api.openai import is_openai
-from skyrl.wire import tinker_pb2 as pb
+from skyrl.base.wire import tinker_pb2 as pb
 from tests.e2e.mortal_server import MortalServer
 
 CANARY = f"canary-{secrets.token_hex(8)}"

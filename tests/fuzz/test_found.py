@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import zstandard
 
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.training import PROTOBUF
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.training import PROTOBUF
 from tests.fuzz.inputs import NESTED
 from tests.fuzz.target import Target
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.training import PROTOBUF
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.training import PROTOBUF
 from tests.fuzz.conftest import Run
 from tests.fuzz.inputs import FRAGMENTS, GOOD, STRINGS, damaged, encoded, json_bodies, passes, path_of
 from tests.fuzz.target import Target

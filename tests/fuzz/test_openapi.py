@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl.wire.training import PROTOBUF
+from skyrl.base.wire.training import PROTOBUF
 from tests.fuzz.inputs import GOOD
 from tests.fuzz.target import Target
 

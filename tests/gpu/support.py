@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl.backends.base import Datum, PassResult
 from skyrl.backends.torch_lora import model as model_module
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
 REHEARSAL = DEVICE == "cpu"

@@ -9,7 +9,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from skyrl.backends.base import TrainingPass
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 from tests.gpu.support import DEVICE, NUMERICS, backend_on, build, ok, texts
 
 OPERATION = "aten::_scaled_dot_product_"

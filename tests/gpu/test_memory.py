@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl.backends.base import AdamParams, OutOfMemory, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 from tests.failures import FailingOperation
 from tests.gpu.support import DEVICE, FIGURES, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
 

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from skyrl.backends.base import AdamParams, Datum
 from skyrl.backends.torch_lora.expert_product import BaseExperts, ExpertsUpdate, experts_with_updates
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 from tests.gpu.support import DEVICE, FIGURES, NUMERICS, backend_on, build, distance, gradient_of, ok, texts
 from tests.gpu.test_numerics import SLACK, _train
 

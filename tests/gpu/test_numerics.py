@@ -16,7 +16,7 @@ from torch import Tensor
 
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 from tests.gpu.support import (
     ARCHITECTURES,
     DEVICE,

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from skyrl.tiny import model_path
+from skyrl.base.tiny import model_path
 from tests.plane.running import RunningPlane
 from tests.plane.trainer import Reference, save_variant
 from tests.plane.workers import Worker

@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from skyrl.base.tiny import model_path
 from skyrl.processes.ports import free_port
 from skyrl.processes.supervision import dies_with_parent
-from skyrl.tiny import model_path
 from tests.plane.running import READY_S, RunningPlane
 from tests.plane.workers import Worker, tensors_of, trainer_group, until_running
 

@@ -21,10 +21,10 @@ import tinker
 from tinker import types
 from transformers import AutoTokenizer
 
+from skyrl.base.tiny import model_path, moe
 from skyrl.demo.server import DemoServer
 from skyrl.rollout import RolloutAnswer, RolloutClient, RolloutConfig, RolloutRequest, SamplingParams
 from skyrl.rollout.routed_experts import routed_experts_input
-from skyrl.tiny import model_path, moe
 from tests.pages import blocks_of
 from tests.plane.running import RunningPlane
 from tests.sdk_programs import TRACED, succeeded

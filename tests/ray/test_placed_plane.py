@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from skyrl.tiny import model_path
+from skyrl.base.tiny import model_path
 from skyrl.weights.group import TrainerGroup
 from skyrl.weights.protocol import push
 from skyrl.weights.workers import Workers

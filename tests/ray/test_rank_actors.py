@@ -20,12 +20,12 @@ from skyrl.backends.torch_full.backend import TorchFullBackend
 from skyrl.backends.torch_full.sharded import ShardedFullBackend
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.sharded import ShardedBackend
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
 from skyrl.cluster import connection
 from skyrl.cluster.rank_actors import RankActors, interface_for, rank_places
-from skyrl.config.loading import load_config
-from skyrl.config.server import ServerConfig
 from skyrl.engine.trainer_ranks import start_ranks
-from skyrl.types.lora import LoraSpec
 from tests.unit.torch_lora_support import (
     assert_close,
     assert_same,

@@ -7,6 +7,9 @@ import itertools
 import pytest
 from prometheus_client import CollectorRegistry
 
+from skyrl.base.types.activity import EngineActivity, RecoveryProgress, WaitsFor, decode_activity, encode_activity
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
 from skyrl.db.commands import PendingCommand
 from skyrl.engine import activity as activity_module
 from skyrl.engine.activity import ActivityWatch, Holds
@@ -14,9 +17,6 @@ from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
 from skyrl.metrics.commands import CommandMetrics
 from skyrl.standing.commands import of_command
-from skyrl.types.activity import EngineActivity, RecoveryProgress, WaitsFor, decode_activity, encode_activity
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
 
 _numbers = itertools.count(1)
 

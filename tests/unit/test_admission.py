@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl.base.wire.errors import RequestError
 from skyrl.sampling.admission import SHARE, Admission
-from skyrl.wire.errors import RequestError
 
 
 def fill(admission: Admission, tenant: str, size: int = 1, most: int = 100_000) -> int:

@@ -20,7 +20,7 @@ from benchmarks.report import bench_page
 from benchmarks.table import Row, Target, number, text_table
 from benchmarks.tenants import Round, Spent, bound, medians
 from benchmarks.two_loops import CORES, STEPS, Machine, Stages, simulate
-from skyrl.wire.results import SampledSequence, SampleResult, encode_sample
+from skyrl.base.wire.results import SampledSequence, SampleResult, encode_sample
 
 ROUND = 20_011_275
 """The sum that a round of the calibration computes. If it changes, a round is other work, and figures in rounds cannot

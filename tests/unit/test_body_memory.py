@@ -14,7 +14,7 @@ from starlette.types import Message, Receive
 from skyrl.api import body_memory
 from skyrl.api.body import CONTROL_BYTES
 from skyrl.api.body_memory import MEMORY_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, BodyMemory, BodyReader
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 HALF = MEMORY_BYTES // 2
 DiskUsage = namedtuple("DiskUsage", "total used free")

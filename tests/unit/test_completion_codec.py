@@ -13,6 +13,9 @@ import pytest
 from tinker import SampleResponse
 from tinker.proto.response_conv import deserialize_sample_response
 
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.results import to_json
+from skyrl.base.wire.tensors import WireTensor
 from skyrl.sampling.completion import (
     AbortedAnswer,
     MalformedAnswer,
@@ -21,10 +24,7 @@ from skyrl.sampling.completion import (
     encode_request,
 )
 from skyrl.sampling.job import SampleJob
-from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.xargs import PromptScores
-from skyrl.wire.results import to_json
-from skyrl.wire.tensors import WireTensor
 
 JOB = SampleJob(
     request_id="r1",

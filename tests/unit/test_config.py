@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from skyrl.config.backend import BackendConfig, ConfigError, parse_backend_config
-from skyrl.config.loading import dump_config, load_config, restore_config
-from skyrl.config.modes import Modes
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.backend import BackendConfig, ConfigError, parse_backend_config
+from skyrl.base.config.loading import dump_config, load_config, restore_config
+from skyrl.base.config.modes import Modes
+from skyrl.base.config.server import ServerConfig
 from tests.postgres_server import ON_SQLITE
 
 # Removing or renaming a key breaks existing configurations, so a change of this list must be deliberate.

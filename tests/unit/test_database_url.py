@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from skyrl.base.config.database_url import readable_url
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
 from skyrl.cli.main import app
-from skyrl.config.database_url import readable_url
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
 from skyrl.db.database import Database
 from skyrl.db.urls import shown_url, sqlite_file
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
 from skyrl.engine.scheduler import Scheduler
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
 
 _numbers = itertools.count(1)
 NOON, ONE, TWO = 1000.0, 2000.0, 3000.0

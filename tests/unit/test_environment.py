@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.config.environment import OWN, refuse_unknown
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.environment import OWN, refuse_unknown
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
 from skyrl.vllm_plugin import FORK_ENGINE_VARIABLE
 from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE

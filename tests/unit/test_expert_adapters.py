@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 from skyrl.backends.base import AdamParams, Backend, Datum, InvalidRequest, TrainingPass
 from skyrl.backends.torch_lora.adapter import Adapter
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.mixtures import FROZEN_EXPERTS
+from skyrl.base.config.mixtures import FROZEN_EXPERTS
 
 LENGTHS = (7, 31, 1, 18, 30)
 LEAVE_OUT: dict[str, Any] = {"policy.model.lora.train_mlp_of_mixtures": "leave_out"}

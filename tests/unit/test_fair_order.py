@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from skyrl.base.types.weights import BaseWeights
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.fair_order import FairOrder, Place
 from skyrl.sampling.job import SampleJob
-from skyrl.types.weights import BaseWeights
 
 JOB = SampleJob(
     request_id="r",

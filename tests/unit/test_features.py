@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import model_path
 from skyrl.inference import features
 from skyrl.inference.features import InferenceFeatures, inference_features
-from skyrl.tiny import model_path
 
 MANAGED: dict[str, Any] = {"base_model": str(model_path())}
 COLOCATED = MANAGED | {"backend_config": {"trainer.placement.colocate_all": True}}

@@ -23,7 +23,7 @@ from skyrl.backends.torch_lora import sharding
 from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
 from skyrl.backends.torch_lora.rank_base import RankSettings
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 STEP = AdamParams(learning_rate=1e-2)

@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 from skyrl.backends.base import Backend, InvalidRequest, PassResult, PlaceTaken, TrainingPass
 from skyrl.backends.torch_full import sharded_state
 from skyrl.backends.torch_full.sharded import ShardedFullBackend
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 STEPS = 3

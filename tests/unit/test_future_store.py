@@ -13,6 +13,9 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import DataError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import NewRequest
+from skyrl.base.wire.errors import RequestError
 from skyrl.db import commands, retention
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
@@ -21,9 +24,6 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures import entries, settling
 from skyrl.futures.recording import LARGE_BODY_BYTES
 from skyrl.futures.store import FutureStore
-from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest
-from skyrl.wire.errors import RequestError
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyrl.base.config.server import ConfigError
 from skyrl.cluster import hosts
 from skyrl.cluster.hosts import Look, ServerHost
-from skyrl.config.server import ConfigError
 from skyrl.processes.ports import HeldPort
 
 WAIT_S = 60.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ServerConfig
 from skyrl.launcher import own_parts
 from skyrl.launcher.main import Launcher
 from skyrl.launcher.parts import ServerEnded

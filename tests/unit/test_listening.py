@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 from skyrl.processes.listening import listen
 from skyrl.processes.ports import free_port
 

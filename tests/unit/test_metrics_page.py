@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from prometheus_client.metrics_core import Metric
 
+from skyrl.base.tiny import model_path
 from skyrl.metrics.processes import ApiMetrics, EngineMetrics, LauncherMetrics
 from skyrl.metrics.readiness import ReadinessMetrics
 from skyrl.metrics.storage import show_free_space
@@ -24,7 +25,6 @@ from skyrl.router.proxy import Limits, Proxy
 from skyrl.sidecar.in_flight import InFlight
 from skyrl.sidecar.metrics import SidecarMetrics
 from skyrl.sidecar.pause import Pause
-from skyrl.tiny import model_path
 from tests.prometheus import RULE_FILES, board_expressions, names_in
 
 PAGE = Path(__file__).parents[2] / "docs/operating/metrics.md"

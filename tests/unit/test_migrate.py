@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import SQLModel
 
 from alembic import command
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 from skyrl.db import tables  # noqa: F401  (registers the tables)
 from skyrl.db.database import Database
 from skyrl.db.migrate import DatabaseAway, SchemaError, _config, migrate

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.types.weights import BaseWeights
+from skyrl.base.wire.errors import RequestError
 from skyrl.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES
 from skyrl.openai.bounds import TOKEN_BYTES
 from skyrl.openai.exchanges import Sending, WholeAnswer
@@ -17,8 +19,6 @@ from skyrl.openai.models import Target
 from skyrl.sampling.answer_bound import MAX_ANSWER_BYTES
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_PROMPT_CELLS, MAX_SAMPLED, MAX_SEED, MAX_STOP_STRINGS, ContextLimits
-from skyrl.types.weights import BaseWeights
-from skyrl.wire.errors import RequestError
 
 LIMITS = ContextLimits(vocab_size=1000, max_context=4096)
 UNKNOWN = ContextLimits()

@@ -17,7 +17,7 @@ from skyrl.backends.torch_lora import logprobs as logprobs_module
 from skyrl.backends.torch_lora.logprobs import Targets, exceed_a_chunk, target_logprobs
 from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
 from skyrl.backends.torch_lora.output_layer import LogitTransform, OutputLayer
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 CPU = torch.device("cpu")
 

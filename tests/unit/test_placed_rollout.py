@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from skyrl.base.config.loading import load_config
 from skyrl.cli.main import app
-from skyrl.config.loading import load_config
 from skyrl.inference import plane_kind
 from skyrl.inference.placement import Spot
 from skyrl.inference.plane_kind import PlaneVllm

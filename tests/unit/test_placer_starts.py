@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
 from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.placement import ServerPlan
 from skyrl.launcher.parts import Part, Parts

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.placement import LocalPlacement, ServerPlan, ServerSpec, Spot
 from skyrl.launcher import inference_parts

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.tiny import model_path
 from skyrl.inference import vllm_version
 from skyrl.inference.vllm_version import check_vllm
 from skyrl.launcher import preflight
 from skyrl.launcher.preflight import check, check_base_model, check_gpus, check_inference_port
-from skyrl.tiny import model_path
 from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 
 

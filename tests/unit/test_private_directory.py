@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.launcher.state_dir import lock_state_dir, private_directory

@@ -27,7 +27,7 @@ from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
 from skyrl.backends.torch_lora.rank import Rank
 from skyrl.backends.torch_lora.rank_base import RankSettings
 from skyrl.backends.torch_lora.sharded import ShardedBackend
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 from tests.local_ranks import LocalRanks
 
 STEP = AdamParams(learning_rate=1e-2)

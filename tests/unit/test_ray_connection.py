@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from skyrl.base.config.server import ConfigError
 from skyrl.cluster import connection
 from skyrl.cluster.connection import NoCluster, check_reachable, find_address, split
-from skyrl.config.server import ConfigError
 
 
 @pytest.fixture(autouse=True)

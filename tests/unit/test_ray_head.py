@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.cluster import facts
 from skyrl.cluster.facts import ClusterFacts
 from skyrl.cluster.head import HOST, LONGEST_TMPDIR, LocalCluster, wanted_cpus
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.launcher import preflight
 
 ENGINE = "generator.inference_engine"

@@ -30,8 +30,8 @@ from skyrl.backends.torch_lora.lora import MultiLoraLinear
 from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.backends.torch_lora.recomputation import Recomputation
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
 from tests.failures import FailingOperation
 
 LENGTHS = (40, 40, 20)

@@ -13,8 +13,8 @@ from skyrl.api.call import Call
 from skyrl.api.reply import reply
 from skyrl.api.route import Body
 from skyrl.api.routes import Routes
-from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import FinishSessionRequest, ModelRequest
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.requests import FinishSessionRequest, ModelRequest
 
 
 async def answer_empty(call: Call) -> Response:

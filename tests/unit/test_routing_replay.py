@@ -20,10 +20,10 @@ from skyrl.backends.torch_lora.losses import LOSSES
 from skyrl.backends.torch_lora.prefixes import prefix_tree
 from skyrl.backends.torch_lora.routed_experts import check_routed_experts, experts_of
 from skyrl.backends.torch_lora.routing import own_experts
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.engine.passes import run_passes
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
-from skyrl.wire import tinker_pb2 as pb
 
 LENGTHS = (7, 31, 1, 18)
 NO_MLP = {"train_mlp": False}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.db.faults import outage
 from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
 from skyrl.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own

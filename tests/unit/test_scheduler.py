@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
 from skyrl.engine.scheduler import BARRIER_COST, FILES_AT_ONCE, SAMPLES_AT_ONCE, Scheduler, cost_of
-from skyrl.types.command import Command
-from skyrl.types.kinds import Kind
 
 _numbers = itertools.count(1)
 

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import AdamParams, Datum, PassResult, TrainingPass
 from skyrl.backends.torch_lora import attention, prefixes
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""

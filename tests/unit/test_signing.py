@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import Request
 
 from skyrl.api.signing import SignedUrls, stored_secret
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 PATH = "/api/v1/downloads/files/s1:train:0/external_weights/a b+ä%2F/x.age"
 

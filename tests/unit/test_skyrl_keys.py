@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from skyrl.base.config import skyrl_keys
+from skyrl.base.config.backend import BackendConfig, ConfigError, known_keys, parse_backend_config
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.skyrl_keys import BACKENDS, ENGINE_OPTIONS, FAMILIES, FLAGS, KEYS, OLD_NAMES, Entry
 from skyrl.cli.main import app
 from skyrl.cli.skyrl_flags import own_flags
-from skyrl.config import skyrl_keys
-from skyrl.config.backend import BackendConfig, ConfigError, known_keys, parse_backend_config
-from skyrl.config.loading import load_config
-from skyrl.config.skyrl_keys import BACKENDS, ENGINE_OPTIONS, FAMILIES, FLAGS, KEYS, OLD_NAMES, Entry
 
 PAGE = Path(__file__).parents[2] / "docs/operating/coming-from-skyrl.md"
 OPERATORS = {

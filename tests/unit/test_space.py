@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 from safetensors import SafetensorError
 
+from skyrl.base.types.command import Command
+from skyrl.base.wire.errors import ErrorCategory
 from skyrl.db.futures import Outcome
 from skyrl.engine.failures import failed
 from skyrl.storage import space
 from skyrl.storage.base import StoreError
 from skyrl.storage.space import SPARE_DISK_BYTES, is_full_disk, shortage, watch_disk
-from skyrl.types.command import Command
-from skyrl.wire.errors import ErrorCategory
 
 
 @pytest.fixture

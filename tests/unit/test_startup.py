@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.config.loading import load_config
+from skyrl.base.config.loading import load_config
 from skyrl.inference.vllm_command import options_named
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, Cause, FirstStarts, cause_of_own, cause_of_vllm
 

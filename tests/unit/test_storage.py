@@ -17,8 +17,8 @@ from typing import Any
 import obstore
 import pytest
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
 from skyrl.storage import objects
 from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
 from skyrl.storage.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in

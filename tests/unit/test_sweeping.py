@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.db.database import Database
 from skyrl.db.samplers import Sampler, add_sampler
 from skyrl.db.tables import SessionRow
@@ -19,7 +20,6 @@ from skyrl.engine.reclaim import FileSweeper
 from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store
-from skyrl.types.weights import AdapterVersion
 from tests.databases import make_tables
 
 MODEL = "s1:train:0"

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from skyrl.tiny import corpus, model_path, moe
+from skyrl.base.tiny import corpus, model_path, moe
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 TASKS = list(corpus.TASKS.values())

@@ -21,10 +21,10 @@ from skyrl.backends.torch_full import optimizer, state
 from skyrl.backends.torch_full.backend import TorchFullBackend
 from skyrl.backends.torch_lora import checks
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
-from skyrl.tiny import model_path
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
+from skyrl.base.tiny import model_path
+from skyrl.base.types.lora import LoraSpec
 from tests.failures import FailingOperation
 from tests.unit.torch_lora_support import ARCHITECTURES, assert_same, base_path, make_backend, ok, rl, sft, spec, train
 

@@ -29,8 +29,8 @@ from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, 
 from skyrl.backends.registry import create_backend
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
 from skyrl.engine.main import _load_backend
 from skyrl.processes.startup import NotLoaded
 

@@ -16,7 +16,7 @@ from skyrl.backends.base import AdamParams, Datum, InvalidRequest, PassResult, T
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.checks import loss_config
 from skyrl.backends.torch_lora.losses import LOSSES
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import AdamParams, Backend, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
+from skyrl.base.types.lora import LoraSpec
 from tests.families import FAMILIES, GPT_OSS, OPT, make_family, save_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")

@@ -25,7 +25,7 @@ from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
 from skyrl.backends.torch_lora.prefixes import PrefixTree
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 from tests.failures import FailingLine, FailingOperation
 
 STEPS = {

@@ -9,7 +9,7 @@ import torch
 from skyrl.backends.base import AdamParams
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 TARGETS = [Target("q_proj", 6, 4), Target("lm_head", 6, 11)]
 

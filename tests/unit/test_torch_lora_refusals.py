@@ -23,8 +23,8 @@ from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.output_layer import LogitTransform
 from skyrl.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
 from skyrl.inference.vllm_command import CPU_LORA_TARGETS
 from tests.families import make_family, save_random
 

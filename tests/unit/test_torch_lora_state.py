@@ -12,7 +12,7 @@ from torch_lora_support import assert_same, make_backend, ok, rl, saved, sft, sp
 
 from skyrl.backends.base import AdamParams, InvalidRequest
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.05, grad_clip_norm=2.0)
 

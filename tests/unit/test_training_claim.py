@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.config.loading import load_config
-from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference import vllm_command
 from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.expert_adapters import host_memory_warning, memory_hint, room_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, parse_weights
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, parse_weights
 
 
 @pytest.mark.parametrize(

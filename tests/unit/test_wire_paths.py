@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.wire.errors import RequestError
-from skyrl.wire.paths import (
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.paths import (
     TinkerPath,
     check_name,
     model_id_of,

@@ -10,9 +10,9 @@ import pytest
 from tinker.types import CreateModelRequest as SdkCreateModelRequest
 from tinker.types import LoraConfig as SdkLoraConfig
 
-from skyrl.wire.decoding import decode_json
-from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
-from skyrl.wire.requests import (
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
+from skyrl.base.wire.requests import (
     AdamParams,
     CreateModelRequest,
     CreateSessionRequest,
@@ -25,7 +25,7 @@ from skyrl.wire.requests import (
     SaveWeightsRequest,
     SequencedRequest,
 )
-from skyrl.wire.sample_request import ModelInput, SampleRequest, SamplingParams, tokens_of
+from skyrl.base.wire.sample_request import ModelInput, SampleRequest, SamplingParams, tokens_of
 
 
 def decoded(kind: type[msgspec.Struct], body: Any) -> Any:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from skyrl.wire import tensors
-from skyrl.wire.results import (
+from skyrl.base.wire import tensors
+from skyrl.base.wire.results import (
     Alternatives,
     SampledSequence,
     SampleResult,
@@ -21,7 +21,7 @@ from skyrl.wire.results import (
     encode_sample,
     to_json,
 )
-from skyrl.wire.tensors import JsonTensor, WireTensor
+from skyrl.base.wire.tensors import JsonTensor, WireTensor
 
 F32 = np.float32
 

@@ -12,10 +12,10 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types import Datum, EncodedTextChunk, ForwardBackwardInput, ImageChunk, ModelInput, TensorData
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import SequencedRequest
-from skyrl.wire.training import ForwardBackward, decode_forward_backward, decode_header
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.requests import SequencedRequest
+from skyrl.base.wire.training import ForwardBackward, decode_forward_backward, decode_header
 
 
 def sdk_body(

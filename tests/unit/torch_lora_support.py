@@ -21,8 +21,8 @@ from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.over_ranks import rank_settings
 from skyrl.backends.torch_lora.rank import Rank
 from skyrl.backends.torch_lora.sharded import ShardedBackend
-from skyrl.config.loading import load_config
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.loading import load_config
+from skyrl.base.types.lora import LoraSpec
 from tests.local_ranks import LocalRanks
 
 VOCAB, CONTEXT = 97, 160

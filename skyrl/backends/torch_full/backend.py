@@ -31,8 +31,8 @@ from skyrl.backends.torch_lora.losses import served_losses
 from skyrl.backends.torch_lora.routed_experts import with_sorted_experts
 from skyrl.backends.torch_lora.running import RunningPass, slices_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
-from skyrl.config.server import ServerConfig
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
 
 
 class TorchFullBackend(StateSnapshots):

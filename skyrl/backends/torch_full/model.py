@@ -24,7 +24,7 @@ from skyrl.backends.torch_lora.output_layer import OutputLayer
 from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.backends.torch_lora.recomputation import Setting
 from skyrl.backends.torch_lora.routing import Routing
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 
 
 class PlainModel(PackedModel):

@@ -30,7 +30,7 @@ from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase
 from skyrl.backends.torch_lora.running import RunningPass, Slice
 from skyrl.backends.torch_lora.sharding import ModelForm, local_of, reshard
 from skyrl.backends.torch_lora.state import OPTIMIZER_PARTS
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 
 Part = Literal["weights", "exp_avg", "exp_avg_sq", "gradient"]
 FileDtype = Literal["float32", "bfloat16"]

@@ -16,8 +16,8 @@ from skyrl.backends.torch_full.sharded_state import ShardedState
 from skyrl.backends.torch_lora.group import RankGroup
 from skyrl.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
 from skyrl.backends.torch_lora.plan import make_plan
-from skyrl.config.server import ServerConfig
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
 
 
 class ShardedFullBackend(BackendOverRanks):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 LoraPair = tuple[Tensor, Tensor]
 """lora_A [rank, in_features] and lora_B [out_features, rank]; of experts, both with [experts, ...] before."""

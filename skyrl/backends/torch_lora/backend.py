@@ -32,9 +32,9 @@ from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.routed_experts import with_sorted_experts
 from skyrl.backends.torch_lora.running import Running, RunningPass, slices_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
-from skyrl.config.mixtures import TrainMlpOfMixtures
-from skyrl.config.server import ServerConfig
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.mixtures import TrainMlpOfMixtures
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
 
 SHARED_ROWS_ON_CPU = 1024
 """Rows of a micro-batch of several passes on a CPU. Larger ones lose more to the caches than they gain by sharing:

@@ -13,8 +13,8 @@ import numpy as np
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, Mixture, ModelLimits, TrainingPass
 from skyrl.backends.torch_lora.losses import REFUSED, Loss
 from skyrl.backends.torch_lora.routed_experts import FIELD, check_routed_experts
-from skyrl.config.mixtures import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.mixtures import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
+from skyrl.base.types.lora import LoraSpec
 
 
 def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping[str, Loss]) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from skyrl.backends.base import Mixture, PassResult
 from skyrl.backends.torch_lora.adapter import Target
-from skyrl.config.mixtures import FROZEN_EXPERTS
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.mixtures import FROZEN_EXPERTS
+from skyrl.base.types.lora import LoraSpec
 
 ROUTERS = ("Qwen3MoeTopKRouter",)
 """Kinds of routers that `routing` follows: softmax over all experts in float32, the largest k, and their sum made 1 if

@@ -20,7 +20,7 @@ from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.backends.torch_lora.packing import pack_alone
 from skyrl.backends.torch_lora.recomputation import Setting
 from skyrl.backends.torch_lora.routed_experts import FIELD
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)

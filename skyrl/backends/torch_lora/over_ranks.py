@@ -23,7 +23,7 @@ from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankSett
 from skyrl.backends.torch_lora.routed_experts import with_sorted_experts
 from skyrl.backends.torch_lora.running import not_finite, result_of
 from skyrl.backends.torch_lora.state_snapshots import StateSnapshots
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig
 
 
 def rank_settings(config: ServerConfig) -> RankSettings:

@@ -13,7 +13,7 @@ from torch import nn
 from skyrl.backends.torch_lora.adapter import Target
 from skyrl.backends.torch_lora.lora import ActiveSegments, MultiLoraLinear
 from skyrl.backends.torch_lora.lora_experts import MultiLoraExperts
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 FORMS = (
     (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")),

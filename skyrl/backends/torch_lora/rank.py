@@ -31,7 +31,7 @@ from skyrl.backends.torch_lora.plan import Plan
 from skyrl.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
 from skyrl.backends.torch_lora.running import RunningPass, Slice
 from skyrl.backends.torch_lora.sharding import frozen, reshard
-from skyrl.types.lora import LoraSpec
+from skyrl.base.types.lora import LoraSpec
 
 
 @dataclass(frozen=True)

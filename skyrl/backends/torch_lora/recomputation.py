@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl.backends.torch_lora.host_memory import free_host_bytes
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 
 Setting = bool | Literal["auto"]
 SHARE = 0.5

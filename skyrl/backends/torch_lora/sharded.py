@@ -26,9 +26,9 @@ from skyrl.backends.torch_lora.plan import make_plan
 from skyrl.backends.torch_lora.projections import trained_targets
 from skyrl.backends.torch_lora.rank import AdapterBuffers, AdapterFacts
 from skyrl.backends.torch_lora.rank_base import PieceResult
-from skyrl.config.mixtures import TrainMlpOfMixtures
-from skyrl.config.server import ServerConfig
-from skyrl.types.lora import LoraSpec
+from skyrl.base.config.mixtures import TrainMlpOfMixtures
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
 
 
 class ShardedBackend(BackendOverRanks):

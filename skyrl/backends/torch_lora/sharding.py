@@ -30,7 +30,7 @@ from skyrl.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_con
 from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.backends.torch_lora.recomputation import Setting
 from skyrl.backends.torch_lora.shards import rows_of
-from skyrl.config.server import ConfigError
+from skyrl.base.config.server import ConfigError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

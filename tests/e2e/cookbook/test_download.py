@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tinker import types
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from skyrl.tiny.corpus import chat_prompt
+from skyrl.base.tiny.corpus import chat_prompt
 
 from ..conftest import ALIAS, ClientFactory
 from .conftest import Stored

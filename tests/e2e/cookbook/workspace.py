@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl.base.tiny import model_path
 from skyrl.processes.supervision import dies_with_parent
-from skyrl.tiny import model_path
 from tests.sdk_programs import TRACED, succeeded
 
 from ..conftest import ALIAS

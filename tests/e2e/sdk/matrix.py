@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from skyrl.tiny import model_path
+from skyrl.base.tiny import model_path
 from tests.environments import ROOT, environment
 
 from .features import CATALOGUE

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights", "external_weights")

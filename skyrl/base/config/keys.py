@@ -1,8 +1,8 @@
 """The keys of a server's configuration: each with its type, its default and its bounds, and what follows from them.
 
 Imports neither torch nor vLLM nor the database, so that `skyrl --help` answers at once. Does not read the TOML file or
-the environment (`skyrl.config.loading` does), and does not check whether a model directory holds a usable model (the
-launcher and the engine do). Does not know which keys go together: `skyrl.config.server` does.
+the environment (`skyrl.base.config.loading` does), and does not check whether a model directory holds a usable model (the
+launcher and the engine do). Does not know which keys go together: `skyrl.base.config.server` does.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from skyrl.config import skyrl_keys
-from skyrl.config.backend import LAST_PORT, BackendConfig, Strict, parse_backend_config
-from skyrl.config.database_url import readable_url
-from skyrl.config.modes import Modes
+from skyrl.base.config import skyrl_keys
+from skyrl.base.config.backend import LAST_PORT, BackendConfig, Strict, parse_backend_config
+from skyrl.base.config.database_url import readable_url
+from skyrl.base.config.modes import Modes
 
 BackendName = Literal["fsdp", "none"]
 TINY = "tiny"
@@ -305,7 +305,7 @@ class ServerKeys(BaseSettings):
     def base_model_path(self) -> str:
         """The directory or hub name to load: the tiny model's directory for `tiny` and for no name."""
         if self.base_model in (None, TINY):
-            from skyrl.tiny import model_path
+            from skyrl.base.tiny import model_path
 
             return str(model_path())
         directory = Path(self.base_model).expanduser()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -1,6 +1,6 @@
 """The keys of `--backend-config`, with their types and bounds. They have the names that operators of SkyRL know.
 
-An unknown key is an error that names the nearest known key. `skyrl.config.skyrl_keys` tells what becomes of SkyRL's
+An unknown key is an error that names the nearest known key. `skyrl.base.config.skyrl_keys` tells what becomes of SkyRL's
 other keys.
 """
 
@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from skyrl.config import skyrl_keys
-from skyrl.config.mixtures import TrainMlpOfMixtures
+from skyrl.base.config import skyrl_keys
+from skyrl.base.config.mixtures import TrainMlpOfMixtures
 
 LAST_PORT = 65535
 

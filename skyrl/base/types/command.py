@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from skyrl.types.kinds import PASSES, Kind
+from skyrl.base.types.kinds import PASSES, Kind
 
 
 @dataclass(frozen=True, slots=True)

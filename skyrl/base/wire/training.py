@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from skyrl.wire import tensors
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.decoding import decode_json
-from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import SequencedRequest
-from skyrl.wire.sample_request import ModelInput, tokens_of
+from skyrl.base.wire import tensors
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.requests import SequencedRequest
+from skyrl.base.wire.sample_request import ModelInput, tokens_of
 
 PROTOBUF = "application/x-protobuf"
 _NEVER_SPARSE = ("routed_experts",)

@@ -1,4 +1,4 @@
-"""The configuration of a server: its keys (`skyrl.config.keys`), and which of them go together.
+"""The configuration of a server: its keys (`skyrl.base.config.keys`), and which of them go together.
 
 Each message names a key that is to be changed. Does not know the bounds of a single key.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from skyrl.config.backend import LAST_PORT
-from skyrl.config.backend import ConfigError as ConfigError
-from skyrl.config.keys import LOOPBACK, ServerKeys
+from skyrl.base.config.backend import LAST_PORT
+from skyrl.base.config.backend import ConfigError as ConfigError
+from skyrl.base.config.keys import LOOPBACK, ServerKeys
 
 WILDCARDS = ("", "0.0.0.0", "::", "*")
 

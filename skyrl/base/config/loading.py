@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from skyrl.config.backend import ConfigError, dotted_keys, unknown_key
-from skyrl.config.environment import refuse_unknown
-from skyrl.config.keys import LossesConfig
-from skyrl.config.server import ServerConfig
+from skyrl.base.config.backend import ConfigError, dotted_keys, unknown_key
+from skyrl.base.config.environment import refuse_unknown
+from skyrl.base.config.keys import LossesConfig
+from skyrl.base.config.server import ServerConfig
 
 
 def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:

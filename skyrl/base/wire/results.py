@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from skyrl.wire import tensors
-from skyrl.wire import tinker_pb2 as pb
+from skyrl.base.wire import tensors
+from skyrl.base.wire import tinker_pb2 as pb
 
 TOPK_EMPTY_LOGPROB = -99999.0
 """The logprob of an empty top-k cell, whose token is 0. Clients read a row as None if its first cell is empty."""

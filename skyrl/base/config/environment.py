@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from skyrl.config.backend import ConfigError, unknown_key
+from skyrl.base.config.backend import ConfigError, unknown_key
 
 PREFIX = "SKYRL_"
 OWN = ("SKYRL_RUNTIME_FILE", "SKYRL_API_SLOT", "SKYRL_API_SOCKETS", "SKYRL_VLLM_FORK_ENGINE")

@@ -1,4 +1,4 @@
-"""Train the tiny model and its tokenizer from synthetic text: `python -m skyrl.tiny.make [--out DIR]`.
+"""Train the tiny model and its tokenizer from synthetic text: `python -m skyrl.base.tiny.make [--out DIR]`.
 
 The run uses one thread and fixed seeds, so on one machine it writes the same bytes each time. With another processor or
 PyTorch version the last bits may differ. The model learns from teachers that make mistakes: it then knows both tasks,
@@ -19,7 +19,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from skyrl.tiny import corpus, model_path
+from skyrl.base.tiny import corpus, model_path
 
 VOCAB = 512
 CONTROL = (corpus.END_OF_TEXT, corpus.IM_START, corpus.IM_END)

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from skyrl.wire import tinker_pb2 as pb
-from skyrl.wire.errors import RequestError
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.errors import RequestError
 
 Array = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 _PROTO_DTYPES: dict[int, Any] = {pb.FLOAT32: np.float32, pb.INT64: np.int64, pb.INT32: np.int32}

@@ -1,4 +1,4 @@
-"""Make a tiny mixture of experts from the checked-in model: `python -m skyrl.tiny.moe --out DIR`.
+"""Make a tiny mixture of experts from the checked-in model: `python -m skyrl.base.tiny.moe --out DIR`.
 
 Each MLP of the tiny model becomes several experts: copies of the MLP, each with noise of its own, and a router with
 random weights ("sparse upcycling", Komatsuzaki et al. 2023). So the mixture speaks as the tiny model does, roughly, and
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from skyrl.tiny import model_path
+from skyrl.base.tiny import model_path
 
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 NOISE = 0.3

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, cast
 
 import msgspec
 
-from skyrl.wire.decoding import decode_json
-from skyrl.wire.errors import RequestError
-from skyrl.wire.tensors import JsonTensor
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.tensors import JsonTensor
 
 
 class Chunk(msgspec.Struct):

@@ -6,8 +6,8 @@ import hashlib
 
 import msgspec
 
-from skyrl.types.kinds import Kind
-from skyrl.wire.errors import RequestError
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.errors import RequestError
 
 RequestKey = tuple[str, str, int]
 """("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id). A request whose key was used before is a
