@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from benchmarks.stage import Stage, wait_ready
 from benchmarks.table import Row, Target
 from skyrl.base.tiny import model_path
-from skyrl.processes.ports import free_port
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 REPLICAS, SLOTS, ADAPTERS = 2, 4, 8
 CLIENTS_PER_ADAPTER = 4

@@ -22,7 +22,7 @@ import httpx
 import uvloop
 
 from benchmarks.null_upstream import Requests, Upstream, http_answer
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.supervision import dies_with_parent
 from skyrl.vllm_plugin.incarnation import HEADER
 
 _ORDER = re.compile(rb"(kill|revive)=(\d+)")

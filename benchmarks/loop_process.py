@@ -29,9 +29,9 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.db import migrate
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
+from skyrl.runtime.web.server import tune_garbage_collection
 from skyrl.sampling.http import HttpTransport
-from skyrl.web.server import tune_garbage_collection
 
 SAMPLES = 1_500
 PROMPT_TOKENS, MAX_TOKENS = 512, 64

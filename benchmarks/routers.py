@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.processes import cpu_seconds, resident_mb
 from benchmarks.stage import NullUpstream, Stage, wait_ready
 from benchmarks.table import Row, Target
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 
 Result = dict[str, Any]
 TEXT = "The quick brown fox jumps over the lazy dog. " * 13

@@ -31,11 +31,11 @@ from benchmarks.router_load import Load, measure, request_of
 from benchmarks.stage import wait_ready
 from skyrl.base.config.loading import load_config
 from skyrl.inference.router_members import RouterMembers
-from skyrl.processes.ports import free_port
-from skyrl.processes.runtime import RUNTIME_ENV, Runtime
-from skyrl.processes.supervision import dies_with_parent
 from skyrl.router.policies import AdapterAffinity, ConsistentHashing, Policy, RequestFacts
 from skyrl.router.worker import Worker
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.runtime import RUNTIME_ENV, Runtime
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 ADAPTERS, IN_FLIGHT = 256, 64
 KEYS = 100_000

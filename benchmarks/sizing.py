@@ -30,7 +30,7 @@ from benchmarks.models import make_large
 from benchmarks.processes import resident_mb
 from benchmarks.table import number
 from skyrl.base.tiny import model_path
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 MEGABYTE = 1e6
 FLOAT = 4

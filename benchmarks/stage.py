@@ -22,8 +22,8 @@ import httpx
 from benchmarks.processes import parts_of
 from benchmarks.samples import LoadSpec
 from skyrl.demo.server import DemoServer
-from skyrl.processes.ports import free_port
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 MODEL = "tiny"
 

@@ -22,7 +22,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from skyrl.sampling import completion
 from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from skyrl.processes.log_format import about_request, formatter
-from skyrl.tracing.context import SpanContext, TraceDecision
-from skyrl.tracing.spans import OtlpSpans, Span
+from skyrl.runtime.processes.log_format import about_request, formatter
+from skyrl.runtime.tracing.context import SpanContext, TraceDecision
+from skyrl.runtime.tracing.spans import OtlpSpans, Span
 
 CALLS = 20_000
 SPANS = 400

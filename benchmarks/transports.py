@@ -24,7 +24,7 @@ import httpx
 import uvloop
 
 from benchmarks.prompts import prompt
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.transport import Answer
 

@@ -30,7 +30,7 @@ from tinker import types
 from benchmarks.machine import facts
 from skyrl.demo.server import DemoServer
 from skyrl.nodes.cache import NodeCache
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from skyrl.storage.adapters import is_adapter
 from skyrl.storage.local import LocalStore
 

@@ -30,8 +30,8 @@ from benchmarks.models import make_large
 from benchmarks.stage import Stage, wait_ready
 from benchmarks.table import Row
 from skyrl.base.tiny import model_path
-from skyrl.processes.ports import free_port
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.supervision import dies_with_parent
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import TrainerGroup
 from skyrl.weights.protocol import publish

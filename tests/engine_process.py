@@ -15,7 +15,7 @@ from skyrl.base.tiny import model_path
 from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, read_state
-from skyrl.processes.runtime import RUNTIME_ENV, Runtime
+from skyrl.runtime.processes.runtime import RUNTIME_ENV, Runtime
 
 SERVER = "first"
 WAIT_S = 300.0

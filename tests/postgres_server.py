@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 
 KIND = os.environ.get("SKYRL_TEST_DATABASE", "sqlite")
 """The database of a test that does not choose one: sqlite or postgres."""

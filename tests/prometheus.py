@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl.processes.ports import free_port
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 NEEDS_PROMETHEUS = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus is not installed"

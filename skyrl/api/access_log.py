@@ -8,8 +8,8 @@ import time
 
 from skyrl.api.call import Call
 from skyrl.api.tracing import UNTRACED
-from skyrl.processes.log_format import about_request
-from skyrl.processes.log_limits import plain
+from skyrl.runtime.processes.log_format import about_request
+from skyrl.runtime.processes.log_limits import plain
 
 logger = logging.getLogger("skyrl.access")
 

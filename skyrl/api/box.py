@@ -22,7 +22,7 @@ from skyrl.base.types.activity import EngineActivity, WaitsFor
 from skyrl.db import api_processes
 from skyrl.db.runs import pending_by_kind
 from skyrl.db.sizes import sizes
-from skyrl.metrics.files import MetricsDirectory
+from skyrl.runtime.metrics.files import MetricsDirectory
 
 _VLLM_NAMES = {
     "kv_cache_usage_perc": "kv_use",

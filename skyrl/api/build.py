@@ -42,16 +42,17 @@ from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
-from skyrl.metrics.files import MetricsDirectory
-from skyrl.metrics.processes import ApiMetrics
-from skyrl.metrics.readiness import ReadinessMetrics
 from skyrl.notify.notifier import Notifier
 from skyrl.openai.in_flight import InFlight
 from skyrl.openai.models import ModelNames
 from skyrl.openai.service import OpenAIService, Passage
-from skyrl.processes.runtime import Runtime
 from skyrl.quotas.limits import Bounds, QuotaLimits
 from skyrl.quotas.tenants import Quotas
+from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.runtime.metrics.processes import ApiMetrics
+from skyrl.runtime.metrics.readiness import ReadinessMetrics
+from skyrl.runtime.processes.runtime import Runtime
+from skyrl.runtime.tracing.opening import open_spans
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
@@ -64,7 +65,6 @@ from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
 from skyrl.storage.base import CheckpointStore
 from skyrl.storage.registry import open_store
-from skyrl.tracing.opening import open_spans
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from skyrl.api.routes import API
 from skyrl.base.wire.errors import OverQuota, RequestError
 from skyrl.db.faults import DatabaseError, column_with_nul, is_transient, reason
 from skyrl.openai.errors import OpenAIError, error_body
-from skyrl.processes.log_format import about_request
 from skyrl.quotas.tenants import Quotas
+from skyrl.runtime.processes.log_format import about_request
 from skyrl.storage.base import NotStored, StoreError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from skyrl.base.wire.errors import RequestError
 from skyrl.openai.errors import OpenAIError, error_body
 from skyrl.openai.events import event
 from skyrl.openai.in_flight import ClientGone, InFlight
-from skyrl.processes.log_format import about_request
+from skyrl.runtime.processes.log_format import about_request
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from skyrl.base.wire.requests import CancelFutureRequest, RetrieveFutureRequest,
 from skyrl.base.wire.results import to_json
 from skyrl.base.wire.training import PROTOBUF
 from skyrl.futures.completions import Completion, Target, TargetGone
-from skyrl.processes.log_limits import LimitedLog
+from skyrl.runtime.processes.log_limits import LimitedLog
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from skyrl.api.route import Body, Route
 from skyrl.api.signing import SignedUrls
 from skyrl.base.wire.errors import RequestError
 from skyrl.db.keys import ALL_SCOPES
-from skyrl.metrics.http import HttpMetrics
+from skyrl.runtime.metrics.http import HttpMetrics
 
 MAX_KEY = 2_000
 """The most characters of a key or a token. `skyrl.api.access` keeps the last 4,096 keys in memory."""

@@ -10,7 +10,7 @@ from skyrl.api.call import Call
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.base.config.keys import LOOPBACK
-from skyrl.metrics.text import CONTENT_TYPE
+from skyrl.runtime.metrics.text import CONTENT_TYPE
 
 
 def router(services: Services) -> Routes:

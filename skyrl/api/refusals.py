@@ -13,7 +13,7 @@ from skyrl.api.call import Call
 from skyrl.api.offered_key import offered_key
 from skyrl.api.tokens import is_token
 from skyrl.base.wire.errors import OverQuota, RequestError
-from skyrl.processes.log_limits import LimitedLog, plain
+from skyrl.runtime.processes.log_limits import LimitedLog, plain
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from skyrl.api.services import Services
 from skyrl.api.whole_request import protocol_with
 from skyrl.db.faults import DatabaseError, outage, reason
 from skyrl.inference.features import inference_features
-from skyrl.metrics.files import publishing
-from skyrl.processes.runtime import Runtime, run_process, set_up_process
-from skyrl.web.server import Server, tune_garbage_collection
+from skyrl.runtime.metrics.files import publishing
+from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
+from skyrl.runtime.web.server import Server, tune_garbage_collection
 
 logger = logging.getLogger(__name__)
 

@@ -25,19 +25,19 @@ from skyrl.db.usage import Usage
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost
-from skyrl.metrics.files import MetricsDirectory
-from skyrl.metrics.processes import ApiMetrics
 from skyrl.notify.doorbell import Doorbell
 from skyrl.openai.in_flight import InFlight
 from skyrl.openai.models import ModelNames
 from skyrl.openai.service import OpenAIService
 from skyrl.quotas.tenants import Quotas
+from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.runtime.metrics.processes import ApiMetrics
+from skyrl.runtime.tracing.spans import Spans
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
 from skyrl.storage.base import CheckpointStore
-from skyrl.tracing.spans import Spans
 
 
 @dataclass(frozen=True)

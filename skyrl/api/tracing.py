@@ -1,6 +1,6 @@
 """The hook that traces requests: it decides for each request, and records the request's own span when it is answered.
 
-The other spans are recorded where the work is done (`skyrl.tracing.current`). Long polls are not traced: one sample
+The other spans are recorded where the work is done (`skyrl.runtime.tracing.current`). Long polls are not traced: one sample
 may have many.
 """
 
@@ -10,9 +10,9 @@ import time
 
 from skyrl.api.call import Call
 from skyrl.api.route import Route
-from skyrl.tracing.context import SpanContext, TraceDecision
-from skyrl.tracing.current import current_trace
-from skyrl.tracing.spans import RequestTrace, Span, Spans
+from skyrl.runtime.tracing.context import SpanContext, TraceDecision
+from skyrl.runtime.tracing.current import current_trace
+from skyrl.runtime.tracing.spans import RequestTrace, Span, Spans
 
 UNTRACED = frozenset(
     {

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from skyrl.api.body import SMALL_BYTES
 from skyrl.api.http_table import HttpTable
 from skyrl.api.incoming import IncomingHeaders
-from skyrl.web.whole_requests import WholeRequests, whole_answer
+from skyrl.runtime.web.whole_requests import WholeRequests, whole_answer
 
 logger = logging.getLogger(__name__)
 

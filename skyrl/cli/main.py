@@ -134,7 +134,7 @@ def serve(
     from skyrl.db.migrate import DatabaseAway, SchemaError
     from skyrl.launcher.main import serve as launch
     from skyrl.launcher.parts import ServerEnded
-    from skyrl.processes.startup import StartupError
+    from skyrl.runtime.processes.startup import StartupError
 
     try:
         launch(load_config(flags, config))

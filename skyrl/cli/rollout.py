@@ -11,8 +11,8 @@ import typer
 from skyrl.cli import router_options as option
 from skyrl.cli.many_values import ManyValues
 from skyrl.cli.router import parse_object
-from skyrl.processes.log_format import LogFormat
-from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+from skyrl.runtime.processes.log_format import LogFormat
+from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 ENGINE_OPTIONS = "generator.inference_engine.engine_init_kwargs"
 
@@ -70,9 +70,9 @@ def rollout(
     from skyrl.base.config.loading import load_config
     from skyrl.base.config.server import ConfigError
     from skyrl.launcher.parts import ServerEnded
-    from skyrl.processes.runtime import set_up_process
-    from skyrl.processes.startup import StartupError
     from skyrl.rollout.plane import PlaneOptions, run_plane
+    from skyrl.runtime.processes.runtime import set_up_process
+    from skyrl.runtime.processes.startup import StartupError
 
     if (name := f"{PREFIX}RAY_ADDRESS") in map(str.upper, os.environ):
         raise typer.BadParameter(f"the variable {name} is of skyrl serve: give the option", param_hint="--ray-address")

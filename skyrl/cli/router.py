@@ -11,7 +11,7 @@ import typer
 
 from skyrl.cli import router_options as option
 from skyrl.cli.many_values import ManyValues
-from skyrl.processes.log_format import LogFormat
+from skyrl.runtime.processes.log_format import LogFormat
 
 
 class RouterCommand(ManyValues):
@@ -63,11 +63,11 @@ def router(
 ) -> None:
     """Run a router in front of inference servers."""
     from skyrl.base.config.server import ConfigError
-    from skyrl.metrics.files import FILE_VARIABLE
-    from skyrl.processes.runtime import set_up_process
     from skyrl.router.main import RouterOptions, run_router
     from skyrl.router.plugins import PluginError
     from skyrl.router.proxy import Limits
+    from skyrl.runtime.metrics.files import FILE_VARIABLE
+    from skyrl.runtime.processes.runtime import set_up_process
 
     given: dict[str, Any] = {
         "policy": policy,

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import typer
 
 from skyrl.cli import router_options as option
-from skyrl.processes.log_format import LogFormat
+from skyrl.runtime.processes.log_format import LogFormat
 
 
 def vllm_address(url: str) -> str:
@@ -45,8 +45,8 @@ def sidecar(
 ) -> None:
     """Run SGLang's /generate and control routes in front of a vLLM server."""
     from skyrl.base.config.server import ConfigError
-    from skyrl.metrics.files import FILE_VARIABLE
-    from skyrl.processes.runtime import set_up_process
+    from skyrl.runtime.metrics.files import FILE_VARIABLE
+    from skyrl.runtime.processes.runtime import set_up_process
     from skyrl.sidecar.main import run_sidecar
     from skyrl.sidecar.settings import SidecarSettings
 

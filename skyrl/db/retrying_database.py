@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl.db.database import Database
 from skyrl.db.faults import is_transient, reason
-from skyrl.processes.backoff import Backoff
+from skyrl.runtime.processes.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from skyrl.db.database import Database
 from skyrl.db.faults import is_transient
 from skyrl.db.row_connection import RowConnection, Write
 from skyrl.db.row_statement import RowStatement
-from skyrl.metrics.database import CommitMetrics
+from skyrl.runtime.metrics.database import CommitMetrics
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from skyrl.processes.ports import LOOPBACK, HeldPort
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import LOOPBACK, HeldPort
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 
 class ServerFailed(RuntimeError):

@@ -21,7 +21,7 @@ from skyrl.base.types.activity import (
 from skyrl.engine.queues import ModelView
 from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
-from skyrl.metrics.commands import CommandMetrics
+from skyrl.runtime.metrics.commands import CommandMetrics
 
 LOOK_S = 1.0
 """How often the scheduler is looked at. A wait is known to have begun up to LOOK_S late."""

@@ -30,8 +30,8 @@ from skyrl.engine.sweeping import Sweep
 from skyrl.engine.threads import EngineThreads
 from skyrl.engine.tracing import CommandTracing
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.metrics.processes import EngineMetrics
 from skyrl.notify.doorbell import Doorbell
+from skyrl.runtime.metrics.processes import EngineMetrics
 from skyrl.storage.base import CheckpointStore
 
 BYTES_PER_TOKEN = 20

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from skyrl.db.faults import OPERATIONAL_ERRORS
 from skyrl.db.fence import Displaced
-from skyrl.processes.running_file import read_running_file
+from skyrl.runtime.processes.running_file import read_running_file
 
 logger = logging.getLogger(__name__)
 

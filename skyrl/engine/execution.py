@@ -31,8 +31,8 @@ from skyrl.engine.settlement import Settlement, fails_model
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
 from skyrl.engine.tracing import CommandTracing
-from skyrl.metrics.phases import phase_of
-from skyrl.metrics.processes import EngineMetrics
+from skyrl.runtime.metrics.phases import phase_of
+from skyrl.runtime.metrics.processes import EngineMetrics
 
 logger = logging.getLogger(__name__)
 

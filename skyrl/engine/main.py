@@ -21,8 +21,6 @@ from skyrl.backends.registry import create_backend
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.types.activity import EngineActivity, encode_activity
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.cluster.connection import connect
-from skyrl.cluster.rank_actors import RankActors
 from skyrl.db import adapter_versions, full_weights
 from skyrl.db.checkpoints import store_key_of
 from skyrl.db.database import Database
@@ -49,17 +47,19 @@ from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.replica import Addresses
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import context_length
-from skyrl.metrics.adapters import AdapterMetrics
-from skyrl.metrics.processes import EngineMetrics
 from skyrl.notify.doorbell import SERVERS, Doorbell, DoorbellListener
-from skyrl.processes.runtime import Runtime, run_process, set_up_process
-from skyrl.processes.startup import NotLoaded
+from skyrl.runtime.metrics.adapters import AdapterMetrics
+from skyrl.runtime.metrics.processes import EngineMetrics
+from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
+from skyrl.runtime.processes.startup import NotLoaded
+from skyrl.runtime.ray_cluster.connection import connect
+from skyrl.runtime.ray_cluster.rank_actors import RankActors
+from skyrl.runtime.tracing.opening import open_spans
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.storage.base import CheckpointStore
 from skyrl.storage.registry import open_store
-from skyrl.tracing.opening import open_spans
 
 logger = logging.getLogger(__name__)
 

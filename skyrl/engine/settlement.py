@@ -19,8 +19,8 @@ from skyrl.db.futures import Outcome
 from skyrl.db.models import set_model
 from skyrl.engine.barriers import model_is_gone, unloaded
 from skyrl.engine.failures import failed
-from skyrl.metrics.commands import CommandMetrics
 from skyrl.notify.doorbell import Doorbell
+from skyrl.runtime.metrics.commands import CommandMetrics
 
 
 class Settlement:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 
 from skyrl.base.types.command import Command
-from skyrl.tracing.context import stored_context
-from skyrl.tracing.spans import RequestTrace, Spans
+from skyrl.runtime.tracing.context import stored_context
+from skyrl.runtime.tracing.spans import RequestTrace, Spans
 
 
 class CommandTracing:

@@ -17,8 +17,8 @@ from skyrl.db.futures import StoredFuture
 from skyrl.db.models import record_numbered
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries, Entry
-from skyrl.tracing.current import current_trace
-from skyrl.tracing.spans import RequestTrace
+from skyrl.runtime.tracing.current import current_trace
+from skyrl.runtime.tracing.spans import RequestTrace
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are hashed on a thread, and written in a transaction of their own instead of the group commit."""

@@ -21,8 +21,8 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries, Entry
 from skyrl.futures.stored_ends import StoredEnds
 from skyrl.notify.peers import PeerNotifier
-from skyrl.processes.backoff import Backoff
-from skyrl.processes.log_limits import LimitedLog, plain
+from skyrl.runtime.processes.backoff import Backoff
+from skyrl.runtime.processes.log_limits import LimitedLog, plain
 
 logger = logging.getLogger(__name__)
 

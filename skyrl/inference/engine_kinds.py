@@ -24,11 +24,11 @@ from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_client import Probe
 from skyrl.inference.vllm_command import LOGGING_CONFIG, options_named, vllm_spec
 from skyrl.inference.vllm_version import check_vllm, is_tested
-from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.nodes.placed_sidecar import PlacedSidecar
 from skyrl.nodes.settings import CACHE, default_cache, node_environment
-from skyrl.processes.log_format import vllm_logging
-from skyrl.processes.startup import Cause, cause_of_vllm
+from skyrl.runtime.metrics.adapters import AdapterMetrics
+from skyrl.runtime.processes.log_format import vllm_logging
+from skyrl.runtime.processes.startup import Cause, cause_of_vllm
 from skyrl.storage.registry import store_url
 
 VLLM = "vllm"

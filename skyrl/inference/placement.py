@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from skyrl.processes.ports import LOOPBACK, HeldPort
-from skyrl.processes.supervision import SupervisedProcess
+from skyrl.runtime.processes.ports import LOOPBACK, HeldPort
+from skyrl.runtime.processes.supervision import SupervisedProcess
 
 DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 OnExit = Callable[[int], None]

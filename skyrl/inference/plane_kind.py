@@ -6,10 +6,10 @@ import ipaddress
 import logging
 from dataclasses import dataclass, replace
 
-from skyrl.cluster.interfaces import group_variables, interface_of
 from skyrl.inference.engine_kinds import Vllm, sidecar_spec
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.nodes.placed_sidecar import PlacedSidecar
+from skyrl.runtime.ray_cluster.interfaces import group_variables, interface_of
 
 logger = logging.getLogger(__name__)
 

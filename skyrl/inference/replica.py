@@ -19,7 +19,7 @@ import httpx
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.vllm_client import VllmClient, VllmError
-from skyrl.metrics.adapters import AdapterMetrics
+from skyrl.runtime.metrics.adapters import AdapterMetrics
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

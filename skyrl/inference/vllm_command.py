@@ -24,7 +24,7 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.expert_adapters import check_layers
 from skyrl.inference.placement import ServerSpec
 from skyrl.nodes.middleware import StoredAdapterLoads
-from skyrl.tracing.spans import traces_url
+from skyrl.runtime.tracing.spans import traces_url
 from skyrl.vllm_plugin.incarnation import IncarnationHeader
 from skyrl.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
 

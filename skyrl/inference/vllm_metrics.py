@@ -1,4 +1,4 @@
-"""Publishes the metrics of each vLLM, as `skyrl.metrics.vllm` shows them, beside those of skyrl's own processes."""
+"""Publishes the metrics of each vLLM, as `skyrl.runtime.metrics.vllm` shows them, beside those of skyrl's own processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import httpx
 
 from skyrl.inference.vllm_client import VllmClient, VllmError
-from skyrl.metrics.files import MetricsDirectory
-from skyrl.metrics.vllm import shown
+from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.runtime.metrics.vllm import shown
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.launcher.progress import READY, stages, until_ready
-from skyrl.processes.startup import Cause, FirstStarts, StartupError
-from skyrl.processes.systemd import Systemd
+from skyrl.runtime.processes.startup import Cause, FirstStarts, StartupError
+from skyrl.runtime.processes.systemd import Systemd
 
 logger = logging.getLogger(__name__)
 

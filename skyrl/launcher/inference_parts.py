@@ -16,8 +16,8 @@ from skyrl.launcher.first_ready import StartObserver
 from skyrl.launcher.parts import Part
 from skyrl.launcher.preflight import Findings, taken_port
 from skyrl.launcher.server_parts import ServerParts
-from skyrl.metrics.restarts import RestartMetrics
-from skyrl.processes.ports import LOOPBACK, HeldPorts
+from skyrl.runtime.metrics.restarts import RestartMetrics
+from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts
 
 
 class InferenceParts:

@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.cluster import head
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.store_ownership import claim_store
@@ -40,11 +39,12 @@ from skyrl.launcher.parts import Part, Parts, ServerEnded
 from skyrl.launcher.preflight import Findings, check
 from skyrl.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
 from skyrl.launcher.training_claim import server_id
-from skyrl.metrics.processes import LauncherMetrics
-from skyrl.processes.listening import listen
-from skyrl.processes.ports import LOOPBACK, HeldPorts
-from skyrl.processes.runtime import Runtime, set_up_process
-from skyrl.processes.systemd import Systemd
+from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts
+from skyrl.runtime.processes.runtime import Runtime, set_up_process
+from skyrl.runtime.processes.systemd import Systemd
+from skyrl.runtime.ray_cluster import head
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.cluster.head import LocalCluster
 from skyrl.db.database import Database
 from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
@@ -24,14 +23,15 @@ from skyrl.launcher.first_ready import FirstReady
 from skyrl.launcher.log_rotation import rotate_logs
 from skyrl.launcher.parts import Part
 from skyrl.launcher.training_claim import TrainingClaim
-from skyrl.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.metrics.processes import LauncherMetrics
-from skyrl.metrics.restarts import RestartMetrics
-from skyrl.metrics.storage import show_free_space
-from skyrl.processes.running_file import running_now
-from skyrl.processes.runtime import RUNTIME_ENV, SIDECAR_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
-from skyrl.processes.startup import TAIL_LINES, Cause, cause_of_own, cause_of_vllm
-from skyrl.processes.supervision import SupervisedProcess
+from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
+from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.metrics.restarts import RestartMetrics
+from skyrl.runtime.metrics.storage import show_free_space
+from skyrl.runtime.processes.running_file import running_now
+from skyrl.runtime.processes.runtime import RUNTIME_ENV, SIDECAR_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
+from skyrl.runtime.processes.startup import TAIL_LINES, Cause, cause_of_own, cause_of_vllm
+from skyrl.runtime.processes.supervision import SupervisedProcess
+from skyrl.runtime.ray_cluster.head import LocalCluster
 from skyrl.storage.space import watch_disk
 
 logger = logging.getLogger(__name__)

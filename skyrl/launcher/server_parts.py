@@ -16,8 +16,8 @@ from skyrl.inference.vllm_client import VllmClient
 from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import StartObserver
 from skyrl.launcher.parts import Part
-from skyrl.metrics.restarts import RestartMetrics
-from skyrl.processes.startup import TAIL_LINES
+from skyrl.runtime.metrics.restarts import RestartMetrics
+from skyrl.runtime.processes.startup import TAIL_LINES
 
 logger = logging.getLogger(__name__)
 

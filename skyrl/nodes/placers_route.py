@@ -7,9 +7,9 @@ updated meanwhile, perhaps on a node that is gone.
 from __future__ import annotations
 
 from skyrl.nodes.asgi import App, Message, Receive, Send, answer_json
+from skyrl.runtime.web.admin import AdminKey
 from skyrl.sidecar.errors import SidecarError
 from skyrl.sidecar.updates import Updates
-from skyrl.web.admin import AdminKey
 
 PATH = "/placed"
 

@@ -20,13 +20,13 @@ from skyrl.nodes.placed_sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
 from skyrl.nodes.placers_route import PlacersRoute
 from skyrl.nodes.settings import API_KEY, STORE, NodeSettings
 from skyrl.nodes.versions import StoredVersions
-from skyrl.processes.runtime import run_process, set_up_process
+from skyrl.runtime.processes.runtime import run_process, set_up_process
+from skyrl.runtime.web.admin import AdminKey
 from skyrl.sidecar.main import run_sidecar
 from skyrl.sidecar.settings import SidecarSettings
 from skyrl.sidecar.updates import Updates
 from skyrl.storage.full_weights import is_full_version
 from skyrl.storage.registry import store_at
-from skyrl.web.admin import AdminKey
 
 
 class KeyNeeded:

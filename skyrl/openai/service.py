@@ -18,16 +18,17 @@ from skyrl.base.types.ids import new_request_id
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
 from skyrl.db.adapter_uses import AdapterUses
 from skyrl.db.usage import UsageCounter, sample_amounts
-from skyrl.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
-from skyrl.metrics.samples import Ages, SampleMetrics
 from skyrl.openai.answers import EventRewriter, Used
 from skyrl.openai.errors import OpenAIError
 from skyrl.openai.events import DONE, event
 from skyrl.openai.exchanges import Sending, StreamedAnswer, Transport, WholeAnswer, is_error
 from skyrl.openai.generation import Generation
 from skyrl.openai.models import Target
-from skyrl.processes.log_format import about_request
 from skyrl.quotas.tenants import Quotas
+from skyrl.runtime.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
+from skyrl.runtime.metrics.samples import Ages, SampleMetrics
+from skyrl.runtime.processes.log_format import about_request
+from skyrl.runtime.tracing.current import current_trace
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
@@ -35,7 +36,6 @@ from skyrl.sampling.exchange import Exchange
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.transport import Interrupted
-from skyrl.tracing.current import current_trace
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from skyrl.cluster.capacity import Bundle, NodeCapacity, missing
+from skyrl.runtime.ray_cluster.capacity import Bundle, NodeCapacity, missing
 
 
 def choose(nodes: Sequence[NodeCapacity], bundle: Bundle, servers_on: Mapping[str, int]) -> str | None:

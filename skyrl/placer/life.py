@@ -8,17 +8,17 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 
-from skyrl.cluster.connection import NoCluster, check_reachable, connect
 from skyrl.inference.engine_kinds import VLLM, EngineKind
 from skyrl.inference.placement import ServerPlan
 from skyrl.launcher.first_ready import Supervised
 from skyrl.launcher.parts import Parts
 from skyrl.launcher.server_parts import ServerParts
-from skyrl.metrics.processes import LauncherMetrics
 from skyrl.placer.ray_placement import RayPlacement
 from skyrl.placer.ray_server import NOT_STARTED
-from skyrl.processes.runtime import Runtime, run_process, set_up_process
-from skyrl.processes.startup import MARK, MAY_START, Cause, FirstStarts
+from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
+from skyrl.runtime.processes.startup import MARK, MAY_START, Cause, FirstStarts
+from skyrl.runtime.ray_cluster.connection import NoCluster, check_reachable, connect
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from skyrl.db.faults import outage
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.vllm_metrics import VllmMetrics
 from skyrl.launcher.server_parts import wherever
-from skyrl.metrics.files import MetricsDirectory, publishing
-from skyrl.metrics.processes import LauncherMetrics
 from skyrl.placer.life import Starts, end, live, run_servers, server_parts
 from skyrl.placer.publisher import ServersPublisher
 from skyrl.placer.ray_placement import RayPlacement
-from skyrl.processes.runtime import Runtime
-from skyrl.processes.startup import CANNOT_START
+from skyrl.runtime.metrics.files import MetricsDirectory, publishing
+from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.processes.runtime import Runtime
+from skyrl.runtime.processes.startup import CANNOT_START
 
 
 async def run(runtime: Runtime) -> None:

@@ -22,15 +22,15 @@ import httpx
 
 from skyrl.inference.plane_kind import PlaneVllm
 from skyrl.launcher.server_parts import ServerParts, wherever
-from skyrl.metrics.files import publishing
-from skyrl.metrics.processes import LauncherMetrics
 from skyrl.nodes.placers_route import PATH
 from skyrl.placer.life import Starts, end, live, run_servers, server_parts
 from skyrl.placer.ray_placement import RayPlacement
 from skyrl.placer.ray_server import RayServer
-from skyrl.processes.runtime import PLACED, Runtime
-from skyrl.processes.startup import CANNOT_START
-from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+from skyrl.runtime.metrics.files import publishing
+from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.processes.runtime import PLACED, Runtime
+from skyrl.runtime.processes.startup import CANNOT_START
+from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from skyrl.db.periodic import Rounds
 from skyrl.inference.engine_kinds import VLLM
 from skyrl.notify.doorbell import SERVERS, STATE, Doorbell
 from skyrl.placer.ray_server import RayServer
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 
 RETRY_S = 1.0
 

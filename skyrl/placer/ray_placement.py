@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl.cluster.capacity import Bundle, nodes, reserve
-from skyrl.cluster.hosts import Look, ServerHost, Started
 from skyrl.inference.placement import Kind, OnExit, ServerPlan, ServerSpec, Spot
 from skyrl.placer.choosing import actor_options, choose
 from skyrl.placer.ray_server import Host, Lost, RayServer, in_loop
+from skyrl.runtime.ray_cluster.capacity import Bundle, nodes, reserve
+from skyrl.runtime.ray_cluster.hosts import Look, ServerHost, Started
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

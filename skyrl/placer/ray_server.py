@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from skyrl.cluster.capacity import Bundle, Cancelled, amounts
-from skyrl.cluster.hosts import Look, Started
 from skyrl.inference.placement import OnExit
-from skyrl.processes.backoff import Backoff
-from skyrl.processes.supervision import FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S
+from skyrl.runtime.processes.backoff import Backoff
+from skyrl.runtime.processes.supervision import FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S
+from skyrl.runtime.ray_cluster.capacity import Bundle, Cancelled, amounts
+from skyrl.runtime.ray_cluster.hosts import Look, Started
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Lost(Exception):
 
 
 class Host(Protocol):
-    """`skyrl.cluster.hosts.ServerHost` as seen from here. Calls raise Lost when the actor is lost, TimeoutError."""
+    """`skyrl.runtime.ray_cluster.hosts.ServerHost` as seen from here. Calls raise Lost when the actor is lost, TimeoutError."""
 
     async def node(self, within_s: float) -> tuple[str, str]: ...
 
@@ -302,7 +302,7 @@ class RayServer:
 
 
 NOT_STARTED = 78
-"""The exit code that stands for a node that cannot run the server (`skyrl.processes.startup.CANNOT_START`)."""
+"""The exit code that stands for a node that cannot run the server (`skyrl.runtime.processes.startup.CANNOT_START`)."""
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[str], None]) -> Callable[[str], None]:

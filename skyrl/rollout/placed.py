@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.cluster import head
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.launcher.preflight import Findings
-from skyrl.processes.ports import HeldPorts
-from skyrl.processes.runtime import PLACED, RUNTIME_ENV, Runtime
-from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+from skyrl.runtime.processes.ports import HeldPorts
+from skyrl.runtime.processes.runtime import PLACED, RUNTIME_ENV, Runtime
+from skyrl.runtime.ray_cluster import head
+from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import httpx
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.cluster import head
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import Supervised
@@ -30,15 +29,16 @@ from skyrl.launcher.own_parts import PLACER, RAY, log_part, metrics_part
 from skyrl.launcher.parts import Part, Parts
 from skyrl.launcher.preflight import Findings, check, check_placed_vllms
 from skyrl.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
-from skyrl.metrics.files import FILE_VARIABLE
-from skyrl.metrics.processes import LauncherMetrics
-from skyrl.processes.listening import listen
-from skyrl.processes.ports import HeldPorts
-from skyrl.processes.startup import TAIL_LINES, Cause, FirstStarts, StartupError, cause_of_own
-from skyrl.processes.supervision import SupervisedProcess
-from skyrl.processes.systemd import Systemd
 from skyrl.rollout.placed import PLACER_GRACE_S, RAY_GRACE_S, check_keys, placed_processes, tell_changes
 from skyrl.router.state_file import FILE_NAME
+from skyrl.runtime.metrics.files import FILE_VARIABLE
+from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.processes.ports import HeldPorts
+from skyrl.runtime.processes.startup import TAIL_LINES, Cause, FirstStarts, StartupError, cause_of_own
+from skyrl.runtime.processes.supervision import SupervisedProcess
+from skyrl.runtime.processes.systemd import Systemd
+from skyrl.runtime.ray_cluster import head
 
 logger = logging.getLogger(__name__)
 

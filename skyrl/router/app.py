@@ -9,8 +9,6 @@ import logging
 import time
 from collections import Counter
 
-from skyrl.metrics.files import MetricsDirectory
-from skyrl.metrics.text import CONTENT_TYPE
 from skyrl.router import refusals
 from skyrl.router.admin import ADMIN_METHODS, VERSION_PATHS, AdminRoutes
 from skyrl.router.broadcast import ADAPTERS, BROADCAST, Broadcasts
@@ -20,7 +18,9 @@ from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Proxy, Truncated
 from skyrl.router.registration import RegistrationRoutes, is_registration
 from skyrl.router.reply import Reply
-from skyrl.web.admin import FORWARDING, AdminKey, forwarded_for
+from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.runtime.metrics.text import CONTENT_TYPE
+from skyrl.runtime.web.admin import FORWARDING, AdminKey, forwarded_for
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from skyrl.router.messages import HeaderList
 from skyrl.router.pool import WorkerPool
 from skyrl.router.reply import Reply, error, of_json
 from skyrl.router.worker import Worker, WorkerState
-from skyrl.web.admin import FORWARDING
+from skyrl.runtime.web.admin import FORWARDING
 
 ABORT_S = 4.0
 """Agents wait 5 s for the answer to an abort."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from skyrl.router.upstream import NotAccepted, Upstream
-from skyrl.web.idle_connections import IdleConnections
+from skyrl.runtime.web.idle_connections import IdleConnections
 
 CONNECT_TIMEOUT_S = 5.0
 

@@ -21,8 +21,8 @@ from skyrl.router.proxy import CHOSEN, Proxy
 from skyrl.router.refusals import INTERRUPTED, refusal
 from skyrl.router.upstream import Upstream
 from skyrl.router.worker import Worker
-from skyrl.web.admin import FORWARDING, forwarded_for
-from skyrl.web.whole_requests import WholeRequests
+from skyrl.runtime.web.admin import FORWARDING, forwarded_for
+from skyrl.runtime.web.whole_requests import WholeRequests
 
 if TYPE_CHECKING:
     import asyncio

@@ -20,9 +20,6 @@ from typing import Any
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from skyrl.metrics.files import publishing
-from skyrl.metrics.process import LoopLag
-from skyrl.processes.listening import listen
 from skyrl.router.admin import AdminRoutes
 from skyrl.router.app import RouterApp, ToWorkers, is_own
 from skyrl.router.broadcast import Broadcasts
@@ -39,9 +36,12 @@ from skyrl.router.probes import PROBE_TIMEOUT_S, HealthProber
 from skyrl.router.proxy import Limits, Proxy
 from skyrl.router.registration import RegistrationRoutes
 from skyrl.router.state_file import StateFile
-from skyrl.web.admin import AdminKey
-from skyrl.web.connections import BoundedHttp
-from skyrl.web.server import Server, tune_garbage_collection
+from skyrl.runtime.metrics.files import publishing
+from skyrl.runtime.metrics.process import LoopLag
+from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.web.admin import AdminKey
+from skyrl.runtime.web.connections import BoundedHttp
+from skyrl.runtime.web.server import Server, tune_garbage_collection
 
 logger = logging.getLogger(__name__)
 

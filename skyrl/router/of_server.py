@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from skyrl.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.router.main import RouterOptions, run_router
 from skyrl.router.proxy import Limits
+from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 
 HEALTH_CHECK_INTERVAL_S, HEALTH_CHECK_TIMEOUT_S, HEALTH_CHECK_FAILURES = 1.0, 2.0, 2
 """A replica that hangs gets no new samples after 5 s. The engine registers it again as soon as it answers."""

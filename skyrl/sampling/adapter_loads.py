@@ -12,7 +12,7 @@ import msgspec
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference import load_route
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
-from skyrl.metrics.adapters import AdapterMetrics, Load
+from skyrl.runtime.metrics.adapters import AdapterMetrics, Load
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
 from skyrl.sampling.health import Health, health_of

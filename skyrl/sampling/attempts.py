@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.processes.backoff import Backoff
+from skyrl.runtime.processes.backoff import Backoff
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.exchange import Exchange
 from skyrl.sampling.progress import SampleProgress, SampleWait

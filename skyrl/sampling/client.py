@@ -19,8 +19,10 @@ import msgspec
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.errors import FailedRequest
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
-from skyrl.metrics.adapters import AdapterMetrics
-from skyrl.processes.backoff import Backoff
+from skyrl.runtime.metrics.adapters import AdapterMetrics
+from skyrl.runtime.processes.backoff import Backoff
+from skyrl.runtime.tracing.current import current_trace
+from skyrl.runtime.tracing.spans import OpenSpan
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
 from skyrl.sampling.answer_reader import AnswerReader
@@ -38,8 +40,6 @@ from skyrl.sampling.served_context import ContextNotKnownYet, ServedContext
 from skyrl.sampling.suspects import Suspects
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
 from skyrl.sampling.verdict import Verdict, verdict_of
-from skyrl.tracing.current import current_trace
-from skyrl.tracing.spans import OpenSpan
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0

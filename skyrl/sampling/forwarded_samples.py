@@ -18,9 +18,10 @@ from skyrl.db.futures import Outcome
 from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.usage import UsageCounter
 from skyrl.futures.store import FutureStore
-from skyrl.metrics.outcomes import outcome_label
-from skyrl.metrics.samples import Ages, SampleMetrics
 from skyrl.quotas.account import Ticket
+from skyrl.runtime.metrics.outcomes import outcome_label
+from skyrl.runtime.metrics.samples import Ages, SampleMetrics
+from skyrl.runtime.tracing.current import current_trace
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
@@ -28,7 +29,6 @@ from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.progress import SampleProgress
 from skyrl.sampling.sampler_job import usage_of
-from skyrl.tracing.current import current_trace
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from skyrl.runtime.web.idle_connections import IdleConnections
 from skyrl.sampling.answer_memory import AnswerMemory
 from skyrl.sampling.answer_stream import AnswerStream
 from skyrl.sampling.http_connection import HttpConnection
 from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, NotAccepted
-from skyrl.web.idle_connections import IdleConnections
 
 P = TypeVar("P", bound=asyncio.Protocol)
 

@@ -22,10 +22,10 @@ from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.sessions import Sessions
 from skyrl.db.usage import UsageCounter
 from skyrl.futures.store import FutureStore
-from skyrl.metrics.samples import SampleMetrics
 from skyrl.notify.doorbell import Doorbell
 from skyrl.quotas.account import Ticket
 from skyrl.quotas.tenants import Quotas
+from skyrl.runtime.metrics.samples import SampleMetrics
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.cut import CutNotes, cut_to

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from prometheus_client import CollectorRegistry
 
-from skyrl.metrics.files import publishing
-from skyrl.metrics.process import LoopLag
+from skyrl.runtime.metrics.files import publishing
+from skyrl.runtime.metrics.process import LoopLag
+from skyrl.runtime.web.admin import AdminKey
 from skyrl.sidecar.adapters import Adapters
 from skyrl.sidecar.admin import needs_admin
 from skyrl.sidecar.call import Call, Receive, Scope, Send
@@ -30,7 +31,6 @@ from skyrl.sidecar.vllm import Vllm
 from skyrl.sidecar.vllm_config import KnownConfig
 from skyrl.sidecar.vllm_weights import VllmWeights
 from skyrl.sidecar.weight_routes import WeightRoutes
-from skyrl.web.admin import AdminKey
 
 logger = logging.getLogger(__name__)
 

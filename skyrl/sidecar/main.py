@@ -9,10 +9,10 @@ from typing import Any
 
 import uvloop
 
-from skyrl.processes.listening import listen
+from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.web.server import Server, tune_garbage_collection
 from skyrl.sidecar.app import Sidecar, open_sidecar
 from skyrl.sidecar.settings import SidecarSettings
-from skyrl.web.server import Server, tune_garbage_collection
 
 
 def run_sidecar(settings: SidecarSettings, around: Callable[[Any], Any] = lambda sidecar: sidecar) -> None:

@@ -10,9 +10,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from skyrl.metrics.files import MetricsDirectory
-from skyrl.metrics.text import CONTENT_TYPE
-from skyrl.metrics.vllm import shown
+from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.runtime.metrics.text import CONTENT_TYPE
+from skyrl.runtime.metrics.vllm import shown
 from skyrl.sidecar.call import Call
 from skyrl.sidecar.errors import SidecarError
 from skyrl.sidecar.in_flight import InFlight

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from urllib.parse import urlsplit
 
-from skyrl.processes.runtime import SIDECAR_ENV, Runtime, run_process, set_up_process
+from skyrl.runtime.processes.runtime import SIDECAR_ENV, Runtime, run_process, set_up_process
 from skyrl.sidecar.main import run_sidecar
 from skyrl.sidecar.settings import SidecarSettings
 

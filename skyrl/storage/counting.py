@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl.metrics.storage import TrafficMetrics
+from skyrl.runtime.metrics.storage import TrafficMetrics
 from skyrl.storage.base import CheckpointStore, StoredKey
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.metrics.storage import TrafficMetrics
+from skyrl.runtime.metrics.storage import TrafficMetrics
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.counting import CountingStore
 from skyrl.storage.local import LocalStore

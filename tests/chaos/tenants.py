@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Self
 
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 
 class Tenant:

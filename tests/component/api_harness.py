@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl.api.services import Services
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.metrics.files import MetricsWriter
+from skyrl.runtime.metrics.files import MetricsWriter
 
 BASE = "acme/base"
 SAMPLE = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}

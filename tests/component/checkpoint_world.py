@@ -23,7 +23,7 @@ from skyrl.api.tokens import tenant_of_key
 from skyrl.db.audit import audit_events
 from skyrl.db.futures import Outcome
 from skyrl.db.usage import usage
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 
 KEY, OTHER = "tml-one", "tml-two"
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}

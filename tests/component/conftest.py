@@ -22,7 +22,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url
 from skyrl.engine import sweeping
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 
 
 @pytest.fixture(autouse=True)

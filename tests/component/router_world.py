@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import aiohttp
 
-from skyrl.processes.listening import listen
 from skyrl.router.app import RouterApp
 from skyrl.router.connections import address_of
 from skyrl.router.lean import Lane
 from skyrl.router.main import RouterOptions, connection_class, open_router
-from skyrl.web.server import Server
+from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.web.server import Server
 
 CONNECTIONS = 4
 """Unused connections to each worker with which a router of `short_way` starts."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from skyrl.processes.listening import listen
+from skyrl.runtime.processes.listening import listen
 from skyrl.sidecar.app import Sidecar, open_sidecar
 from skyrl.sidecar.settings import SidecarSettings
 from tests.component.router_world import Exchange, FakeWorker, PromptServer

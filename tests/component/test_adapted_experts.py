@@ -26,7 +26,7 @@ from skyrl.base.tiny import moe
 from skyrl.base.types.lora import LoraSpec
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 from tests.component.test_routed_experts import KEY, chosen_experts, prompt_of, rows_of
 

@@ -17,7 +17,7 @@ from skyrl.api.server import open_services
 from skyrl.base.config.loading import load_config
 from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from tests.postgres_server import ON_BOTH
 
 BUILD = """
@@ -27,7 +27,7 @@ from pathlib import Path
 from skyrl.api.build import Secrets, build
 from skyrl.base.config.server import ServerConfig
 from skyrl.inference.features import InferenceFeatures
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 
 OPENING = ("open", "os.listdir", "os.mkdir", "os.scandir", "socket.__new__", "sqlite3.connect", "subprocess.Popen",
            "_thread.start_new_thread")

@@ -23,7 +23,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.models import models
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

@@ -17,7 +17,7 @@ from skyrl.api.tokens import tenant_of_key
 from skyrl.base.wire.results import encode_json
 from skyrl.db.api_processes import processes
 from skyrl.db.database import Database
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from tests.postgres_server import ON_POSTGRES
 
 FIRST, SECOND = "tml-one", "tml-two"

@@ -24,7 +24,7 @@ from skyrl.base.tiny import model_path
 from skyrl.base.types.lora import LoraSpec
 from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import vllm_spec
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]

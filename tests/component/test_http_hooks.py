@@ -16,7 +16,7 @@ from skyrl.api.call import Call, Hook
 from skyrl.api.hooks import MAX_REQUEST_ID
 from skyrl.api.http_table import HttpTable
 from skyrl.api.route import Route
-from skyrl.processes.log_format import LineFormat
+from skyrl.runtime.processes.log_format import LineFormat
 
 KEY = {"X-API-Key": "tml-one"}
 NAMES = {

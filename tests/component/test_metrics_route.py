@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Counter
 from skyrl.db import keys as key_rows
 from skyrl.db.database import Database
 from skyrl.db.engine_state import beat, publish_training
-from skyrl.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.metrics.samples import EVENTS
+from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
+from skyrl.runtime.metrics.samples import EVENTS
 
 TENANTS = 200
 

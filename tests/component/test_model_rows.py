@@ -29,7 +29,7 @@ from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 
 directory, url, session, base = sys.argv[1:]
 execute, transact = GroupCommitWriter.execute, GroupCommitWriter.transact

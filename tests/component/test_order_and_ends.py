@@ -26,7 +26,7 @@ from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.models import models
 from skyrl.engine import model_ends
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from tests.databases import make_tables
 
 BASE = "acme/base"

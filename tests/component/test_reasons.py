@@ -21,7 +21,7 @@ from skyrl.base.types.activity import EngineActivity, ModelActivity, RecoveryPro
 from skyrl.base.types.kinds import Kind
 from skyrl.db import engine_state
 from skyrl.db.database import Database
-from skyrl.web.server import Server
+from skyrl.runtime.web.server import Server
 from tests.e2e.sdk.matrix import isolated, versions
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")

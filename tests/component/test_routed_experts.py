@@ -23,8 +23,8 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path, moe
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
-from skyrl.processes.ports import free_port
 from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams
+from skyrl.runtime.processes.ports import free_port
 from tests.component.router_world import running_router
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from skyrl.nodes.placers_route import PATH, PlacersRoute
+from skyrl.runtime.web.admin import AdminKey
 from skyrl.sidecar.updates import FIRST_WEIGHTS
-from skyrl.web.admin import AdminKey
 from tests.component.router_world import Exchange, until
 from tests.component.sidecar_world import FakeVllm, RunningSidecar, answers, choice, completion, sidecar_before
 

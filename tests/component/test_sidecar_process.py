@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl.cli.main import app
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from tests.component.router_world import Exchange, until
 from tests.component.sidecar_world import FakeVllm, answers, choice, completion
 

@@ -15,7 +15,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -15,9 +15,9 @@ from openai_requests import DEAD, PROMPT, ask, events, piece
 
 from skyrl.base.types.kinds import Kind
 from skyrl.engine.tracing import CommandTracing
-from skyrl.tracing.context import SpanContext
-from skyrl.tracing.current import current_trace
-from skyrl.tracing.spans import OtlpSpans, RequestTrace
+from skyrl.runtime.tracing.context import SpanContext
+from skyrl.runtime.tracing.current import current_trace
+from skyrl.runtime.tracing.spans import OtlpSpans, RequestTrace
 from tests.otlp_receiver import Collector, collector
 
 CALLER = SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)

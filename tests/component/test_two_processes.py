@@ -31,7 +31,7 @@ from skyrl.db.api_processes import processes
 from skyrl.db.database import Database
 from skyrl.db.futures import SETTLE, Outcome, futures, settlement
 from skyrl.db.sessions import LONG_LOOK_S, sessions
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from skyrl.sampling.ownership import MISSES, SampleOwnership
 from tests.postgres_server import ON_BOTH
 

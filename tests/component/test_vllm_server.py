@@ -37,11 +37,11 @@ from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
 from skyrl.nodes.references import reference_to
 from skyrl.nodes.settings import CACHE, node_environment
-from skyrl.processes.ports import free_port
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.control import ControlClient
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
+from skyrl.runtime.processes.ports import free_port
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.answer_bound import answer_bound
 from skyrl.sampling.client import ForwardingClient

@@ -20,8 +20,8 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.processes.ports import free_port
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.supervision import dies_with_parent
 from skyrl.weights import process_group
 from skyrl.weights.adapters import AdapterFiles
 from skyrl.weights.digests import digest

@@ -23,7 +23,7 @@ from skyrl.api.app import create_app
 from skyrl.api.incoming import IncomingHeaders
 from skyrl.api.whole_request import DirectHttp, WholeRequest, protocol_with
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.web.connections import HEAD_BYTES
+from skyrl.runtime.web.connections import HEAD_BYTES
 from tests.garbage import skyrl_garbage
 
 ANSWER_S = 60

@@ -36,7 +36,7 @@ from skyrl.db.futures import futures
 from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.adapters import adapter_directory
 from tests.databases import make_tables, url_of
 

@@ -35,7 +35,7 @@ from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
 from skyrl.openai.service import Asked, OpenAIService
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from tests.contract.strangers import (
     BASE,
     CHECKPOINT,

@@ -22,7 +22,7 @@ from skyrl.db.checkpoints import Checkpoint, checkpoints, put
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.db.models import find_model
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.adapters import adapter_directory
 from tests.databases import make_tables, url_of
 

@@ -13,7 +13,7 @@ from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
 from skyrl.db.database import Database
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from tests.databases import make_tables, url_of
 from tests.deploy.files import read_serve as read_serve
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from tests.deploy.conftest import GetStatus
 from tests.deploy.files import DEPLOY, ReadServe, dockerfile, health_check, image_environment, of_image
 from tests.pages import ROOT

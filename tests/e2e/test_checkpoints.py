@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import model_path
 from skyrl.demo.server import DemoServer
-from skyrl.processes.runtime import RUNTIME_ENV
+from skyrl.runtime.processes.runtime import RUNTIME_ENV
 
 from .conftest import ClientFactory, cross_entropy, greedy, train
 

@@ -22,7 +22,7 @@ from skyrl.db.database import Database
 from skyrl.db.maintenance import backup
 from skyrl.db.migrate import migrate
 from skyrl.demo.server import DemoServer
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from tests.e2e import page_programs
 from tests.e2e.conftest import cross_entropy, train, vllm_of
 from tests.e2e.page_runner import PageFailed, Terminal, run_python

@@ -6,7 +6,7 @@ import httpx
 import tinker
 
 from skyrl.demo.server import DemoServer
-from skyrl.tracing.context import SpanContext
+from skyrl.runtime.tracing.context import SpanContext
 from tests.otlp_receiver import Collector
 
 from .conftest import ClientFactory, cross_entropy

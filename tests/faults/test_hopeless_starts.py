@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from tests.servers import SLOW_START_S
 
 BERT = {

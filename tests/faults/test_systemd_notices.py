@@ -19,8 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from skyrl.processes.ports import free_port
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 WAIT_S = 300.0
 WATCHDOG_S = 0.3

@@ -12,7 +12,7 @@ import pytest
 
 from skyrl.inference.vllm_client import VllmClient
 from skyrl.inference.watchdog import Watchdog
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 
 INTERVAL_S = 0.05
 LONG_S = 1000.0

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from skyrl.processes.ports import HeldPort, free_port
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import HeldPort, free_port
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 READY_S = 500.0
 

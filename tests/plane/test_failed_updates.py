@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 from skyrl.base.tiny import model_path
-from skyrl.processes.ports import free_port
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.supervision import dies_with_parent
 from tests.plane.running import READY_S, RunningPlane
 from tests.plane.workers import Worker, tensors_of, trainer_group, until_running
 

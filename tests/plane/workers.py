@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 from tests.plane.trainer import usual_group
 
 RUNNING = "vllm:num_requests_running{"

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from skyrl.cluster.head import HEALTH_CHECKS, PRIORITY
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.ray_cluster.head import HEALTH_CHECKS, PRIORITY
 
 ROOT = Path(__file__).parents[2]
 HEAD = "127.0.0.2"
@@ -130,7 +130,10 @@ class Machines:
         where = [f"--node-ip-address={address}", f"--temp-dir={self.directory}", f"--object-store-memory={STORE_BYTES}"]
         ports = ["--min-worker-port=0", "--max-worker-port=0", "--include-log-monitor=false"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where, *ports, *options]
-        hook = {"RAY_START_HOOK": "skyrl.cluster.head.without_client_server", "RAY_USAGE_STATS_ENABLED": "0"}
+        hook = {
+            "RAY_START_HOOK": "skyrl.runtime.ray_cluster.head.without_client_server",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
         cache = self.directory / f"cache-{address}"
         own = {"PYTHONPATH": str(ROOT), "SKYRL_NODE_CACHE": str(cache)}
         log = self.directory / f"{address}.log"

@@ -23,9 +23,9 @@ from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.lora import LoraSpec
-from skyrl.cluster import connection
-from skyrl.cluster.rank_actors import RankActors, interface_for, rank_places
 from skyrl.engine.trainer_ranks import start_ranks
+from skyrl.runtime.ray_cluster import connection
+from skyrl.runtime.ray_cluster.rank_actors import RankActors, interface_for, rank_places
 from tests.unit.torch_lora_support import (
     assert_close,
     assert_same,

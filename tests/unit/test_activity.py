@@ -15,7 +15,7 @@ from skyrl.engine import activity as activity_module
 from skyrl.engine.activity import ActivityWatch, Holds
 from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
-from skyrl.metrics.commands import CommandMetrics
+from skyrl.runtime.metrics.commands import CommandMetrics
 from skyrl.standing.commands import of_command
 
 _numbers = itertools.count(1)

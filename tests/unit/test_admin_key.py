@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.web.admin import AdminKey
+from skyrl.runtime.web.admin import AdminKey
 
 
 def scope(client: str | None, **headers: str) -> dict[str, Any]:

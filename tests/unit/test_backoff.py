@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.processes.backoff import Backoff
+from skyrl.runtime.processes.backoff import Backoff
 
 
 def test_pauses_double_up_to_the_longest() -> None:

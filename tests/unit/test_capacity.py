@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl.cluster.capacity import NodeCapacity, amounts, missing
+from skyrl.runtime.ray_cluster.capacity import NodeCapacity, amounts, missing
 
 
 def node(number: int, total: dict[str, float], free: dict[str, float] | None = None) -> NodeCapacity:

@@ -17,7 +17,7 @@ from skyrl import __version__
 from skyrl.cli.main import app
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 
 HEAVY = ("torch", "transformers", "vllm", "sqlalchemy", "fastapi", "numpy")
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from skyrl.base.config.server import ConfigError
-from skyrl.cluster import hosts
-from skyrl.cluster.hosts import Look, ServerHost
-from skyrl.processes.ports import HeldPort
+from skyrl.runtime.processes.ports import HeldPort
+from skyrl.runtime.ray_cluster import hosts
+from skyrl.runtime.ray_cluster.hosts import Look, ServerHost
 
 WAIT_S = 60.0
 SLEEPS = "import os, time; print('up', os.environ.get('RAY_JOB_ID'), os.environ['OWN'], flush=True); time.sleep(600)"
@@ -271,7 +271,7 @@ def test_directories_that_killed_actors_have_left_are_removed(
 def test_an_actor_that_nobody_asks_ends_with_its_server(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-from skyrl.cluster import hosts
+from skyrl.runtime.ray_cluster import hosts
 from test_hosts import SLEEPS, HostAlone, Program
 hosts.UNASKED_S = 1.0
 host = HostAlone("server", Program(SLEEPS, sidecar_code=SLEEPS), None)

@@ -17,10 +17,10 @@ from skyrl.launcher import own_parts
 from skyrl.launcher.main import Launcher
 from skyrl.launcher.parts import ServerEnded
 from skyrl.launcher.preflight import Findings
-from skyrl.processes.ports import free_port
-from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, StartupError
-from skyrl.processes.supervision import SupervisedProcess
-from skyrl.processes.systemd import Systemd
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.startup import CANNOT_START, MARK, MAY_START, StartupError
+from skyrl.runtime.processes.supervision import SupervisedProcess
+from skyrl.runtime.processes.systemd import Systemd
 
 WAIT_S = 120.0
 SLEEP = "import time; time.sleep(600)"

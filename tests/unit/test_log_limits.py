@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from skyrl.processes import log_limits
-from skyrl.processes.log_limits import INTERVAL_S, MAX_CAUSES, MAX_LINES, LimitedLog, plain
+from skyrl.runtime.processes import log_limits
+from skyrl.runtime.processes.log_limits import INTERVAL_S, MAX_CAUSES, MAX_LINES, LimitedLog, plain
 
 
 class Clock:

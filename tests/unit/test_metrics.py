@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from skyrl.metrics.files import STALE_S, MetricsDirectory, MetricsWriter, publishing
-from skyrl.metrics.http import HttpMetrics
-from skyrl.metrics.tallies import Spreads, Tallies
-from skyrl.metrics.text import joined, rendered
-from skyrl.metrics.vllm import shown
+from skyrl.runtime.metrics.files import STALE_S, MetricsDirectory, MetricsWriter, publishing
+from skyrl.runtime.metrics.http import HttpMetrics
+from skyrl.runtime.metrics.tallies import Spreads, Tallies
+from skyrl.runtime.metrics.text import joined, rendered
+from skyrl.runtime.metrics.vllm import shown
 
 BOUNDS = (0.1, 1.0, 2.5)
 VALUES = (0.05, 0.1, 0.11, 1.0, 2.0, 9.0)
@@ -91,7 +91,7 @@ def registry_with(value: float) -> CollectorRegistry:
 def test_a_process_that_has_ended_is_left_out_and_its_file_deleted(tmp_path: Path) -> None:
     directory = MetricsDirectory(tmp_path / "metrics")
     MetricsWriter(directory, "engine", registry_with(1)).write()
-    code = "from skyrl.metrics.files import MetricsDirectory; from pathlib import Path; import sys;"
+    code = "from skyrl.runtime.metrics.files import MetricsDirectory; from pathlib import Path; import sys;"
     code += "MetricsDirectory(Path(sys.argv[1])).write('api-0', '# HELP x X\\n# TYPE x gauge\\nx 1\\n')"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "metrics")], check=True)
     assert (tmp_path / "metrics/api-0.prom").exists()

@@ -11,10 +11,6 @@ from typing import Any, cast
 from prometheus_client.metrics_core import Metric
 
 from skyrl.base.tiny import model_path
-from skyrl.metrics.processes import ApiMetrics, EngineMetrics, LauncherMetrics
-from skyrl.metrics.readiness import ReadinessMetrics
-from skyrl.metrics.storage import show_free_space
-from skyrl.metrics.vllm import FAMILIES
 from skyrl.router.connections import Connections
 from skyrl.router.context import RouterContext
 from skyrl.router.metrics import RouterMetrics
@@ -22,6 +18,10 @@ from skyrl.router.plugins import Chain
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
+from skyrl.runtime.metrics.processes import ApiMetrics, EngineMetrics, LauncherMetrics
+from skyrl.runtime.metrics.readiness import ReadinessMetrics
+from skyrl.runtime.metrics.storage import show_free_space
+from skyrl.runtime.metrics.vllm import FAMILIES
 from skyrl.sidecar.in_flight import InFlight
 from skyrl.sidecar.metrics import SidecarMetrics
 from skyrl.sidecar.pause import Pause

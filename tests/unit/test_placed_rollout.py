@@ -16,10 +16,10 @@ from skyrl.inference.plane_kind import PlaneVllm
 from skyrl.launcher.preflight import Findings
 from skyrl.nodes.placed_sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
 from skyrl.nodes.settings import STORE
-from skyrl.processes.ports import HeldPorts
-from skyrl.processes.runtime import RUNTIME_ENV
 from skyrl.rollout.placed import placed_processes
-from skyrl.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+from skyrl.runtime.processes.ports import HeldPorts
+from skyrl.runtime.processes.runtime import RUNTIME_ENV
+from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.placement import ServerPlan
 from skyrl.launcher.parts import Part, Parts
 from skyrl.launcher.server_parts import ServerParts
-from skyrl.metrics.restarts import RestartMetrics
 from skyrl.placer.life import Starts, run_servers
 from skyrl.placer.ray_server import NOT_STARTED, RayServer
+from skyrl.runtime.metrics.restarts import RestartMetrics
 from tests.unit.test_ray_server import FakeHost, FakeSpots
 
 REFUSAL = "on node 10.0.0.1: vLLM is not installed"

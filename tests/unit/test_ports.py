@@ -24,9 +24,9 @@ from skyrl.launcher.first_ready import Supervised
 from skyrl.launcher.inference_parts import InferenceParts
 from skyrl.launcher.parts import Parts
 from skyrl.launcher.preflight import Findings
-from skyrl.metrics.restarts import RestartMetrics
-from skyrl.processes.ports import FIRST_PORT, LOOPBACK, PORTS, HeldPort, HeldPorts, check_free, free_port
-from skyrl.processes.startup import Cause, FirstStarts
+from skyrl.runtime.metrics.restarts import RestartMetrics
+from skyrl.runtime.processes.ports import FIRST_PORT, LOOPBACK, PORTS, HeldPort, HeldPorts, check_free, free_port
+from skyrl.runtime.processes.startup import Cause, FirstStarts
 
 WAIT_S = 60.0
 SERVER = """

@@ -18,7 +18,7 @@ from skyrl.base.config.server import ConfigError
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
-from skyrl.processes.runtime import Runtime
+from skyrl.runtime.processes.runtime import Runtime
 from tests.log_lines import logged_lines
 
 

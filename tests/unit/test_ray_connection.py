@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl.base.config.server import ConfigError
-from skyrl.cluster import connection
-from skyrl.cluster.connection import NoCluster, check_reachable, find_address, split
+from skyrl.runtime.ray_cluster import connection
+from skyrl.runtime.ray_cluster.connection import NoCluster, check_reachable, find_address, split
 
 
 @pytest.fixture(autouse=True)

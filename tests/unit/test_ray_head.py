@@ -13,10 +13,10 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.cluster import facts
-from skyrl.cluster.facts import ClusterFacts
-from skyrl.cluster.head import HOST, LONGEST_TMPDIR, LocalCluster, wanted_cpus
 from skyrl.launcher import preflight
+from skyrl.runtime.ray_cluster import facts
+from skyrl.runtime.ray_cluster.facts import ClusterFacts
+from skyrl.runtime.ray_cluster.head import HOST, LONGEST_TMPDIR, LocalCluster, wanted_cpus
 
 ENGINE = "generator.inference_engine"
 
@@ -72,7 +72,7 @@ def test_a_machine_with_too_few_gpus_for_vllms_and_trainer_is_refused(tmp_path: 
 def test_a_killed_leader_takes_its_group_with_it(tmp_path: Path) -> None:
     """`ray start` leaves two processes behind when it is killed."""
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
-    command = [sys.executable, "-m", "skyrl.cluster.head_process", sys.executable, "-c", code]
+    command = [sys.executable, "-m", "skyrl.runtime.ray_cluster.head_process", sys.executable, "-c", code]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd=Path(__file__).parents[2]
     ) as leader:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.cluster.capacity import Cancelled, NodeCapacity
-from skyrl.cluster.hosts import Look, Started
 from skyrl.placer import ray_server
 from skyrl.placer.choosing import actor_options, choose
 from skyrl.placer.ray_server import NOT_STARTED, Lost, RayServer
+from skyrl.runtime.ray_cluster.capacity import Cancelled, NodeCapacity
+from skyrl.runtime.ray_cluster.hosts import Look, Started
 
 BUNDLE = {"CPU": 1.0}
 

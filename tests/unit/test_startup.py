@@ -7,7 +7,15 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.inference.vllm_command import options_named
-from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, Cause, FirstStarts, cause_of_own, cause_of_vllm
+from skyrl.runtime.processes.startup import (
+    CANNOT_START,
+    MARK,
+    MAY_START,
+    Cause,
+    FirstStarts,
+    cause_of_own,
+    cause_of_vllm,
+)
 
 REFUSED = """usage: api_server.py [-h] [--headless]
                      [model_tag]

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl.cli.main import app
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
 
 WATCHED_S = 120.0
 NOT_READY = {"version": "9", "ready": False, "reasons": ["training: the engine is starting"], "scopes": ["train"]}

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.processes.supervision import SupervisedProcess
+from skyrl.runtime.processes.supervision import SupervisedProcess
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 WITH_GRANDCHILD = """
@@ -365,7 +365,7 @@ async def test_each_start_begins_with_a_divider_and_the_tail_shows_the_newest_st
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
-from skyrl.processes.supervision import SupervisedProcess
+from skyrl.runtime.processes.supervision import SupervisedProcess
 
 CHILD = '''
 import os, sys, time

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.processes.systemd import Systemd
+from skyrl.runtime.processes.systemd import Systemd
 from tests.log_lines import logged_lines
 
 WAIT_S = 60.0
@@ -116,7 +116,7 @@ def test_a_socket_that_is_gone_is_logged_once(tmp_path: Path, caplog: pytest.Log
 def test_a_full_socket_does_not_stop_the_server(
     listen: Callable[[str], socket.socket], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyrl.processes.systemd.SEND_TIMEOUT_S", 0.0001)
+    monkeypatch.setattr("skyrl.runtime.processes.systemd.SEND_TIMEOUT_S", 0.0001)
     receiver, systemd = listen(address), Systemd(address)
     for number in range(1000):
         systemd.status(str(number))

@@ -32,7 +32,7 @@ from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.engine.main import _load_backend
-from skyrl.processes.startup import NotLoaded
+from skyrl.runtime.processes.startup import NotLoaded
 
 
 def test_the_registry_builds_known_backends_and_refuses_others() -> None:

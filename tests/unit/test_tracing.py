@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from skyrl.tracing import context as context_module
-from skyrl.tracing.context import SpanContext, TraceDecision, parse_traceparent, stored_context
-from skyrl.tracing.spans import CLOSE_S, OtlpSpans, RequestTrace, Span
+from skyrl.runtime.tracing import context as context_module
+from skyrl.runtime.tracing.context import SpanContext, TraceDecision, parse_traceparent, stored_context
+from skyrl.runtime.tracing.spans import CLOSE_S, OtlpSpans, RequestTrace, Span
 from tests.otlp_receiver import collector
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -106,5 +106,7 @@ def test_a_collector_that_is_away_delays_no_stop_and_fills_no_log(caplog: pytest
     began = time.monotonic()
     spans.close()
     assert time.monotonic() - began < CLOSE_S + 5
-    (line,) = [record for record in caplog.records if record.name.startswith(("skyrl.tracing", "opentelemetry"))]
+    (line,) = [
+        record for record in caplog.records if record.name.startswith(("skyrl.runtime.tracing", "opentelemetry"))
+    ]
     assert line.getMessage().startswith("sending spans: ")

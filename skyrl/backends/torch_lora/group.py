@@ -1,6 +1,6 @@
 """The ranks as the engine sees them: a call goes to all of them, and comes back with the answers of all.
 
-`skyrl.cluster.rank_actors` has the implementation on Ray. Knows nothing of what the ranks compute.
+`skyrl.runtime.ray_cluster.rank_actors` has the implementation on Ray. Knows nothing of what the ranks compute.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.base.tiny import model_path
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.supervision import dies_with_parent
 from tests.sdk_programs import TRACED, succeeded
 
 from ..conftest import ALIAS

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from skyrl.tracing.spans import RequestTrace
+from skyrl.runtime.tracing.spans import RequestTrace
 
 current_trace: ContextVar[RequestTrace | None] = ContextVar("current_trace", default=None)
 """None for a request that is not traced, and outside of requests."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, HttpToolsProtocol
 
-from skyrl.web.connections import BoundedHttp
+from skyrl.runtime.web.connections import BoundedHttp
 
 if TYPE_CHECKING:
     import httptools

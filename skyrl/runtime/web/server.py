@@ -9,8 +9,8 @@ from typing import Any
 
 import uvicorn
 
-from skyrl.processes.listening import BACKLOG
-from skyrl.web.connections import BoundedHttp
+from skyrl.runtime.processes.listening import BACKLOG
+from skyrl.runtime.web.connections import BoundedHttp
 
 YOUNG_OBJECTS = 200_000
 """New objects between two garbage collections. A sample makes no cycles; with Python's default of 700 the collections

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from skyrl.base.config.server import ConfigError
-from skyrl.processes.startup import NotLoaded
+from skyrl.runtime.processes.startup import NotLoaded
 
 CONNECT_S = 5.0
 """How long the cluster's head may take to accept a connection. Ray itself tries for 80 s."""

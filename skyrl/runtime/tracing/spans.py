@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from skyrl.base.config.server import ConfigError
-from skyrl.tracing.context import SpanContext
+from skyrl.runtime.tracing.context import SpanContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -18,9 +18,9 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.cluster.capacity import Bundle, nodes, reserve
-from skyrl.cluster.interfaces import group_variables, interface_of
-from skyrl.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.ray_cluster.capacity import Bundle, nodes, reserve
+from skyrl.runtime.ray_cluster.interfaces import group_variables, interface_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from skyrl.metrics.text import rendered
+from skyrl.runtime.metrics.text import rendered
 
 FAMILIES = frozenset(
     {

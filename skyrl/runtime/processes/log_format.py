@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from skyrl.tracing.current import current_trace
+from skyrl.runtime.tracing.current import current_trace
 
 LogFormat = Literal["text", "json"]
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"

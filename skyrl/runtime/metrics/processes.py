@@ -7,15 +7,15 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry
 
-from skyrl.metrics.adapters import AdapterMetrics
-from skyrl.metrics.commands import CommandMetrics
-from skyrl.metrics.database import CommitMetrics, DatabaseGauges
-from skyrl.metrics.http import HttpMetrics
-from skyrl.metrics.phases import PhaseMetrics
-from skyrl.metrics.process import LoopLag
-from skyrl.metrics.restarts import RestartMetrics
-from skyrl.metrics.samples import SampleMetrics
-from skyrl.metrics.storage import TrafficMetrics
+from skyrl.runtime.metrics.adapters import AdapterMetrics
+from skyrl.runtime.metrics.commands import CommandMetrics
+from skyrl.runtime.metrics.database import CommitMetrics, DatabaseGauges
+from skyrl.runtime.metrics.http import HttpMetrics
+from skyrl.runtime.metrics.phases import PhaseMetrics
+from skyrl.runtime.metrics.process import LoopLag
+from skyrl.runtime.metrics.restarts import RestartMetrics
+from skyrl.runtime.metrics.samples import SampleMetrics
+from skyrl.runtime.metrics.storage import TrafficMetrics
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass
 
 from skyrl.base.config.server import ConfigError
-from skyrl.cluster.connection import NoCluster, check_installed, connect
-from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, cause_of_own
+from skyrl.runtime.processes.startup import CANNOT_START, MARK, MAY_START, cause_of_own
+from skyrl.runtime.ray_cluster.connection import NoCluster, check_installed, connect
 
 WITHIN_S = 90.0
 
@@ -28,7 +28,7 @@ class ClusterFacts:
 def ask(address: str) -> ClusterFacts:
     """Raises ConfigError and NoCluster, as `connect` does."""
     check_installed()
-    command = [sys.executable, "-m", "skyrl.cluster.facts", address]
+    command = [sys.executable, "-m", "skyrl.runtime.ray_cluster.facts", address]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -48,7 +48,7 @@ def main() -> None:
     except (ConfigError, NoCluster) as error:
         print(f"{MARK}{' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(CANNOT_START if isinstance(error, ConfigError) else MAY_START)
-    from skyrl.cluster.capacity import nodes
+    from skyrl.runtime.ray_cluster.capacity import nodes
 
     living = nodes()
     print(json.dumps({"nodes": len(living), "gpus": sum(node.total.get("GPU", 0.0) for node in living)}))

@@ -71,7 +71,7 @@ class LocalCluster:
             **PRIORITY,
             **self.client_environment(),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_START_HOOK": "skyrl.cluster.head.without_client_server",
+            "RAY_START_HOOK": "skyrl.runtime.ray_cluster.head.without_client_server",
             "PYTHONDONTWRITEBYTECODE": "",
             **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
         }
@@ -91,7 +91,7 @@ class LocalCluster:
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         flags = ("--head", "--block", "--no-monitor", "--disable-usage-stats")
         ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, *words]
-        return [sys.executable, "-m", "skyrl.cluster.head_process", *ray_start]
+        return [sys.executable, "-m", "skyrl.runtime.ray_cluster.head_process", *ray_start]
 
 
 def wanted_cpus(config: ServerConfig) -> int:

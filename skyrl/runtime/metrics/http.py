@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from skyrl.metrics.tallies import Spread, Tally
+from skyrl.runtime.metrics.tallies import Spread, Tally
 
 DURATION_BOUNDS = (0.005, 0.025, 0.1, 0.5, 2.5, 10)
 STATUSES = ("gone", "1xx", "2xx", "3xx", "4xx", "5xx")

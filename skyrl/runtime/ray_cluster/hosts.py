@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl.base.config.server import ConfigError
-from skyrl.processes.ports import HeldPort, check_free
-from skyrl.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.ports import HeldPort, check_free
+from skyrl.runtime.processes.supervision import dies_with_parent
 
 UNASKED_S = 60.0
 LOG_BYTES, SIDECAR_LOG_BYTES = 64 * 1024, 16 * 1024

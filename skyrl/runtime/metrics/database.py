@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from skyrl.metrics.tallies import Spreads
+from skyrl.runtime.metrics.tallies import Spreads
 
 COMMIT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1, 5)
 ROWS_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-from skyrl.processes.backoff import Backoff
+from skyrl.runtime.processes.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from skyrl.metrics.process import show_process
-from skyrl.metrics.text import joined, rendered
+from skyrl.runtime.metrics.process import show_process
+from skyrl.runtime.metrics.text import joined, rendered
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from skyrl.base.types.activity import WaitsFor
 from skyrl.base.types.kinds import ENGINE_KINDS, Kind
-from skyrl.metrics.outcomes import OUTCOMES, outcome_label
+from skyrl.runtime.metrics.outcomes import OUTCOMES, outcome_label
 
 WAIT_BOUNDS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1800)
 RUN_BOUNDS = (0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300)

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-from skyrl.processes.log_format import about_request
+from skyrl.runtime.processes.log_format import about_request
 
 INTERVAL_S = 10.0
 """Seconds in which a cause gets at most one line. The cause's next line tells how many lines were left out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl import __version__
-from skyrl.tracing.spans import OtlpSpans, Spans
+from skyrl.runtime.tracing.spans import OtlpSpans, Spans
 
 
 def open_spans(endpoint: str | None, process: str) -> Spans | None:

@@ -9,7 +9,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
-from skyrl.metrics.tallies import Spreads
+from skyrl.runtime.metrics.tallies import Spreads
 
 LAG_PERIOD_S = 0.5
 LAG_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.25, 1, 5)

@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from skyrl.metrics.outcomes import CANCELLED, OK, OUTCOMES
-from skyrl.metrics.tallies import Spreads, Tallies
+from skyrl.runtime.metrics.outcomes import CANCELLED, OK, OUTCOMES
+from skyrl.runtime.metrics.tallies import Spreads, Tallies
 
 DURATION_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 OVERHEAD_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from skyrl.base.config.loading import dump_config, restore_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.processes.log_format import LogFormat, formatter
-from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
+from skyrl.runtime.processes.log_format import LogFormat, formatter
+from skyrl.runtime.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Runtime:
 def run_process(name: str, run: Callable[[], None], outage: Callable[[Exception], str | None]) -> None:
     """Run a process to its end. If the configuration is wrong, the model cannot be loaded, or the database is away, the
     process logs one line without a traceback. Its exit code tells the launcher whether another start could help
-    (`skyrl.processes.startup`). `outage` gives the reason if an error means that the database is away, and None if not.
+    (`skyrl.runtime.processes.startup`). `outage` gives the reason if an error means that the database is away, and None if not.
     """
     try:
         run()
