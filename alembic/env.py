@@ -5,8 +5,8 @@ from __future__ import annotations
 from sqlmodel import SQLModel
 
 from alembic import context
-from skyrl.db import tables  # noqa: F401  (registers the tables)
-from skyrl.db.database import Database
+from skyrl.storage.db import tables  # noqa: F401  (registers the tables)
+from skyrl.storage.db.database import Database
 
 
 def run() -> None:

@@ -38,13 +38,13 @@ from benchmarks.stage import NullUpstream, Stage, gateway
 from skyrl.base.types.ids import new_request_id
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
-from skyrl.db import futures as rows
-from skyrl.db.database import Database
-from skyrl.db.futures import Outcome
-from skyrl.db.migrate import migrate
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.completions import Completion, Target
 from skyrl.futures.store import FutureStore
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.migrate import migrate
+from skyrl.storage.db.writer import GroupCommitWriter
 
 SETTINGS = ((1, 64, 0), (64, 8, 0), (1, 64, 50_000))
 """Number of clients, samples in flight of each, and earlier samples of each."""

@@ -26,12 +26,12 @@ from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.whole_request import protocol_with
 from skyrl.base.config.server import ServerConfig
-from skyrl.db import migrate
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_training, publish_url
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.web.server import tune_garbage_collection
 from skyrl.sampling.http import HttpTransport
+from skyrl.storage.db import migrate
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_training, publish_url
 
 SAMPLES = 1_500
 PROMPT_TOKENS, MAX_TOKENS = 512, 64

@@ -11,8 +11,8 @@ from benchmarks.rows_forwarding import errors
 from benchmarks.samples import LoadSpec
 from benchmarks.stage import Stage, gateway, trainer
 from benchmarks.table import Row, Target
-from skyrl.db.database import Database
 from skyrl.demo.server import DemoServer
+from skyrl.storage.db.database import Database
 
 IN_FLIGHT = 2048
 HELD_BACK_MS = 90_000

@@ -30,16 +30,16 @@ from skyrl.base.types.ids import new_session_id
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
-from skyrl.db import adapter_versions, quotas, retention, runs, session_ends, usage
-from skyrl.db.database import Connection, Database
-from skyrl.db.migrate import migrate
-from skyrl.db.models import Model, model_values
-from skyrl.db.samplers import Sampler, Samplers, samplers
-from skyrl.db.sessions import Sessions, models, sessions
-from skyrl.db.tables import FutureRow
-from skyrl.db.usage_report import last_days, report
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.demo.server import DemoServer
+from skyrl.storage.db import adapter_versions, quotas, retention, runs, session_ends, usage
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.migrate import migrate
+from skyrl.storage.db.models import Model, model_values
+from skyrl.storage.db.samplers import Sampler, Samplers, samplers
+from skyrl.storage.db.sessions import Sessions, models, sessions
+from skyrl.storage.db.tables import FutureRow
+from skyrl.storage.db.usage_report import last_days, report
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import PostgresServer
 
 TENANT_SESSIONS = 5_000

@@ -19,9 +19,9 @@ from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.base.types.lora import LoraSpec
-from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
 from skyrl.engine.snapshots import Snapshots
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import migrate
 
 RANKS = (8, 32)
 REPEATS = 20

@@ -31,8 +31,8 @@ from benchmarks.machine import facts
 from skyrl.demo.server import DemoServer
 from skyrl.nodes.cache import NodeCache
 from skyrl.runtime.processes.ports import free_port
-from skyrl.storage.adapters import is_adapter
-from skyrl.storage.local import LocalStore
+from skyrl.storage.checkpoint_store.adapters import is_adapter
+from skyrl.storage.checkpoint_store.local import LocalStore
 
 KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
 LARGE_BYTES = 350 * 2**20

@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from skyrl.db.database import Database
+from skyrl.storage.db.database import Database
 from tests import databases
 from tests.databases import StateDatabases, make_tables
 from tests.grouping import group_scheduling, start_position

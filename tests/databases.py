@@ -15,9 +15,9 @@ import pytest
 from sqlalchemy import text
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
 from skyrl.demo.server import DemoServer
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import migrate
 from tests.postgres_server import PostgresServer
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.db import engine_state
-from skyrl.db.database import Database
-from skyrl.db.engine_state import EngineState, read_state
 from skyrl.runtime.processes.runtime import RUNTIME_ENV, Runtime
+from skyrl.storage.db import engine_state
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import EngineState, read_state
 
 SERVER = "first"
 WAIT_S = 300.0

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from skyrl.api.tokens import Tokens, is_token, tenant_of_key
 from skyrl.base.wire.errors import InvalidToken, RequestError
-from skyrl.db.keys import ALL_SCOPES, SCOPES, ApiKey, Keys, Scope
+from skyrl.storage.db.keys import ALL_SCOPES, SCOPES, ApiKey, Keys, Scope
 
 
 @dataclass(frozen=True, slots=True)

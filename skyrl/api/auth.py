@@ -14,7 +14,7 @@ from skyrl.api.routes import API, Routes
 from skyrl.api.services import Services
 from skyrl.api.tokens import is_token
 from skyrl.base.wire.errors import RequestError
-from skyrl.db.keys import SCOPES
+from skyrl.storage.db.keys import SCOPES
 
 _KEY_ID_BITS = 53
 """Every reader of JSON reads whole numbers of up to this many bits exactly."""

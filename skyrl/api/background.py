@@ -10,10 +10,10 @@ from functools import partial
 
 from skyrl.api.build import ApiProcess
 from skyrl.api.readiness import POLL_S
-from skyrl.db.periodic import once, repeat
-from skyrl.db.usage import meter_storage
 from skyrl.futures.store import SAFETY_POLL_S
 from skyrl.sampling.ownership import BEAT_S
+from skyrl.storage.db.periodic import once, repeat
+from skyrl.storage.db.usage import meter_storage
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from skyrl.api.routes import API, Routes
 from skyrl.api.services import Services
 from skyrl.api.tokens import user_urn
 from skyrl.base.wire.errors import RequestError
-from skyrl.db.usage import GIGABYTE, HOUR_S, UsageKind
+from skyrl.storage.db.usage import GIGABYTE, HOUR_S, UsageKind
 
 MAX_WINDOW = timedelta(days=14)
 

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from skyrl.api.body import CONTROL_BYTES, SAMPLE_BYTES, SMALL_BYTES, expand, expanded_size, is_small, receive
 from skyrl.api.route import Bound
 from skyrl.base.wire.errors import NoSpace, RequestError
-from skyrl.storage.space import SPARE_DISK_BYTES
+from skyrl.storage.checkpoint_store.space import SPARE_DISK_BYTES
 
 MEMORY_BYTES = 32 * 2**20
 RETRY_S = 5.0

@@ -19,10 +19,10 @@ from skyrl.api.access import Caller
 from skyrl.api.overview import Overview
 from skyrl.api.services import Services
 from skyrl.base.types.activity import EngineActivity, WaitsFor
-from skyrl.db import api_processes
-from skyrl.db.runs import pending_by_kind
-from skyrl.db.sizes import sizes
 from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.storage.db import api_processes
+from skyrl.storage.db.runs import pending_by_kind
+from skyrl.storage.db.sizes import sizes
 
 _VLLM_NAMES = {
     "kv_cache_usage_perc": "kv_use",

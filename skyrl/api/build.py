@@ -20,29 +20,10 @@ from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.adapter_uses import AdapterUses
-from skyrl.db.api_processes import ApiProcesses
-from skyrl.db.audit import Audit
-from skyrl.db.checkpoints import Checkpoints
-from skyrl.db.copies import Copies
-from skyrl.db.database import Database
-from skyrl.db.engine_state import EngineState, read_state
-from skyrl.db.inference_servers import PlacedServer, read_servers
-from skyrl.db.keys import Keys
-from skyrl.db.models import Models
-from skyrl.db.retention import Retention
-from skyrl.db.sample_clocks import SampleClocks
-from skyrl.db.samplers import Samplers
-from skyrl.db.session_search import SessionSearch
-from skyrl.db.sessions import Sessions
-from skyrl.db.urls import postgres_conninfo
-from skyrl.db.usage import Usage, UsageCounter
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
-from skyrl.notify.notifier import Notifier
 from skyrl.openai.in_flight import InFlight
 from skyrl.openai.models import ModelNames
 from skyrl.openai.service import OpenAIService, Passage
@@ -63,8 +44,27 @@ from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.ownership import SampleOwnership
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
-from skyrl.storage.base import CheckpointStore
-from skyrl.storage.registry import open_store
+from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.db.adapter_uses import AdapterUses
+from skyrl.storage.db.api_processes import ApiProcesses
+from skyrl.storage.db.audit import Audit
+from skyrl.storage.db.checkpoints import Checkpoints
+from skyrl.storage.db.copies import Copies
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import EngineState, read_state
+from skyrl.storage.db.inference_servers import PlacedServer, read_servers
+from skyrl.storage.db.keys import Keys
+from skyrl.storage.db.models import Models
+from skyrl.storage.db.retention import Retention
+from skyrl.storage.db.sample_clocks import SampleClocks
+from skyrl.storage.db.samplers import Samplers
+from skyrl.storage.db.session_search import SessionSearch
+from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.db.urls import postgres_conninfo
+from skyrl.storage.db.usage import Usage, UsageCounter
+from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.notify.notifier import Notifier
 
 
 @dataclass(frozen=True)

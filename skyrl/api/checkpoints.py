@@ -18,8 +18,8 @@ from skyrl.api.tokens import user_urn
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import KINDS, CheckpointKind, TinkerPath, parse_path
 from skyrl.base.wire.requests import TtlRequest
-from skyrl.db.checkpoints import Checkpoint, Seen
-from skyrl.db.models import ModelRecord
+from skyrl.storage.db.checkpoints import Checkpoint, Seen
+from skyrl.storage.db.models import ModelRecord
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}

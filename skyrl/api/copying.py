@@ -22,11 +22,11 @@ from skyrl.base.types.weights import FullWeights
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import TinkerPath, model_id_of, parse_path
 from skyrl.base.wire.requests import CopyWeightsRequest
-from skyrl.db.checkpoints import Checkpoint
-from skyrl.db.copies import Copy
-from skyrl.storage.base import StoreError
-from skyrl.storage.directories import safe_name
-from skyrl.storage.threads import in_store
+from skyrl.storage.checkpoint_store.base import StoreError
+from skyrl.storage.checkpoint_store.directories import safe_name
+from skyrl.storage.checkpoint_store.threads import in_store
+from skyrl.storage.db.checkpoints import Checkpoint
+from skyrl.storage.db.copies import Copy
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import TinkerPath, parse_path
-from skyrl.db.checkpoints import Checkpoint
-from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
-from skyrl.storage.base import MANIFEST, manifest_of
-from skyrl.storage.threads import in_store
+from skyrl.storage.checkpoint_store.archive import Member, gzip_size, gzip_stored, tar, tar_size
+from skyrl.storage.checkpoint_store.base import MANIFEST, manifest_of
+from skyrl.storage.checkpoint_store.threads import in_store
+from skyrl.storage.db.checkpoints import Checkpoint
 
 LINK_S = 3600.0
 """How long links are valid. The SDK asks for new ones five minutes before the end."""

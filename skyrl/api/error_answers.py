@@ -20,11 +20,11 @@ from skyrl.api.refusals import Refusals
 from skyrl.api.reply import WholeBody, reply
 from skyrl.api.routes import API
 from skyrl.base.wire.errors import OverQuota, RequestError
-from skyrl.db.faults import DatabaseError, column_with_nul, is_transient, reason
 from skyrl.openai.errors import OpenAIError, error_body
 from skyrl.quotas.tenants import Quotas
 from skyrl.runtime.processes.log_format import about_request
-from skyrl.storage.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.base import NotStored, StoreError
+from skyrl.storage.db.faults import DatabaseError, column_with_nul, is_transient, reason
 
 logger = logging.getLogger(__name__)
 

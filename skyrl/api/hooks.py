@@ -21,8 +21,8 @@ from skyrl.api.offered_key import offered_key
 from skyrl.api.route import Body, Route
 from skyrl.api.signing import SignedUrls
 from skyrl.base.wire.errors import RequestError
-from skyrl.db.keys import ALL_SCOPES
 from skyrl.runtime.metrics.http import HttpMetrics
+from skyrl.storage.db.keys import ALL_SCOPES
 
 MAX_KEY = 2_000
 """The most characters of a key or a token. `skyrl.api.access` keeps the last 4,096 keys in memory."""

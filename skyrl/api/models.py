@@ -20,9 +20,9 @@ from skyrl.base.types.requests import NewRequest
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig
-from skyrl.db.database import Connection
-from skyrl.db.full_weights import check_place
-from skyrl.db.models import Model, add_model
+from skyrl.storage.db.database import Connection
+from skyrl.storage.db.full_weights import check_place
+from skyrl.storage.db.models import Model, add_model
 
 
 def check_optimizer(optimizer: OptimizerConfig | None) -> None:

@@ -1,4 +1,4 @@
-"""What an API process does when another process tells it of a change. `skyrl.notify` carries and lists the notices."""
+"""What an API process does when another process tells it of a change. `skyrl.storage.notify` carries and lists the notices."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from skyrl.api.readiness import EngineWatch
-from skyrl.db.faults import DatabaseError, is_transient, reason
 from skyrl.futures.store import FutureStore
-from skyrl.notify.doorbell import STATE
-from skyrl.notify.peers import PeerNotices
 from skyrl.sampling.service import SampleService
+from skyrl.storage.db.faults import DatabaseError, is_transient, reason
+from skyrl.storage.notify.doorbell import STATE
+from skyrl.storage.notify.peers import PeerNotices
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from skyrl import __version__
 from skyrl.api.access import Caller
 from skyrl.api.services import Services
 from skyrl.base.wire.errors import NotFound
-from skyrl.db import runs as rows
-from skyrl.db.checkpoints import Checkpoint, Seen
-from skyrl.db.database import Connection
-from skyrl.db.run_steps import Step, history
-from skyrl.db.runs import OpenSampler, Run
-from skyrl.db.usage_report import UsageLine, last_days, report
+from skyrl.storage.db import runs as rows
+from skyrl.storage.db.checkpoints import Checkpoint, Seen
+from skyrl.storage.db.database import Connection
+from skyrl.storage.db.run_steps import Step, history
+from skyrl.storage.db.runs import OpenSampler, Run
+from skyrl.storage.db.usage_report import UsageLine, last_days, report
 
 MAX_RUNS = 100
 MAX_SAMPLERS = 100

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 
 from skyrl.base.config.modes import Modes
 from skyrl.base.types.activity import EngineActivity, decode_activity
-from skyrl.db.engine_state import EngineState
-from skyrl.db.inference_servers import PlacedServer
 from skyrl.sampling.job import ContextLimits
+from skyrl.storage.db.engine_state import EngineState
+from skyrl.storage.db.inference_servers import PlacedServer
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from skyrl.api.readiness import EngineWatch, Readiness
 from skyrl.base.config.server import ServerConfig
 from skyrl.sampling.client import ForwardingClient
-from skyrl.storage.space import shortage
+from skyrl.storage.checkpoint_store.space import shortage
 
 
 class ReadyReasons:

@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 
 from skyrl.base.wire.decoding import decode_json
-from skyrl.db.keys import Scope
+from skyrl.storage.db.keys import Scope
 
 RouteScope = Literal[Scope, "any", "open", "signed"]
 """What a route requires: a key with that scope; `any`: any accepted key; `open`: nothing; `signed`: a link that this

@@ -17,10 +17,10 @@ from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import CheckpointKind, parse_path, sampling_session_id_of
 from skyrl.base.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
 from skyrl.base.wire.sample_request import SampleRequest
-from skyrl.db.checkpoints import Checkpoint
-from skyrl.db.samplers import Sampler
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.sampling.sampler_job import served_name
+from skyrl.storage.db.checkpoints import Checkpoint
+from skyrl.storage.db.samplers import Sampler
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from skyrl.base.wire.requests import (
     SessionSearchRequest,
     SessionStatusQuery,
 )
-from skyrl.db.session_search import FoundSession, Query, Status
-from skyrl.db.sessions import DEFAULT_PROJECT
+from skyrl.storage.db.session_search import FoundSession, Query, Status
+from skyrl.storage.db.sessions import DEFAULT_PROJECT
 
 MAX_LIMIT = 200
 MAX_LISTED = 100

@@ -16,11 +16,11 @@ from skyrl.api.background import begin, run
 from skyrl.api.build import ApiProcess, Secrets, build
 from skyrl.api.services import Services
 from skyrl.api.whole_request import protocol_with
-from skyrl.db.faults import DatabaseError, outage, reason
 from skyrl.inference.features import inference_features
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.runtime.web.server import Server, tune_garbage_collection
+from skyrl.storage.db.faults import DatabaseError, outage, reason
 
 logger = logging.getLogger(__name__)
 

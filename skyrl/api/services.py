@@ -12,20 +12,9 @@ from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.adapter_uses import AdapterUses
-from skyrl.db.audit import Audit
-from skyrl.db.checkpoints import Checkpoints
-from skyrl.db.copies import Copies
-from skyrl.db.database import Database
-from skyrl.db.models import Models
-from skyrl.db.samplers import Samplers
-from skyrl.db.session_search import SessionSearch
-from skyrl.db.sessions import Sessions
-from skyrl.db.usage import Usage
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost
-from skyrl.notify.doorbell import Doorbell
 from skyrl.openai.in_flight import InFlight
 from skyrl.openai.models import ModelNames
 from skyrl.openai.service import OpenAIService
@@ -37,7 +26,18 @@ from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.db.adapter_uses import AdapterUses
+from skyrl.storage.db.audit import Audit
+from skyrl.storage.db.checkpoints import Checkpoints
+from skyrl.storage.db.copies import Copies
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import Models
+from skyrl.storage.db.samplers import Samplers
+from skyrl.storage.db.session_search import SessionSearch
+from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.db.usage import Usage
+from skyrl.storage.notify.doorbell import Doorbell
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 
 from skyrl.base.wire.errors import NotFound, RequestError
-from skyrl.db.models import Models
-from skyrl.db.samplers import Samplers
-from skyrl.db.sessions import Session, Sessions
 from skyrl.futures.store import FutureStore
-from skyrl.notify.doorbell import SESSIONS, Doorbell
 from skyrl.sampling.service import SampleService
+from skyrl.storage.db.models import Models
+from skyrl.storage.db.samplers import Samplers
+from skyrl.storage.db.sessions import Session, Sessions
+from skyrl.storage.notify.doorbell import SESSIONS, Doorbell
 
 logger = logging.getLogger(__name__)
 

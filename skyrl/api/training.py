@@ -23,9 +23,9 @@ from skyrl.base.wire.decoding import raw_fields
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.requests import OptimStepRequest, SequencedRequest
 from skyrl.base.wire.training import JsonForwardBackward, count_tokens, decode_header
-from skyrl.db.database import Change
-from skyrl.db.models import Model
 from skyrl.futures.recording import LARGE_BODY_BYTES
+from skyrl.storage.db.database import Change
+from skyrl.storage.db.models import Model
 
 PASS = Body(JsonForwardBackward, read_as=bytes, protobuf=True, bound="training")
 

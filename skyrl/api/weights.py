@@ -26,8 +26,8 @@ from skyrl.base.wire.requests import (
     SequencedRequest,
     WeightsInfoRequest,
 )
-from skyrl.db.checkpoints import Checkpoint
-from skyrl.db.models import Model, add_model
+from skyrl.storage.db.checkpoints import Checkpoint
+from skyrl.storage.db.models import Model, add_model
 
 
 def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:

@@ -12,7 +12,7 @@ import typer
 from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir
 
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
-    from skyrl.db.database import Database
+    from skyrl.storage.db.database import Database
 
 app = typer.Typer(help="Back up, check, vacuum, upgrade and import the database.", no_args_is_help=True)
 
@@ -27,10 +27,10 @@ def _database(
 
     from skyrl.base.config.loading import load_config
     from skyrl.base.config.server import ConfigError
-    from skyrl.db.database import Database
-    from skyrl.db.faults import DatabaseError, reason
-    from skyrl.db.migrate import SchemaError, revision_of
     from skyrl.launcher.state_dir import lock_state_dir
+    from skyrl.storage.db.database import Database
+    from skyrl.storage.db.faults import DatabaseError, reason
+    from skyrl.storage.db.migrate import SchemaError, revision_of
 
     try:
         with ExitStack() as resources:
@@ -56,7 +56,7 @@ def backup(
     config: ConfigFile = None,
 ) -> None:
     """Copy a SQLite database, as it is at one moment, into FILE. The server may run meanwhile."""
-    from skyrl.db import maintenance
+    from skyrl.storage.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
         size = maintenance.backup(database, file)
@@ -66,7 +66,7 @@ def backup(
 @app.command()
 def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
     """Report problems of the file, the rows and the schema. Exits with 1 if it finds any."""
-    from skyrl.db import maintenance
+    from skyrl.storage.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
         found = maintenance.problems(database)
@@ -78,7 +78,7 @@ def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: 
 @app.command()
 def vacuum(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
     """Shrink the file by its free space. Requests that write wait meanwhile; best done while the server is down."""
-    from skyrl.db import maintenance
+    from skyrl.storage.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
         before = database.size()
@@ -90,7 +90,7 @@ def vacuum(state_dir: StateDir = None, database_url: DatabaseUrl = None, config:
 @app.command()
 def upgrade(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
     """Upgrade the database to this version's schema, as the server does when it starts. The server must be down."""
-    from skyrl.db.migrate import migrate, revision_of
+    from skyrl.storage.db.migrate import migrate, revision_of
 
     with _database(state_dir, database_url, config, alone=True) as database:
         before = revision_of(database)
@@ -110,9 +110,9 @@ def import_rows(
     from contextlib import closing
 
     from skyrl.base.config.server import ConfigError
-    from skyrl.db.database import Database
-    from skyrl.db.transfer import carry_over
     from skyrl.launcher.state_dir import lock_state_dir
+    from skyrl.storage.db.database import Database
+    from skyrl.storage.db.transfer import carry_over
 
     with _database(state_dir, database_url, config) as target, ExitStack() as resources:
         if target.is_sqlite:

@@ -27,10 +27,10 @@ from rich.text import Text
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.tiny import model_path
-from skyrl.db.database import Database
-from skyrl.db.migrate import SchemaError, newest_revision, revision_of
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed
 from skyrl.runtime.ray_cluster.connection import NoCluster, check_reachable, find_address
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import SchemaError, newest_revision, revision_of
 
 Status = Literal["ok", "warning", "missing"]
 _COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}

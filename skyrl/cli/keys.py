@@ -16,8 +16,8 @@ import typer
 from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, in_database, open_database, print_table, refusal
 
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
-    from skyrl.db.database import Connection, Database
-    from skyrl.db.keys import ListedKey, Scope
+    from skyrl.storage.db.database import Connection, Database
+    from skyrl.storage.db.keys import ListedKey, Scope
 
 app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 
@@ -35,7 +35,7 @@ def _refusal(message: str) -> typer.Exit:
 def _database(
     state_dir: Path | None, database_url: str | None, config: Path | None, *, make: bool = False
 ) -> Iterator[Database]:
-    from skyrl.db.keys import KeyRefused
+    from skyrl.storage.db.keys import KeyRefused
 
     with open_database("keys", state_dir, database_url, config, make=make, refusals=(KeyRefused,)) as (_, database):
         yield database
@@ -51,7 +51,7 @@ def _expires_at(text: str | None) -> float | None:
 
 
 def _scopes(names: list[str] | None) -> list[Scope]:
-    from skyrl.db.keys import SCOPES
+    from skyrl.storage.db.keys import SCOPES
 
     for scope in names or ():
         if scope not in SCOPES:
@@ -73,7 +73,7 @@ def _adopted_tenant() -> str:
 
 def _owner(tenant: str | None, *, adopt: bool) -> Callable[[Connection], str | None]:
     """A function that finds the tenant of the new key, in the transaction that makes the key; None for a new tenant."""
-    from skyrl.db.keys import KeyRefused, known_tenant
+    from skyrl.storage.db.keys import KeyRefused, known_tenant
 
     if tenant is not None and adopt:
         raise _refusal("give --tenant or --adopt, not both")
@@ -110,7 +110,7 @@ def create(
     config: ConfigFile = None,
 ) -> None:
     """Make a key and print it. It cannot be shown again. A running server accepts the key two seconds later."""
-    from skyrl.db import keys
+    from skyrl.storage.db import keys
 
     if len(name) > MAX_NAME or not (name.isprintable()):
         raise _refusal(f"--name: must be at most {MAX_NAME} printable characters")
@@ -133,7 +133,7 @@ def list_keys(
     config: ConfigFile = None,
 ) -> None:
     """Print all keys without their secrets, one per line. The list includes revoked and expired keys."""
-    from skyrl.db import keys
+    from skyrl.storage.db import keys
 
     with _database(state_dir, database_url, config) as database:
         listed = database.read(lambda connection: keys.listed(connection, tenant))
@@ -143,7 +143,7 @@ def list_keys(
 
 
 def _line(listed: ListedKey) -> tuple[str, ...]:
-    from skyrl.db.keys import SCOPES
+    from skyrl.storage.db.keys import SCOPES
 
     def at(seconds: float | None) -> str:
         return "-" if seconds is None else time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime(seconds))
@@ -163,7 +163,7 @@ def revoke(
     config: ConfigFile = None,
 ) -> None:
     """Revoke a key and every token made for it. A running server refuses key and tokens two seconds later."""
-    from skyrl.db import keys
+    from skyrl.storage.db import keys
 
     with _database(state_dir, database_url, config) as database:
         database.write(lambda connection: keys.revoke(connection, key), power_safe=True)

@@ -131,10 +131,10 @@ def serve(
         "log_format": log_format,
         "access_log": access_log,
     }
-    from skyrl.db.migrate import DatabaseAway, SchemaError
     from skyrl.launcher.main import serve as launch
     from skyrl.launcher.parts import ServerEnded
     from skyrl.runtime.processes.startup import StartupError
+    from skyrl.storage.db.migrate import DatabaseAway, SchemaError
 
     try:
         launch(load_config(flags, config))

@@ -11,8 +11,8 @@ import typer
 from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, in_database, open_database, print_table, refusal
 
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
-    from skyrl.db.database import Connection
     from skyrl.quotas.limits import QuotaLimits
+    from skyrl.storage.db.database import Connection
 
 app = typer.Typer(help="Show what tenants use, and set quotas for single tenants.", no_args_is_help=True)
 
@@ -50,9 +50,9 @@ def set_quotas(
     config: ConfigFile = None,
 ) -> None:
     """Set quotas of one tenant. Other quotas of the tenant stay. A running server applies them two seconds later."""
-    from skyrl.db import quotas
-    from skyrl.db.keys import known_tenant
     from skyrl.quotas.limits import NAMES
+    from skyrl.storage.db import quotas
+    from skyrl.storage.db.keys import known_tenant
 
     options = dict(zip(NAMES, (requests_in_flight, tokens_per_minute, models, stored_bytes), strict=True))
     values = {name: _number(name, text) for name, text in options.items() if text is not None}
@@ -79,7 +79,7 @@ def clear(
     tenant: Tenant, state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None
 ) -> None:
     """Delete a tenant's own quotas: the quotas of the configuration hold for the tenant again."""
-    from skyrl.db import quotas
+    from skyrl.storage.db import quotas
 
     with open_database("quotas", state_dir, database_url, config) as (_, database):
         if not database.write(lambda connection: quotas.clear(connection, tenant), power_safe=True):
@@ -91,8 +91,8 @@ def clear(
 def list_quotas(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
     """Print what each tenant uses and may use: tenants with samples in flight, models in training, checkpoints, or
     quotas of their own. Give --config if the server has one: it sets the quotas of all tenants."""
-    from skyrl.db import quotas
     from skyrl.quotas.limits import QuotaLimits
+    from skyrl.storage.db import quotas
 
     with open_database("quotas", state_dir, database_url, config) as (loaded, database):
         tenants = database.read(quotas.held)

@@ -12,7 +12,7 @@ import typer
 from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, open_database, print_table
 
 if TYPE_CHECKING:
-    from skyrl.db.usage_report import UsageLine
+    from skyrl.storage.db.usage_report import UsageLine
 
 
 class Format(StrEnum):
@@ -32,7 +32,7 @@ def usage(
 ) -> None:
     """Print the tokens trained, sampled, and given as prompts (computed, and found in the prefix cache). Samples from
     the base model have no run."""
-    from skyrl.db.usage_report import UsageLine, last_days, report
+    from skyrl.storage.db.usage_report import UsageLine, last_days, report
 
     with open_database("usage", state_dir, database_url, config) as (_, database):
         lines = database.read(lambda c: report(c, *last_days(days), tenant=tenant, run=run))

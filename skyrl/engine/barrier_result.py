@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl.base.types.weights import AdapterVersion, FullWeights
-from skyrl.db.database import Change
+from skyrl.storage.db.database import Change
 
 
 @dataclass(frozen=True)

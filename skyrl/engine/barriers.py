@@ -20,13 +20,13 @@ from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import FailedRequest
 from skyrl.base.wire.paths import parse_path
 from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
-from skyrl.db import audit, checkpoints, futures
-from skyrl.db.database import Connection, Database
-from skyrl.db.models import ModelRecord, find_model, set_model
 from skyrl.engine.barrier_result import BarrierResult
 from skyrl.engine.saving import Saves
 from skyrl.engine.threads import EngineThreads
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.db import audit, checkpoints, futures
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.models import ModelRecord, find_model, set_model
 
 PLACE_S, PLACE_POLL_S = 10.0, 0.05
 """How long a load that makes a model waits for the place of a model that has ended, and how often it looks."""

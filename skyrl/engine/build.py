@@ -7,7 +7,6 @@ from typing import Self
 
 from skyrl.backends.base import Backend
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.fence import FencedDatabase
 from skyrl.engine.activity import ActivityWatch, Holds
 from skyrl.engine.barriers import Barriers
 from skyrl.engine.command_log import CommandLog
@@ -30,9 +29,10 @@ from skyrl.engine.sweeping import Sweep
 from skyrl.engine.threads import EngineThreads
 from skyrl.engine.tracing import CommandTracing
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.notify.doorbell import Doorbell
 from skyrl.runtime.metrics.processes import EngineMetrics
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.db.fence import FencedDatabase
+from skyrl.storage.notify.doorbell import Doorbell
 
 BYTES_PER_TOKEN = 20
 """A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""

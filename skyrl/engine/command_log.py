@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import ENGINE_KINDS
-from skyrl.db import commands as rows
-from skyrl.db.database import Connection, Database
-from skyrl.db.models import living_among
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.models import living_among
 
 
 class CommandLog:

@@ -14,11 +14,6 @@ from skyrl.backends.base import Backend
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import FILE_COMMANDS, SAVES, Kind
 from skyrl.base.wire.results import encode_json
-from skyrl.db import commands as rows
-from skyrl.db import run_steps, usage
-from skyrl.db.database import Change, Connection, Database
-from skyrl.db.fence import Displaced
-from skyrl.db.futures import Outcome
 from skyrl.engine.barriers import Barriers
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.failures import failed
@@ -33,6 +28,11 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.engine.tracing import CommandTracing
 from skyrl.runtime.metrics.phases import phase_of
 from skyrl.runtime.metrics.processes import EngineMetrics
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db import run_steps, usage
+from skyrl.storage.db.database import Change, Connection, Database
+from skyrl.storage.db.fence import Displaced
+from skyrl.storage.db.futures import Outcome
 
 logger = logging.getLogger(__name__)
 

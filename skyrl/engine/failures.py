@@ -7,9 +7,9 @@ import logging
 from skyrl.backends.base import InvalidRequest, OutOfMemory
 from skyrl.base.types.command import Command
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, RequestError
-from skyrl.db.futures import Outcome
-from skyrl.storage.base import NotStored, StoreError
-from skyrl.storage.space import is_full_disk
+from skyrl.storage.checkpoint_store.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.space import is_full_disk
+from skyrl.storage.db.futures import Outcome
 
 logger = logging.getLogger(__name__)
 

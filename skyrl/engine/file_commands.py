@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from skyrl.db.faults import DatabaseError
 from skyrl.engine.command_log import CommandLog
 from skyrl.engine.execution import Execution
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.signals import EngineSignals
+from skyrl.storage.db.faults import DatabaseError
 
 logger = logging.getLogger(__name__)
 

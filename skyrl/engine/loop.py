@@ -26,8 +26,8 @@ from skyrl.engine.scheduler import Scheduler, cost_of
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.sweeping import Sweep
 from skyrl.engine.threads import EngineThreads
-from skyrl.notify.doorbell import SESSIONS
 from skyrl.runtime.metrics.processes import EngineMetrics
+from skyrl.storage.notify.doorbell import SESSIONS
 
 SAFETY_POLL_S = 2.0
 """How often the engine asks the database for commands and ended sessions, in case a ring was lost."""

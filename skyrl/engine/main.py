@@ -21,14 +21,6 @@ from skyrl.backends.registry import create_backend
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.types.activity import EngineActivity, encode_activity
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db import adapter_versions, full_weights
-from skyrl.db.checkpoints import store_key_of
-from skyrl.db.database import Database
-from skyrl.db.engine_state import read_state
-from skyrl.db.faults import DatabaseError, outage
-from skyrl.db.fence import Displaced, Fence, FencedDatabase
-from skyrl.db.periodic import Rounds, repeat
-from skyrl.db.retrying_database import RetryingDatabase
 from skyrl.engine.adoption import adopt_adapters, adopt_full_weights
 from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
@@ -47,7 +39,6 @@ from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.replica import Addresses
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import context_length
-from skyrl.notify.doorbell import SERVERS, Doorbell, DoorbellListener
 from skyrl.runtime.metrics.adapters import AdapterMetrics
 from skyrl.runtime.metrics.processes import EngineMetrics
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
@@ -58,8 +49,17 @@ from skyrl.runtime.tracing.opening import open_spans
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
-from skyrl.storage.base import CheckpointStore
-from skyrl.storage.registry import open_store
+from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.db import adapter_versions, full_weights
+from skyrl.storage.db.checkpoints import store_key_of
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import read_state
+from skyrl.storage.db.faults import DatabaseError, outage
+from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
+from skyrl.storage.db.periodic import Rounds, repeat
+from skyrl.storage.db.retrying_database import RetryingDatabase
+from skyrl.storage.notify.doorbell import SERVERS, Doorbell, DoorbellListener
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from skyrl.backends.base import Backend
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
-from skyrl.db.database import Database
-from skyrl.db.futures import Outcome
-from skyrl.db.session_ends import end_sessions
 from skyrl.engine.command_log import CommandLog
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
-from skyrl.notify.doorbell import Doorbell
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.session_ends import end_sessions
+from skyrl.storage.notify.doorbell import Doorbell
 
 
 class ModelEnds:

@@ -11,9 +11,9 @@ from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.results import encode_forward_backward
 from skyrl.base.wire.training import decode_forward_backward
-from skyrl.db.futures import Outcome
-from skyrl.db.run_steps import StepSums
 from skyrl.engine.failures import failed
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.run_steps import StepSums
 
 GAP = "kl:mean"
 """The metric of a pass that compares its logprobs with the sampler's."""

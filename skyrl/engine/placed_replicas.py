@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from skyrl.db.database import Database
-from skyrl.db.inference_servers import read_servers
-from skyrl.db.periodic import Rounds
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.inference_servers import read_servers
+from skyrl.storage.db.periodic import Rounds
 
 logger = logging.getLogger(__name__)
 

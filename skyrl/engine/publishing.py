@@ -13,9 +13,6 @@ import httpx
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, served_version
 from skyrl.base.wire.errors import FailedRequest
-from skyrl.db import full_weights
-from skyrl.db.database import Database
-from skyrl.db.models import find_model
 from skyrl.engine.threads import EngineThreads
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.engine_group import EngineGroup
@@ -23,7 +20,10 @@ from skyrl.inference.full_weights import VersionFiles
 from skyrl.inference.vllm_client import VllmError
 from skyrl.nodes.base_model import base_directory
 from skyrl.nodes.references import BASE_MODEL, reference_to
-from skyrl.storage.full_weights import full_directory, full_key
+from skyrl.storage.checkpoint_store.full_weights import full_directory, full_key
+from skyrl.storage.db import full_weights
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import find_model
 from skyrl.weights.adapters import AdapterFiles
 from skyrl.weights.protocol import publish
 

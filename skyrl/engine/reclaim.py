@@ -21,15 +21,15 @@ from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
-from skyrl.db import adapter_versions, full_weights
-from skyrl.db.checkpoints import pop_expired, store_keys
-from skyrl.db.database import Connection, Database
-from skyrl.db.futures import MAX_NAMED
-from skyrl.db.models import closed_among
-from skyrl.storage.adapters import adapter_at, adapter_directory, adapter_in, adapter_key
-from skyrl.storage.base import CheckpointStore, StoreError
-from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
-from skyrl.storage.full_weights import full_at, full_key, full_weights_in
+from skyrl.storage.checkpoint_store.adapters import adapter_at, adapter_directory, adapter_in, adapter_key
+from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
+from skyrl.storage.checkpoint_store.directories import id_of, is_scratch, remove, safe_name
+from skyrl.storage.checkpoint_store.full_weights import full_at, full_key, full_weights_in
+from skyrl.storage.db import adapter_versions, full_weights
+from skyrl.storage.db.checkpoints import pop_expired, store_keys
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.futures import MAX_NAMED
+from skyrl.storage.db.models import closed_among
 
 logger = logging.getLogger(__name__)
 

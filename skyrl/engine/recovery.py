@@ -23,13 +23,6 @@ from skyrl.base.types.kinds import ENGINE_KINDS, Kind
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.paths import parse_path
 from skyrl.base.wire.requests import LoadWeightsCommand
-from skyrl.db import commands as rows
-from skyrl.db import models as model_rows
-from skyrl.db.checkpoints import Checkpoint, find_checkpoint
-from skyrl.db.database import Connection, Database
-from skyrl.db.faults import is_transient
-from skyrl.db.fence import Displaced
-from skyrl.db.models import ModelRecord
 from skyrl.engine.activity import Holds
 from skyrl.engine.command_log import CommandLog
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
@@ -40,7 +33,14 @@ from skyrl.engine.signals import EngineSignals
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
 from skyrl.engine.tracing import CommandTracing
-from skyrl.storage.base import CheckpointStore, NotStored, StoreError
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as model_rows
+from skyrl.storage.db.checkpoints import Checkpoint, find_checkpoint
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.faults import is_transient
+from skyrl.storage.db.fence import Displaced
+from skyrl.storage.db.models import ModelRecord
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
-from skyrl.db.models import ModelRecord
 from skyrl.engine.barriers import adam_params
 from skyrl.engine.passes import decode_pass
+from skyrl.storage.db.models import ModelRecord
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from skyrl.base.types.command import Command
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.db import commands as rows
-from skyrl.db import usage
-from skyrl.db.database import Database
-from skyrl.db.futures import Outcome
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db import usage
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome
 
 
 class SampleTurns:

@@ -16,16 +16,16 @@ from skyrl.base.types.command import Command
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import SampleRequest
-from skyrl.db.database import Database
-from skyrl.db.futures import Outcome
-from skyrl.db.samplers import find_sampler
-from skyrl.db.usage import UsageKey
 from skyrl.engine.failures import failed
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.sampler_job import job_for, usage_of
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.samplers import find_sampler
+from skyrl.storage.db.usage import UsageKey
 
 logger = logging.getLogger(__name__)
 

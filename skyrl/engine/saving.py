@@ -22,18 +22,18 @@ from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import FailedRequest, RequestError
 from skyrl.base.wire.paths import CheckpointKind, TinkerPath, check_name, sampling_session_id_of
 from skyrl.base.wire.requests import SaveWeightsExternalRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
-from skyrl.db import audit, checkpoints, full_weights, usage
-from skyrl.db.checkpoints import Checkpoint
-from skyrl.db.database import Change, Connection, Database
-from skyrl.db.models import ModelRecord, set_model
-from skyrl.db.samplers import Sampler, add_sampler, sampler_exists
 from skyrl.engine.barrier_result import BarrierResult
 from skyrl.engine.encryption import encrypt_files, parse_recipients
 from skyrl.engine.save_limits import SaveLimits
-from skyrl.storage.adapters import adapter_directory, adapter_key
-from skyrl.storage.base import CheckpointStore, NotStored
-from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
-from skyrl.storage.full_weights import full_directory, full_key
+from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored
+from skyrl.storage.checkpoint_store.directories import atomic_directory, link_files, remove, safe_name, sizes_of
+from skyrl.storage.checkpoint_store.full_weights import full_directory, full_key
+from skyrl.storage.db import audit, checkpoints, full_weights, usage
+from skyrl.storage.db.checkpoints import Checkpoint
+from skyrl.storage.db.database import Change, Connection, Database
+from skyrl.storage.db.models import ModelRecord, set_model
+from skyrl.storage.db.samplers import Sampler, add_sampler, sampler_exists
 
 MAX_TTL_S = 10 * 365 * 86_400
 

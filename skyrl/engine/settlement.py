@@ -13,14 +13,14 @@ from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.base.wire.results import encode_json
-from skyrl.db import futures as rows
-from skyrl.db.database import Change, Connection, Database
-from skyrl.db.futures import Outcome
-from skyrl.db.models import set_model
 from skyrl.engine.barriers import model_is_gone, unloaded
 from skyrl.engine.failures import failed
-from skyrl.notify.doorbell import Doorbell
 from skyrl.runtime.metrics.commands import CommandMetrics
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Change, Connection, Database
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.models import set_model
+from skyrl.storage.notify.doorbell import Doorbell
 
 
 class Settlement:

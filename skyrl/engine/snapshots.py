@@ -21,9 +21,9 @@ from skyrl.backends.base import Backend
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.command import ExecutedCommand
 from skyrl.base.types.kinds import SAVES, Kind
-from skyrl.db import models as model_rows
-from skyrl.db.database import Database
-from skyrl.storage.directories import atomic_directory, link_tree, remove, safe_name
+from skyrl.storage.checkpoint_store.directories import atomic_directory, link_tree, remove, safe_name
+from skyrl.storage.db import models as model_rows
+from skyrl.storage.db.database import Database
 
 OVERDUE_S = 60.0
 """A model without steps is snapshotted this long after the snapshot interval has passed."""

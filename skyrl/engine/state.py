@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 
 from skyrl.backends.base import ModelLimits
-from skyrl.db import engine_state
-from skyrl.db.database import Connection, Database
-from skyrl.db.faults import DatabaseError, reason
-from skyrl.db.fence import Fence
-from skyrl.notify.doorbell import STATE, Doorbell
+from skyrl.storage.db import engine_state
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.faults import DatabaseError, reason
+from skyrl.storage.db.fence import Fence
+from skyrl.storage.notify.doorbell import STATE, Doorbell
 
 logger = logging.getLogger(__name__)
 

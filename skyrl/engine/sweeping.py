@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 
-from skyrl.db.fence import Displaced
-from skyrl.db.periodic import repeat
 from skyrl.engine.reclaim import FileSweeper
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.signals import EngineSignals
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.storage.db.fence import Displaced
+from skyrl.storage.db.periodic import repeat
 
 SWEEP_S = 10.0
 

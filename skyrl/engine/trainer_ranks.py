@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from skyrl.backends.base import RankDied
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.faults import DatabaseError, reason
 from skyrl.runtime.ray_cluster.rank_actors import RankActors, cluster_has_gpus, rank_places
+from skyrl.storage.db.faults import DatabaseError, reason
 
 logger = logging.getLogger(__name__)
 

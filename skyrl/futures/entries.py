@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from skyrl.base.types.requests import RequestKey
-from skyrl.db.futures import Outcome
 from skyrl.futures.completions import Target, clone_of
+from skyrl.storage.db.futures import Outcome
 
 KEPT_OUTCOMES = 20_000
 KEPT_BYTES = 64 * 2**20

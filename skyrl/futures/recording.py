@@ -10,15 +10,15 @@ from typing import Any
 from skyrl.base.types.ids import new_request_id
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest, RequestKey, check_repeat
-from skyrl.db import futures as rows
-from skyrl.db.database import Change, Connection, Database
-from skyrl.db.faults import ConstraintError
-from skyrl.db.futures import StoredFuture
-from skyrl.db.models import record_numbered
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries, Entry
 from skyrl.runtime.tracing.current import current_trace
 from skyrl.runtime.tracing.spans import RequestTrace
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Change, Connection, Database
+from skyrl.storage.db.faults import ConstraintError
+from skyrl.storage.db.futures import StoredFuture
+from skyrl.storage.db.models import record_numbered
+from skyrl.storage.db.writer import GroupCommitWriter
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are hashed on a thread, and written in a transaction of their own instead of the group commit."""

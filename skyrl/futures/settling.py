@@ -13,16 +13,16 @@ from collections.abc import Iterable
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.db import futures as rows
-from skyrl.db.database import Database
-from skyrl.db.faults import DatabaseError, is_transient, reason
-from skyrl.db.futures import Outcome
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries, Entry
 from skyrl.futures.stored_ends import StoredEnds
-from skyrl.notify.peers import PeerNotifier
 from skyrl.runtime.processes.backoff import Backoff
 from skyrl.runtime.processes.log_limits import LimitedLog, plain
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.faults import DatabaseError, is_transient, reason
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.notify.peers import PeerNotifier
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest, RequestKey
-from skyrl.db.database import Change, Database
-from skyrl.db.futures import Outcome
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries
 from skyrl.futures.recording import Recording
 from skyrl.futures.settling import Settling
 from skyrl.futures.stored_ends import StoredEnds
 from skyrl.futures.waiting import Waiting
-from skyrl.notify.peers import PeerNotifier
+from skyrl.storage.db.database import Change, Database
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.notify.peers import PeerNotifier
 
 SAFETY_POLL_S = 1.0
 """How often the outcomes of requests that other processes settle are looked up, in case a notice was lost. There are no

@@ -1,7 +1,7 @@
 """Answers the long poll by which a sampling client learns which of its samples have ended.
 
 An end is the row of a sample that has ended. The database gives each end a later time than the one before
-(`skyrl.db.ended_at.EndedAt`). A cursor is the time of the last end that a client was told. So any process can answer
+(`skyrl.storage.db.ended_at.EndedAt`). A cursor is the time of the last end that a client was told. So any process can answer
 the client's next poll, also after a restart.
 
 While clients poll, new ends of all samples are read from the table together, as soon as a sample is known to have
@@ -15,10 +15,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from skyrl.db import sampled
-from skyrl.db.database import Connection, Database
-from skyrl.db.futures import StoredFuture
 from skyrl.futures.completions import Completion, Target, TargetGone, block_of, clone_of
+from skyrl.storage.db import sampled
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.futures import StoredFuture
 
 MAX_COMPLETIONS = 1_000
 """The most ends in one answer."""

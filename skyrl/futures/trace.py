@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from skyrl.base.wire.results import encode_json
-from skyrl.db.database import Database
-from skyrl.db.session_requests import RecordedRequest, requests_of_session
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.session_requests import RecordedRequest, requests_of_session
 
 _OTHER = "other requests"
 MAX_REQUESTS = 50_000

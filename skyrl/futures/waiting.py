@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyrl.base.types.kinds import Kind
-from skyrl.db import futures as rows
-from skyrl.db.database import Database
-from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.futures.entries import Entries, Entry
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome, StoredFuture
 
 
 class Waiting:

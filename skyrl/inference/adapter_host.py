@@ -14,10 +14,10 @@ from typing import Protocol
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.nodes.references import reference_to
-from skyrl.storage.adapters import adapter_directory, adapter_key
-from skyrl.storage.base import CheckpointStore, NotStored, StoreError
-from skyrl.storage.directories import fetch
-from skyrl.storage.threads import in_store
+from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
+from skyrl.storage.checkpoint_store.directories import fetch
+from skyrl.storage.checkpoint_store.threads import in_store
 
 logger = logging.getLogger(__name__)
 

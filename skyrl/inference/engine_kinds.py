@@ -29,7 +29,7 @@ from skyrl.nodes.settings import CACHE, default_cache, node_environment
 from skyrl.runtime.metrics.adapters import AdapterMetrics
 from skyrl.runtime.processes.log_format import vllm_logging
 from skyrl.runtime.processes.startup import Cause, cause_of_vllm
-from skyrl.storage.registry import store_url
+from skyrl.storage.checkpoint_store.registry import store_url
 
 VLLM = "vllm"
 _PORT_TAKEN = re.compile(r"^OSError: \[Errno \d+\] Address already in use")

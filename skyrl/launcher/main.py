@@ -15,9 +15,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
-from skyrl.db.store_ownership import claim_store
 from skyrl.inference.placement import LocalPlacement
 from skyrl.launcher.first_ready import FirstReady
 from skyrl.launcher.inference_parts import InferenceParts, router_url
@@ -45,6 +42,9 @@ from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts
 from skyrl.runtime.processes.runtime import Runtime, set_up_process
 from skyrl.runtime.processes.systemd import Systemd
 from skyrl.runtime.ray_cluster import head
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import migrate
+from skyrl.storage.db.store_ownership import claim_store
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.database import Database
 from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.inference.watchdog import Watchdog
@@ -32,7 +31,8 @@ from skyrl.runtime.processes.runtime import RUNTIME_ENV, SIDECAR_ENV, SLOT_ENV, 
 from skyrl.runtime.processes.startup import TAIL_LINES, Cause, cause_of_own, cause_of_vllm
 from skyrl.runtime.processes.supervision import SupervisedProcess
 from skyrl.runtime.ray_cluster.head import LocalCluster
-from skyrl.storage.space import watch_disk
+from skyrl.storage.checkpoint_store.space import watch_disk
+from skyrl.storage.db.database import Database
 
 logger = logging.getLogger(__name__)
 

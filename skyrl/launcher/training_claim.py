@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from skyrl.base.config.server import ConfigError
-from skyrl.db import engine_state
-from skyrl.db.database import Database
-from skyrl.db.faults import DatabaseError, reason
-from skyrl.db.periodic import Rounds
+from skyrl.storage.db import engine_state
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.faults import DatabaseError, reason
+from skyrl.storage.db.periodic import Rounds
 
 logger = logging.getLogger(__name__)
 

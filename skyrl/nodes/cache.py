@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from skyrl.storage.base import CheckpointStore, NotStored
-from skyrl.storage.directories import fetch, is_scratch, link_files, remove, scratch_in, sizes_of
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored
+from skyrl.storage.checkpoint_store.directories import fetch, is_scratch, link_files, remove, scratch_in, sizes_of
 
 _REPLICAS = "replicas"
 """The lock of the list of replicas."""

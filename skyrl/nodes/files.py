@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyrl.nodes.cache import NodeCache
 from skyrl.nodes.daemons import Daemons
-from skyrl.storage.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from skyrl.nodes.cache import SCRATCH, NodeCache
 from skyrl.nodes.files import NodeFiles
 from skyrl.nodes.references import NOT_STORED, STORE_AWAY, is_reference, key_in
 from skyrl.nodes.settings import NodeSettings
-from skyrl.storage.adapters import is_adapter
-from skyrl.storage.base import NotStored, StoreError
-from skyrl.storage.registry import store_at
+from skyrl.storage.checkpoint_store.adapters import is_adapter
+from skyrl.storage.checkpoint_store.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.registry import store_at
 
 logger = logging.getLogger(__name__)
 

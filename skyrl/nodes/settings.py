@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.storage.registry import store_url
+from skyrl.storage.checkpoint_store.registry import store_url
 
 STORE, STORE_OPTIONS = "SKYRL_NODE_STORE", "SKYRL_NODE_STORE_OPTIONS"
 CACHE, CACHE_BYTES = "SKYRL_NODE_CACHE", "SKYRL_NODE_CACHE_BYTES"

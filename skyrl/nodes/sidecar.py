@@ -25,8 +25,8 @@ from skyrl.runtime.web.admin import AdminKey
 from skyrl.sidecar.main import run_sidecar
 from skyrl.sidecar.settings import SidecarSettings
 from skyrl.sidecar.updates import Updates
-from skyrl.storage.full_weights import is_full_version
-from skyrl.storage.registry import store_at
+from skyrl.storage.checkpoint_store.full_weights import is_full_version
+from skyrl.storage.checkpoint_store.registry import store_at
 
 
 class KeyNeeded:

@@ -22,7 +22,7 @@ from skyrl.nodes.asgi import (
 )
 from skyrl.nodes.files import NodeFiles
 from skyrl.nodes.references import BASE_MODEL, is_reference, key_in
-from skyrl.storage.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef, served_version
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.paths import parse_path
-from skyrl.db.checkpoints import Checkpoint, Checkpoints, Seen
 from skyrl.openai.errors import OpenAIError, model_not_found
 from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.sampler_job import served_name
+from skyrl.storage.db.checkpoints import Checkpoint, Checkpoints, Seen
 
 MAX_LISTED = 1000
 """Checkpoints in the list, the newest ones. OpenAI's list has no pages; any other checkpoint is found by its name."""

@@ -16,8 +16,6 @@ from typing import TypeVar
 
 from skyrl.base.types.ids import new_request_id
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
-from skyrl.db.adapter_uses import AdapterUses
-from skyrl.db.usage import UsageCounter, sample_amounts
 from skyrl.openai.answers import EventRewriter, Used
 from skyrl.openai.errors import OpenAIError
 from skyrl.openai.events import DONE, event
@@ -36,6 +34,8 @@ from skyrl.sampling.exchange import Exchange
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.transport import Interrupted
+from skyrl.storage.db.adapter_uses import AdapterUses
+from skyrl.storage.db.usage import UsageCounter, sample_amounts
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 
-from skyrl.db.database import Database
-from skyrl.db.faults import outage
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.vllm_metrics import VllmMetrics
 from skyrl.launcher.server_parts import wherever
@@ -22,6 +20,8 @@ from skyrl.runtime.metrics.files import MetricsDirectory, publishing
 from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.processes.startup import CANNOT_START
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.faults import outage
 
 
 async def run(runtime: Runtime) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from skyrl.db.database import Database
-from skyrl.db.inference_servers import PlacedServer, write_servers
-from skyrl.db.periodic import Rounds
 from skyrl.inference.engine_kinds import VLLM
-from skyrl.notify.doorbell import SERVERS, STATE, Doorbell
 from skyrl.placer.ray_server import RayServer
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.inference_servers import PlacedServer, write_servers
+from skyrl.storage.db.periodic import Rounds
+from skyrl.storage.notify.doorbell import SERVERS, STATE, Doorbell
 
 RETRY_S = 1.0
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from skyrl.base.wire.errors import OverQuota
-from skyrl.db import quotas as rows
-from skyrl.db.database import Connection, Database
 from skyrl.quotas.account import SOON_S, Account, Ticket
 from skyrl.quotas.limits import Bounds, QuotaLimits, bound_sentence, sampling_sessions_sentence, stored_sentence
+from skyrl.storage.db import quotas as rows
+from skyrl.storage.db.database import Connection, Database
 
 Check = Callable[[Connection], None]
 """Raises OverQuota if the tenant may not add an object. Runs in the transaction that adds the object."""

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from skyrl.db.engine_state import EngineState
-from skyrl.db.faults import DatabaseError, is_transient, reason
+from skyrl.storage.db.engine_state import EngineState
+from skyrl.storage.db.faults import DatabaseError, is_transient, reason
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,6 @@ import time
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.db.adapter_versions import dropped_sentence
-from skyrl.db.faults import DatabaseError
-from skyrl.db.futures import Outcome
-from skyrl.db.samplers import Sampler, Samplers
-from skyrl.db.usage import UsageCounter
 from skyrl.futures.store import FutureStore
 from skyrl.quotas.account import Ticket
 from skyrl.runtime.metrics.outcomes import outcome_label
@@ -29,6 +24,11 @@ from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.progress import SampleProgress
 from skyrl.sampling.sampler_job import usage_of
+from skyrl.storage.db.adapter_versions import dropped_sentence
+from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.samplers import Sampler, Samplers
+from skyrl.storage.db.usage import UsageCounter
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import SampleRequest
-from skyrl.db.samplers import Sampler
 from skyrl.inference.features import InferenceFeatures
+from skyrl.storage.db.samplers import Sampler
 
 VLLM_MAX_TEMPERATURE = 2.0
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import msgspec
 
 from skyrl.base.types.weights import WeightsRef
-from skyrl.db import full_weights
-from skyrl.db.database import Database
-from skyrl.db.full_weights import WeightsReplaced, replaced_sentence
+from skyrl.storage.db import full_weights
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.full_weights import WeightsReplaced, replaced_sentence
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -9,10 +9,10 @@ from collections import Counter
 
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.db.faults import DatabaseError, reason
 from skyrl.sampling.error_messages import server_failure
 from skyrl.sampling.loaded_weights import LoadedWeights, OtherWeights
 from skyrl.sampling.progress import SampleWait
+from skyrl.storage.db.faults import DatabaseError, reason
 
 
 class OtherVersions:

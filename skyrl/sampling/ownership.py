@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 
-from skyrl.db.api_processes import ApiProcesses
-from skyrl.db.faults import DatabaseError
 from skyrl.futures.store import FutureStore
-from skyrl.notify.peers import PeerNotifier
 from skyrl.sampling.service import SampleService
+from skyrl.storage.db.api_processes import ApiProcesses
+from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.notify.peers import PeerNotifier
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, served_version
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import SampleRequest
-from skyrl.db.samplers import Sampler
-from skyrl.db.usage import UsageKey, sample_amounts
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.job import ContextLimits, SampleJob, make_job
+from skyrl.storage.db.samplers import Sampler
+from skyrl.storage.db.usage import UsageKey, sample_amounts
 
 
 def job_for(

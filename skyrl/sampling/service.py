@@ -16,13 +16,7 @@ from skyrl.base.types.kinds import SAMPLES, Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
-from skyrl.db.api_processes import PendingSample
-from skyrl.db.futures import Outcome
-from skyrl.db.samplers import Sampler, Samplers
-from skyrl.db.sessions import Sessions
-from skyrl.db.usage import UsageCounter
 from skyrl.futures.store import FutureStore
-from skyrl.notify.doorbell import Doorbell
 from skyrl.quotas.account import Ticket
 from skyrl.quotas.tenants import Quotas
 from skyrl.runtime.metrics.samples import SampleMetrics
@@ -36,6 +30,12 @@ from skyrl.sampling.job import ContextLimits, SampleJob
 from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.progress import SampleProgress
 from skyrl.sampling.sampler_job import job_for
+from skyrl.storage.db.api_processes import PendingSample
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.samplers import Sampler, Samplers
+from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.db.usage import UsageCounter
+from skyrl.storage.notify.doorbell import Doorbell
 
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.kinds import Kind
-from skyrl.db.commands import PendingCommand
 from skyrl.standing.standing import Standing, active, counted, duration, paused, paused_by_quota
+from skyrl.storage.db.commands import PendingCommand
 
 _AT_WORK = (WaitsFor.NOTHING, WaitsFor.TURN)
 """Models in these states take part in the turns."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skyrl.base.types.activity import EngineActivity
-from skyrl.db.runs import Run
 from skyrl.standing.commands import of_model
 from skyrl.standing.standing import Standing, counted, duration
+from skyrl.storage.db.runs import Run
 
 IDLE_S = 5.0
 """A client that asked for something within this time is not called idle."""

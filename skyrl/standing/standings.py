@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from skyrl.base.types.activity import EngineActivity
 from skyrl.base.types.kinds import Kind
-from skyrl.db import commands as rows
-from skyrl.db.database import Database
-from skyrl.db.runs import Run
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.service import SampleService
 from skyrl.standing.commands import of_command
 from skyrl.standing.runs import RunStanding, of_run
 from skyrl.standing.samples import of_colocated, of_elsewhere, of_forwarded
 from skyrl.standing.standing import Standing, active, paused, paused_by_quota
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.runs import Run
 
 
 class Standings:

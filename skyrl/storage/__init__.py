@@ -1,1 +1,2 @@
-"""Where saved files lie: one interface, on a local directory or an object store."""
+"""What outlives a process: the database, the notices between processes, and the checkpoint store. Knows neither HTTP nor
+models."""

@@ -19,7 +19,7 @@ import psutil
 import tinker
 
 from skyrl.demo.server import DemoServer, ServerFailed
-from skyrl.storage.base import MANIFEST
+from skyrl.storage.checkpoint_store.base import MANIFEST
 from tests.chaos import journal, ledger, reference, training
 from tests.chaos.injector import Injector, NotRecovered
 from tests.chaos.plan import plan

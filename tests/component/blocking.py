@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import skyrl
-from skyrl.db.database import Database
+from skyrl.storage.db.database import Database
 
 SKYRL_DIRECTORY = str(Path(skyrl.__file__).parent)
 BLOCKING_CALLS: list[tuple[Any, str]] = [

@@ -20,10 +20,10 @@ from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
 from skyrl.api.tokens import tenant_of_key
-from skyrl.db.audit import audit_events
-from skyrl.db.futures import Outcome
-from skyrl.db.usage import usage
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db.audit import audit_events
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.usage import usage
 
 KEY, OTHER = "tml-one", "tml-two"
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}

@@ -20,12 +20,12 @@ from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.results import encode_json
-from skyrl.db.samplers import Sampler, Samplers
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
+from skyrl.storage.db.samplers import Sampler, Samplers
 
 NEVER_S = 1000.0
 LIMITS = ModelLimits(1000, 100)

@@ -19,10 +19,10 @@ import skyrl.api.server
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_training, publish_url
 from skyrl.engine import sweeping
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_training, publish_url
 
 
 @pytest.fixture(autouse=True)

@@ -26,13 +26,6 @@ from skyrl.base.types.requests import NewRequest
 from skyrl.base.types.weights import AdapterVersion, WeightsRef
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import to_json
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Database
-from skyrl.db.fence import Fence, FencedDatabase
-from skyrl.db.futures import Outcome
-from skyrl.db.models import Model, add_model, models
-from skyrl.db.sessions import Session, Sessions
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.loop import Engine
@@ -44,10 +37,17 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.engine.tracing import CommandTracing
 from skyrl.futures.store import FutureStore
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.notify.doorbell import SESSIONS, Doorbell, DoorbellListener
-from skyrl.storage.adapters import adapter_directory
-from skyrl.storage.base import MANIFEST, NotStored
-from skyrl.storage.registry import open_store
+from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored
+from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.fence import Fence, FencedDatabase
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.models import Model, add_model, models
+from skyrl.storage.db.sessions import Session, Sessions
+from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.notify.doorbell import SESSIONS, Doorbell, DoorbellListener
 from tests.databases import make_tables
 from tests.engine_process import claim_for_tests
 

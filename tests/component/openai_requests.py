@@ -18,10 +18,10 @@ from skyrl.api.http_table import HttpTable
 from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.columns import lora_values
-from skyrl.db.database import Database
-from skyrl.db.usage import usage
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.columns import lora_values
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.usage import usage
 
 ONE, TWO = tenant_of_key("tml-one"), tenant_of_key("tml-two")
 RUN = "s1:train:0"

@@ -7,12 +7,12 @@ import time
 from sqlalchemy import update
 
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights
-from skyrl.db import adapter_versions
-from skyrl.db.adapter_versions import samplers
-from skyrl.db.database import Database
-from skyrl.db.samplers import Sampler, add_sampler
-from skyrl.db.sessions import Sessions
-from skyrl.db.writer import GroupCommitWriter
+from skyrl.storage.db import adapter_versions
+from skyrl.storage.db.adapter_versions import samplers
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.samplers import Sampler, add_sampler
+from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 NOW = time.time()

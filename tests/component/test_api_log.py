@@ -13,9 +13,9 @@ from sqlalchemy import update
 
 from skyrl.api.tokens import tenant_of_key
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.db import keys
-from skyrl.db.database import Database
-from skyrl.db.futures import Outcome, futures
+from skyrl.storage.db import keys
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome, futures
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")
 

@@ -15,9 +15,9 @@ from sqlalchemy import text
 
 from skyrl.api.server import open_services
 from skyrl.base.config.loading import load_config
-from skyrl.db.database import Database
-from skyrl.db.faults import DatabaseError
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.faults import DatabaseError
 from tests.postgres_server import ON_BOTH
 
 BUILD = """

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message
 from benchmarks.stage import NullUpstream
 from skyrl.api.http_table import HttpTable
 from skyrl.api.incoming import IncomingHeaders
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_url
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_url
 from tests.postgres_server import ON_SQLITE
 
 SAMPLES = 40

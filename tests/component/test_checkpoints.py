@@ -14,8 +14,8 @@ from sqlalchemy import select
 from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db.futures import futures
 from skyrl.engine import reclaim
+from skyrl.storage.db.futures import futures
 
 SOON_S = -3600.0
 """Files count as old at once. S3 gives times in whole seconds, so a file may seem younger than it is."""

@@ -10,8 +10,8 @@ from colocated_world import world
 from engine_harness import until
 from sqlalchemy import select
 
-from skyrl.db.usage import usage
 from skyrl.sampling.service import CANCELLED
+from skyrl.storage.db.usage import usage
 
 TURN = ["/wake_up", "sample", "/sleep"]
 

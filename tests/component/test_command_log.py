@@ -39,18 +39,18 @@ from skyrl.base.types.lora import LoraSpec
 from skyrl.base.wire.errors import ErrorCategory, RequestError
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import encode_forward_backward, encode_json
-from skyrl.db import commands
-from skyrl.db import futures as rows
-from skyrl.db.database import Database
-from skyrl.db.futures import SESSION_ENDED, Outcome
-from skyrl.db.models import Model, models
-from skyrl.db.sessions import Session, Sessions
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine import loop as engine_loop
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME
 from skyrl.engine.recovery import SKIPPED
 from skyrl.futures.store import FutureStore, NewRequest
-from skyrl.notify.doorbell import SESSIONS
+from skyrl.storage.db import commands
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import SESSION_ENDED, Outcome
+from skyrl.storage.db.models import Model, models
+from skyrl.storage.db.sessions import Session, Sessions
+from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.notify.doorbell import SESSIONS
 from tests.databases import StateDatabases
 from tests.postgres_server import ON_BOTH
 

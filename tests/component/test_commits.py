@@ -12,9 +12,9 @@ from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream, after, complete
 from sqlalchemy import func, select
 
-from skyrl.db import database as database_module
-from skyrl.db.database import Database
-from skyrl.db.futures import futures
+from skyrl.storage.db import database as database_module
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import futures
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

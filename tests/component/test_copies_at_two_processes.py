@@ -20,10 +20,10 @@ from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.tokens import tenant_of_key
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Database
-from skyrl.db.models import models
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import models
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

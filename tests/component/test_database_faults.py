@@ -25,20 +25,20 @@ from test_forwarding_failures import JOB
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.db import database as database_module
-from skyrl.db import futures as rows
-from skyrl.db.database import Database
-from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
-from skyrl.db.fence import Fence
-from skyrl.db.futures import Outcome
-from skyrl.db.retrying_database import RetryingDatabase
-from skyrl.db.sessions import sessions
 from skyrl.engine.failures import failed
 from skyrl.engine.state import EngineStatePublisher
-from skyrl.notify.doorbell import Doorbell
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EndpointUnknown, EngineEndpoint
 from skyrl.sampling.http import HttpTransport
+from skyrl.storage.db import database as database_module
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import EngineState, claim, read_claim, read_state
+from skyrl.storage.db.fence import Fence
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.retrying_database import RetryingDatabase
+from skyrl.storage.db.sessions import sessions
+from skyrl.storage.notify.doorbell import Doorbell
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 
 LARGE = {"unknown": "x" * 200_000}

@@ -23,9 +23,9 @@ from skyrl.api.hooks import RequestIds
 from skyrl.api.http_table import HttpTable
 from skyrl.api.route import Body
 from skyrl.base.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
-from skyrl.db import keys as key_rows
-from skyrl.db.database import Database
-from skyrl.storage.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.base import NotStored, StoreError
+from skyrl.storage.db import keys as key_rows
+from skyrl.storage.db.database import Database
 
 
 class ErrorWithoutHandler(NotFound):

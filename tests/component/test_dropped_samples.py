@@ -10,11 +10,11 @@ from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db.adapter_versions import samplers
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_state_dir
-from skyrl.db.samplers import Sampler, add_sampler
-from skyrl.storage.adapters import adapter_directory, adapter_location
+from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_location
+from skyrl.storage.db.adapter_versions import samplers
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_state_dir
+from skyrl.storage.db.samplers import Sampler, add_sampler
 
 NAME = "m1@3"
 ADAPTER = AdapterVersion(NAME)

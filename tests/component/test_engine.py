@@ -19,15 +19,15 @@ from sqlalchemy import delete, update
 from skyrl.backends.base import TrainingPass
 from skyrl.base.types.kinds import SAVES, Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db import futures as rows
-from skyrl.db import retention
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.models import models
-from skyrl.db.samplers import find_sampler, samplers
-from skyrl.db.sessions import sessions
 from skyrl.engine import reclaim
-from skyrl.notify.doorbell import SESSIONS
-from skyrl.storage.directories import safe_name, scratch_in
+from skyrl.storage.checkpoint_store.directories import safe_name, scratch_in
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db import retention
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.models import models
+from skyrl.storage.db.samplers import find_sampler, samplers
+from skyrl.storage.db.sessions import sessions
+from skyrl.storage.notify.doorbell import SESSIONS
 
 
 @pytest.fixture

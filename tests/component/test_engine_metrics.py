@@ -14,9 +14,9 @@ from engine_harness import Harness, Trainer, data, harness_in, until
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.db.sizes import ACTIVE_S, sizes
 from skyrl.runtime.metrics.commands import CommandMetrics
 from skyrl.runtime.metrics.text import rendered
+from skyrl.storage.db.sizes import ACTIVE_S, sizes
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import skyrl.api.background
 from skyrl.api.server import open_services
 from skyrl.api.tokens import tenant_of_key
 from skyrl.base.wire.results import encode_json
-from skyrl.db.api_processes import processes
-from skyrl.db.database import Database
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db.api_processes import processes
+from skyrl.storage.db.database import Database
 from tests.postgres_server import ON_POSTGRES
 
 FIRST, SECOND = "tml-one", "tml-two"

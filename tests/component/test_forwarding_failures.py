@@ -35,7 +35,6 @@ from loop_clock import LoopClock
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.db.engine_state import EngineState
 from skyrl.nodes.references import NOT_STORED, STORE_AWAY
 from skyrl.sampling import client as client_module
 from skyrl.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
@@ -43,6 +42,7 @@ from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
+from skyrl.storage.db.engine_state import EngineState
 
 JOB = SampleJob(
     request_id="r1",

@@ -14,10 +14,10 @@ from sqlalchemy import delete, select, update
 
 import skyrl.api.futures
 import skyrl.api.server
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_training, publish_url
-from skyrl.db.futures import futures
-from skyrl.db.sessions import sessions
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_training, publish_url
+from skyrl.storage.db.futures import futures
+from skyrl.storage.db.sessions import sessions
 
 
 def rows(database: Database) -> list[tuple[str, str, bool]]:

@@ -14,9 +14,9 @@ from sqlalchemy import insert, select
 from skyrl import __version__
 from skyrl.api import readiness
 from skyrl.api.readiness import Readiness
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Database
-from skyrl.db.models import models
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import models
 
 
 async def test_the_root_describes_the_server_and_names_existing_paths_only(api: Api) -> None:

@@ -14,9 +14,9 @@ from sqlalchemy import event, select
 
 import skyrl.api.background
 from skyrl.api.tokens import tenant_of_key, user_urn
-from skyrl.db import keys as key_rows
-from skyrl.db.database import Database
-from skyrl.db.keys import SCOPES, ApiKey, Keys, Scope, api_keys
+from skyrl.storage.db import keys as key_rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.keys import SCOPES, ApiKey, Keys, Scope, api_keys
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

@@ -21,8 +21,6 @@ from test_forwarding_failures import JOB, WHOLE, decoded
 
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_training
 from skyrl.sampling import http as http_module
 from skyrl.sampling.answer_bound import answer_bound
 from skyrl.sampling.answer_memory import LARGE_ANSWER_BYTES, AnswerMemory
@@ -31,6 +29,8 @@ from skyrl.sampling.completion import decode_answer
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import SampleJob
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_training
 
 GIB = 2**30
 MIB = 2**20

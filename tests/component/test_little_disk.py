@@ -10,7 +10,7 @@ import pytest
 from api_harness import Api
 
 from skyrl.api.body import SMALL_BYTES
-from skyrl.storage.space import SPARE_DISK_BYTES
+from skyrl.storage.checkpoint_store.space import SPARE_DISK_BYTES
 
 
 @pytest.fixture

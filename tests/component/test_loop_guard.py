@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from blocking import SKYRL_DIRECTORY, noted_waits
 
-from skyrl.db.database import Database
+from skyrl.storage.db.database import Database
 
 SOURCE = """
 import asyncio

@@ -19,16 +19,16 @@ from sqlmodel import SQLModel
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db import engine_state
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Database
-from skyrl.db.fence import Displaced, Fence, FencedDatabase
-from skyrl.db.futures import Outcome
-from skyrl.db.models import set_model
-from skyrl.db.sessions import sessions
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.state import EngineStatePublisher
-from skyrl.notify.doorbell import SESSIONS, Doorbell
+from skyrl.storage.db import engine_state
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.models import set_model
+from skyrl.storage.db.sessions import sessions
+from skyrl.storage.notify.doorbell import SESSIONS, Doorbell
 from tests.engine_process import claim_for_tests
 from tests.postgres_server import ON_BOTH
 

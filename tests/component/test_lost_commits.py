@@ -14,10 +14,10 @@ from engine_harness import Harness, Trainer, harness_in, until
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
-from skyrl.db.database import Database
-from skyrl.db.futures import futures
-from skyrl.db.retrying_database import RetryingDatabase
-from skyrl.db.usage import usage
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import futures
+from skyrl.storage.db.retrying_database import RetryingDatabase
+from skyrl.storage.db.usage import usage
 from tests.postgres_server import ON_BOTH
 
 LOST = OperationalError("COMMIT", None, Exception("server closed the connection unexpectedly"))

@@ -12,11 +12,11 @@ from fake_upstream import FakeUpstream, error, never
 from openai_requests import DEAD, PROMPT, TOTAL, Connection, ask, complete, events, piece
 from prometheus_client import CollectorRegistry, Counter
 
-from skyrl.db import keys as key_rows
-from skyrl.db.database import Database
-from skyrl.db.engine_state import beat, publish_training
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.runtime.metrics.samples import EVENTS
+from skyrl.storage.db import keys as key_rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import beat, publish_training
 
 TENANTS = 200
 

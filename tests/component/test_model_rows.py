@@ -14,10 +14,10 @@ from api_harness import BASE, Api, Serve, session_of
 from sqlalchemy import insert, select, text
 
 from skyrl.api.tokens import tenant_of_key
-from skyrl.db import models as model_rows
-from skyrl.db.database import Database
-from skyrl.db.futures import futures
-from skyrl.db.models import models
+from skyrl.storage.db import models as model_rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import futures
+from skyrl.storage.db.models import models
 from tests.postgres_server import ON_BOTH
 
 KILLED = """
@@ -28,7 +28,7 @@ from sqlalchemy import event
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
-from skyrl.db.writer import GroupCommitWriter
+from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.runtime.processes.runtime import Runtime
 
 directory, url, session, base = sys.argv[1:]

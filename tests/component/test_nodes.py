@@ -25,9 +25,9 @@ from skyrl.nodes.cache import NodeCache
 from skyrl.nodes.middleware import MAX_BODY, StoredAdapterLoads
 from skyrl.nodes.references import key_in, reference_to
 from skyrl.nodes.settings import NodeSettings, node_environment
-from skyrl.storage.adapters import adapter_at, adapter_key, is_adapter
-from skyrl.storage.base import CheckpointStore, StoreError
-from skyrl.storage.registry import store_at
+from skyrl.storage.checkpoint_store.adapters import adapter_at, adapter_key, is_adapter
+from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
+from skyrl.storage.checkpoint_store.registry import store_at
 
 ADAPTER = AdapterVersion.of("s1:train:0", 7)
 KEY = "s1=3Atrain=3A0/named-1"

@@ -18,17 +18,17 @@ from sqlalchemy import Connection, event, func, insert, select, text
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db import adapter_versions, retention
-from skyrl.db.adapter_versions import samplers
-from skyrl.db.database import Database
-from skyrl.db.models import models
-from skyrl.db.retention import SAMPLING_SESSIONS_S, Retention
-from skyrl.db.session_ends import end_sessions
-from skyrl.db.sessions import sessions
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.reclaim import FileSweeper
-from skyrl.storage.adapters import adapter_directory
-from skyrl.storage.registry import open_store
+from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.db import adapter_versions, retention
+from skyrl.storage.db.adapter_versions import samplers
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import models
+from skyrl.storage.db.retention import SAMPLING_SESSIONS_S, Retention
+from skyrl.storage.db.session_ends import end_sessions
+from skyrl.storage.db.sessions import sessions
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 SESSIONS = 3000

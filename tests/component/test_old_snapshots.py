@@ -15,7 +15,7 @@ from sqlalchemy import update
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.wire.paths import model_id_of
-from skyrl.db.models import Model, models
+from skyrl.storage.db.models import Model, models
 
 OLD = Path(__file__).parent / "snapshot_format_2"
 TENSORS = ("adapter_model.safetensors", "optimizer.safetensors", "state.json")

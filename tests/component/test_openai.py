@@ -29,12 +29,12 @@ from openai_requests import (
 from sqlalchemy import delete, select
 
 from skyrl.api.hooks import BodyMemoryHook
-from skyrl.db import keys
-from skyrl.db import quotas as quota_rows
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_url
-from skyrl.db.futures import futures
+from skyrl.storage.db import keys
+from skyrl.storage.db import quotas as quota_rows
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_url
+from skyrl.storage.db.futures import futures
 from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 
 

@@ -39,11 +39,11 @@ from sqlalchemy import delete, select, update
 import skyrl.api.background
 import skyrl.api.server
 from skyrl.base.wire.errors import RequestError
-from skyrl.db import adapter_uses, adapter_versions
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Database
-from skyrl.db.usage import UsageKind
 from skyrl.openai.in_flight import InFlight
+from skyrl.storage.db import adapter_uses, adapter_versions
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.usage import UsageKind
 
 
 @pytest.fixture(autouse=True)

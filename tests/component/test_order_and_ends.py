@@ -22,11 +22,11 @@ from skyrl.api.services import Services
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
-from skyrl.db import futures as rows
-from skyrl.db.database import Database
-from skyrl.db.models import models
 from skyrl.engine import model_ends
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import models
 from tests.databases import make_tables
 
 BASE = "acme/base"

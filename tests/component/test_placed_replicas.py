@@ -15,12 +15,12 @@ from test_router_members import KEY, ROUTER, until, used
 
 from skyrl.api.readiness import EngineWatch
 from skyrl.base.config.modes import Modes
-from skyrl.db.database import Database
-from skyrl.db.engine_state import EngineState
-from skyrl.db.inference_servers import PlacedServer, read_servers, write_servers
 from skyrl.engine.placed_replicas import PlacedReplicas
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.router_members import RouterMembers
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import EngineState
+from skyrl.storage.db.inference_servers import PlacedServer, read_servers, write_servers
 from tests.component.router_world import RunningRouter, running_router
 from tests.databases import make_tables
 

@@ -11,7 +11,7 @@ import pytest
 from engine_harness import Trainer, harness_in
 
 from skyrl.base.types.kinds import Kind
-from skyrl.db.database import Database
+from skyrl.storage.db.database import Database
 
 AFTER_EVERY_STEP_S = 0.000_001
 COMMIT = "a synced commit"

@@ -18,12 +18,12 @@ from sqlalchemy import Connection, event, select, update
 import skyrl.api.background
 import skyrl.api.futures
 from skyrl.api.tokens import tenant_of_key
-from skyrl.db import quotas as rows
-from skyrl.db.database import Database
-from skyrl.db.futures import futures
-from skyrl.db.models import models
-from skyrl.db.runs import open_samplers
 from skyrl.quotas import account
+from skyrl.storage.db import quotas as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import futures
+from skyrl.storage.db.models import models
+from skyrl.storage.db.runs import open_samplers
 from tests.postgres_server import ON_BOTH
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")

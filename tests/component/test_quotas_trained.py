@@ -16,8 +16,8 @@ from sqlalchemy import select
 
 from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.kinds import Kind
-from skyrl.db import quotas as rows
-from skyrl.db.futures import futures
+from skyrl.storage.db import quotas as rows
+from skyrl.storage.db.futures import futures
 
 MINE = tenant_of_key(KEY)
 

@@ -19,9 +19,9 @@ import skyrl.api.futures
 from skyrl.api.app import create_app
 from skyrl.base.types.activity import EngineActivity, ModelActivity, RecoveryProgress, WaitsFor, encode_activity
 from skyrl.base.types.kinds import Kind
-from skyrl.db import engine_state
-from skyrl.db.database import Database
 from skyrl.runtime.web.server import Server
+from skyrl.storage.db import engine_state
+from skyrl.storage.db.database import Database
 from tests.e2e.sdk.matrix import isolated, versions
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")

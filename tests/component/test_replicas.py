@@ -19,8 +19,8 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
-from skyrl.storage import directories
-from skyrl.storage.local import LocalStore
+from skyrl.storage.checkpoint_store import directories
+from skyrl.storage.checkpoint_store.local import LocalStore
 
 PROXY = "http://127.0.0.1:9"
 HANGS_S = 1.0

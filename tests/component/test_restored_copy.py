@@ -17,13 +17,13 @@ from alembic import command
 from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db.adapter_versions import samplers
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Database
-from skyrl.db.migrate import _config
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
-from skyrl.storage.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.db.adapter_versions import samplers
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import _config
 from tests.postgres_server import ON_SQLITE
 
 pytestmark = ON_SQLITE

@@ -16,14 +16,14 @@ import pytest
 from sqlalchemy import Connection, func, select, update
 from sqlalchemy.dialects import postgresql
 
-from skyrl.db import database as database_module
-from skyrl.db import futures as rows
-from skyrl.db import retention
-from skyrl.db.database import Database
-from skyrl.db.futures import Outcome
-from skyrl.db.migrate import migrate
-from skyrl.db.retention import Retention
-from skyrl.db.writer import GroupCommitWriter
+from skyrl.storage.db import database as database_module
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db import retention
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.migrate import migrate
+from skyrl.storage.db.retention import Retention
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_SQLITE
 
 pytestmark = ON_SQLITE

@@ -14,13 +14,13 @@ from sqlalchemy import update
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
-from skyrl.db import run_steps
-from skyrl.db.database import Connection, Database
-from skyrl.db.models import Model, add_model
-from skyrl.db.retention import Retention
-from skyrl.db.run_steps import Step, StepSums, add_passes, end_step, history
-from skyrl.db.sessions import Sessions
-from skyrl.db.writer import GroupCommitWriter
+from skyrl.storage.db import run_steps
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.models import Model, add_model
+from skyrl.storage.db.retention import Retention
+from skyrl.storage.db.run_steps import Step, StepSums, add_passes, end_step, history
+from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 

@@ -13,12 +13,12 @@ from sqlalchemy import insert, select, update
 
 from skyrl.api.tokens import tenant_of_key, user_urn
 from skyrl.base.types.lora import LoraSpec
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.columns import lora_values
-from skyrl.db.database import Database
-from skyrl.db.models import models
-from skyrl.db.sessions import sessions
 from skyrl.futures import trace as timelines
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.columns import lora_values
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import models
+from skyrl.storage.db.sessions import sessions
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

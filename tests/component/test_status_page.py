@@ -19,15 +19,15 @@ from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.db import keys
-from skyrl.db.checkpoints import Checkpoint, put
-from skyrl.db.database import Connection, Database
-from skyrl.db.engine_state import state as engine_state
-from skyrl.db.keys import Scope
-from skyrl.db.models import models
-from skyrl.db.run_steps import StepSums, add_passes, end_step
-from skyrl.db.sessions import sessions
-from skyrl.db.usage import count_training
+from skyrl.storage.db import keys
+from skyrl.storage.db.checkpoints import Checkpoint, put
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.engine_state import state as engine_state
+from skyrl.storage.db.keys import Scope
+from skyrl.storage.db.models import models
+from skyrl.storage.db.run_steps import StepSums, add_passes, end_step
+from skyrl.storage.db.sessions import sessions
+from skyrl.storage.db.usage import count_training
 from tests.postgres_server import ON_BOTH
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}

@@ -14,15 +14,15 @@ from sqlalchemy import select
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
-from skyrl.db import futures as rows
-from skyrl.db.database import Database
-from skyrl.db.futures import Outcome
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures import settling, stored_ends
 from skyrl.futures.completions import CLONE_BLOCK, Completion, Target, TargetGone
 from skyrl.futures.store import FutureStore
 from skyrl.futures.stored_ends import StoredEnds
-from skyrl.notify.peers import PeerNotifier
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.notify.peers import PeerNotifier
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

@@ -20,9 +20,9 @@ from skyrl.nodes.files import NodeFiles
 from skyrl.nodes.references import BASE_MODEL, reference_to
 from skyrl.nodes.sidecar import KeyNeeded
 from skyrl.nodes.versions import MAX_BODY, UPDATE, StoredVersions
-from skyrl.storage.base import StoreError
-from skyrl.storage.full_weights import full_key, is_full_version
-from skyrl.storage.registry import store_at
+from skyrl.storage.checkpoint_store.base import StoreError
+from skyrl.storage.checkpoint_store.full_weights import full_key, is_full_version
+from skyrl.storage.checkpoint_store.registry import store_at
 
 ONE, TWO, THREE, FOUR = (full_key(FullWeights.of("s1:train:0", number)) for number in (1, 2, 3, 4))
 

@@ -18,18 +18,18 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db import checkpoints
-from skyrl.db.engine_state import read_state
-from skyrl.db.models import set_model
-from skyrl.db.samplers import find_sampler
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.reclaim import FileSweeper
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.nodes.references import reference_to
-from skyrl.storage.adapters import ADAPTER_FILES, adapter_key
-from skyrl.storage.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.adapters import ADAPTER_FILES, adapter_key
+from skyrl.storage.checkpoint_store.base import NotStored, StoreError
+from skyrl.storage.db import checkpoints
+from skyrl.storage.db.engine_state import read_state
+from skyrl.storage.db.models import set_model
+from skyrl.storage.db.samplers import find_sampler
 
 
 class TravellingWorld(World):

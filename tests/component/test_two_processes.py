@@ -21,18 +21,18 @@ from sqlalchemy import event, insert, select, text, update
 
 import skyrl.api.background
 import skyrl.api.build
-import skyrl.db.sessions
+import skyrl.storage.db.sessions
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
-from skyrl.db.api_processes import processes
-from skyrl.db.database import Database
-from skyrl.db.futures import SETTLE, Outcome, futures, settlement
-from skyrl.db.sessions import LONG_LOOK_S, sessions
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.sampling.ownership import MISSES, SampleOwnership
+from skyrl.storage.db.api_processes import processes
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
+from skyrl.storage.db.sessions import LONG_LOOK_S, sessions
 from tests.postgres_server import ON_BOTH
 
 pytestmark = [ON_BOTH, pytest.mark.usefixtures("drain_at_once")]
@@ -360,7 +360,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(skyrl.db.sessions, "time", SimpleNamespace(monotonic=clock.monotonic, time=time.time))
+    monkeypatch.setattr(skyrl.storage.db.sessions, "time", SimpleNamespace(monotonic=clock.monotonic, time=time.time))
     return clock
 
 

@@ -20,15 +20,15 @@ from sqlalchemy import select, update
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db import adapter_versions, quotas
-from skyrl.db import futures as rows
-from skyrl.db.adapter_versions import NEWEST, NOTICE_S, SamplerDropped, samplers
-from skyrl.db.checkpoints import checkpoint_of, checkpoints
-from skyrl.db.samplers import Sampler, Samplers, find_sampler
 from skyrl.engine import save_limits
 from skyrl.engine.reclaim import GRACE_S
-from skyrl.storage import directories
-from skyrl.storage.directories import safe_name
+from skyrl.storage.checkpoint_store import directories
+from skyrl.storage.checkpoint_store.directories import safe_name
+from skyrl.storage.db import adapter_versions, quotas
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.adapter_versions import NEWEST, NOTICE_S, SamplerDropped, samplers
+from skyrl.storage.db.checkpoints import checkpoint_of, checkpoints
+from skyrl.storage.db.samplers import Sampler, Samplers, find_sampler
 
 HOUR_S = 3600.0
 IDLE_S = 6 * HOUR_S

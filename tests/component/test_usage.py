@@ -19,14 +19,24 @@ from skyrl.api.tokens import tenant_of_key, user_urn
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db import audit
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.columns import lora_values
-from skyrl.db.database import Database
-from skyrl.db.tables import MeterRow
-from skyrl.db.usage import HOUR_S, UsageCounter, UsageKey, UsageKind, add, add_once, bucket_of, meter_storage, usage
-from skyrl.db.writer import GroupCommitWriter
-from skyrl.storage.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.db import audit
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.columns import lora_values
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.tables import MeterRow
+from skyrl.storage.db.usage import (
+    HOUR_S,
+    UsageCounter,
+    UsageKey,
+    UsageKind,
+    add,
+    add_once,
+    bucket_of,
+    meter_storage,
+    usage,
+)
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}

@@ -48,9 +48,9 @@ from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import SampleJob
-from skyrl.storage.adapters import adapter_key
-from skyrl.storage.directories import link_files
-from skyrl.storage.registry import open_store
+from skyrl.storage.checkpoint_store.adapters import adapter_key
+from skyrl.storage.checkpoint_store.directories import link_files
+from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.weights.adapters import AdapterFiles
 from tests.weight_media import World, check

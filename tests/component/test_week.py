@@ -21,21 +21,21 @@ from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.db import checkpoints as checkpoint_rows
-from skyrl.db import futures as rows
-from skyrl.db.checkpoints import Checkpoint
-from skyrl.db.columns import lora_values
-from skyrl.db.database import Database
-from skyrl.db.models import models
-from skyrl.db.retention import Retention
-from skyrl.db.samplers import Sampler, add_sampler
-from skyrl.db.session_ends import end_sessions
-from skyrl.db.sessions import sessions
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.reclaim import FileSweeper
-from skyrl.storage.adapters import adapter_directory
-from skyrl.storage.directories import safe_name
-from skyrl.storage.registry import open_store
+from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.directories import safe_name
+from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.db import checkpoints as checkpoint_rows
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.checkpoints import Checkpoint
+from skyrl.storage.db.columns import lora_values
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import models
+from skyrl.storage.db.retention import Retention
+from skyrl.storage.db.samplers import Sampler, add_sampler
+from skyrl.storage.db.session_ends import end_sessions
+from skyrl.storage.db.sessions import sessions
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_SQLITE
 
 HOUR_S = 3600.0

@@ -16,11 +16,11 @@ from sqlalchemy import update
 from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion, FullWeights
-from skyrl.db.adapter_versions import samplers
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.futures import Outcome
-from skyrl.db.models import models
-from skyrl.db.samplers import find_sampler
+from skyrl.storage.db.adapter_versions import samplers
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.models import models
+from skyrl.storage.db.samplers import find_sampler
 
 FULL = FullWeights("step-7")
 REFUSAL = "version 'step-7' of the full weights cannot be sampled from"

@@ -28,16 +28,16 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.columns import lora_values
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_training
-from skyrl.db.futures import futures
-from skyrl.db.models import models
-from skyrl.db.samplers import samplers
-from skyrl.db.sessions import sessions
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.storage.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.columns import lora_values
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_training
+from skyrl.storage.db.futures import futures
+from skyrl.storage.db.models import models
+from skyrl.storage.db.samplers import samplers
+from skyrl.storage.db.sessions import sessions
 from tests.databases import make_tables, url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

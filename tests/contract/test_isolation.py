@@ -26,16 +26,16 @@ from skyrl.api.server import open_services
 from skyrl.api.services import Services
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.db.audit import audit_events
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_training
-from skyrl.db.futures import futures
-from skyrl.db.models import models
-from skyrl.db.samplers import samplers
-from skyrl.db.sessions import sessions
 from skyrl.openai.service import Asked, OpenAIService
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db.audit import audit_events
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_training
+from skyrl.storage.db.futures import futures
+from skyrl.storage.db.models import models
+from skyrl.storage.db.samplers import samplers
+from skyrl.storage.db.sessions import sessions
 from tests.contract.strangers import (
     BASE,
     CHECKPOINT,

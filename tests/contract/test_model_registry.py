@@ -18,12 +18,12 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.db.checkpoints import Checkpoint, checkpoints, put
-from skyrl.db.database import Database
-from skyrl.db.engine_state import publish_training
-from skyrl.db.models import find_model
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.storage.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.db.checkpoints import Checkpoint, checkpoints, put
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_training
+from skyrl.storage.db.models import find_model
 from tests.databases import make_tables, url_of
 
 NAMES = ("acme/base", "acme/base-alias", "plain")

@@ -16,8 +16,8 @@ from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import model_path
-from skyrl.db.database import Database
 from skyrl.demo.server import DemoServer
+from skyrl.storage.db.database import Database
 from tests.databases import rows_in, url_of
 from tests.otlp_receiver import Collector, collector
 from tests.postgres_server import PostgresServer

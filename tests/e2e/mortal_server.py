@@ -16,8 +16,8 @@ import httpx
 import psutil
 from aiohttp import web
 
-from skyrl.db.database import Database
 from skyrl.demo.server import DemoServer
+from skyrl.storage.db.database import Database
 from tests.databases import rows_in, url_of
 from tests.servers import SLOW_START_S
 

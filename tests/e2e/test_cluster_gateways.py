@@ -12,8 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from skyrl.db.database import Database
-from skyrl.db.engine_state import read_state
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import read_state
 from tests.servers import SLOW_START_S
 
 from .mortal_server import STEP, Client, MortalServer, running, training_pass

@@ -18,11 +18,11 @@ import pytest
 import tinker
 
 from skyrl.api.tokens import tenant_of_key
-from skyrl.db.database import Database
-from skyrl.db.maintenance import backup
-from skyrl.db.migrate import migrate
 from skyrl.demo.server import DemoServer
 from skyrl.runtime.processes.ports import free_port
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.maintenance import backup
+from skyrl.storage.db.migrate import migrate
 from tests.e2e import page_programs
 from tests.e2e.conftest import cross_entropy, train, vllm_of
 from tests.e2e.page_runner import PageFailed, Terminal, run_python

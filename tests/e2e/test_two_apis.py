@@ -17,8 +17,8 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from skyrl.db.database import Database
 from skyrl.demo.server import ServerFailed
+from skyrl.storage.db.database import Database
 from tests.postgres_server import PostgresServer
 from tests.servers import SLOW_START_S
 

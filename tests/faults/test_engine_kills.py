@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyrl.storage.base import MANIFEST
+from skyrl.storage.checkpoint_store.base import MANIFEST
 from tests.e2e.mortal_server import STEP, WAIT_S, Client, MortalServer, Upstream, training_pass
 from tests.servers import ready
 

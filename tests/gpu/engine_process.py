@@ -22,7 +22,7 @@ from skyrl.backends.torch_lora import device
 from skyrl.backends.torch_lora import model as model_module
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
 from skyrl.base.types.kinds import Kind
-from skyrl.db.sessions import Session
+from skyrl.storage.db.sessions import Session
 from tests.gpu.support import REHEARSAL
 
 POISON = 666.0

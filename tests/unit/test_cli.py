@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from skyrl import __version__
 from skyrl.cli.main import app
-from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
 from skyrl.runtime.processes.ports import free_port
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import migrate
 
 HEAVY = ("torch", "transformers", "vllm", "sqlalchemy", "fastapi", "numpy")
 

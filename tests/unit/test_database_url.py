@@ -11,8 +11,8 @@ from skyrl.base.config.database_url import readable_url
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.cli.main import app
-from skyrl.db.database import Database
-from skyrl.db.urls import shown_url, sqlite_file
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.urls import shown_url, sqlite_file
 
 LEAKY = [
     "postgresql://skyrl:hush@ss/w:rd@127.0.0.1:1/skyrl",

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 
 from alembic import command
 from skyrl.cli.main import app
-from skyrl.db.database import Database
-from skyrl.db.migrate import _config, newest_revision, revision_of
 from skyrl.launcher.state_dir import lock_state_dir
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import _config, newest_revision, revision_of
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE
 
 OLDER = "0003"

@@ -28,10 +28,10 @@ from typer.testing import CliRunner, Result
 
 from alembic import command
 from skyrl.cli.main import app
-from skyrl.db.columns import WeightsText
-from skyrl.db.database import Database
-from skyrl.db.migrate import _config, migrate
 from skyrl.launcher.main import lock_state_dir
+from skyrl.storage.db.columns import WeightsText
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import _config, migrate
 from tests.postgres_server import PostgresServer
 
 EXACT = 0.1 + 0.2

@@ -1,4 +1,4 @@
-"""Rows leave skyrl/db as typed values: none of its public functions and classes has `Any` in its annotations, and the
+"""Rows leave skyrl/storage/db as typed values: none of its public functions and classes has `Any` in its annotations, and the
 modules that use them name the types of rows."""
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import skyrl.db
+import skyrl.storage.db
 
-PACKAGE = Path(skyrl.db.__file__).parent
+PACKAGE = Path(skyrl.storage.db.__file__).parent
 JSON = {"dict", "Mapping"}
 """Types whose `Any` is allowed, because `dict[str, Any]` is a JSON object."""
 OF_ROWS = {"Iterable", "Iterator", "Sequence", "frozenset", "list", "set", "tuple"}

@@ -19,8 +19,8 @@ from sqlalchemy import text
 
 from skyrl.cli import doctor
 from skyrl.cli.doctor import Check
-from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import migrate
 from skyrl.vllm_plugin import TESTED_VERSIONS
 
 Install = Callable[..., None]

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from things import ROW, ids, things
 
-from skyrl.db.database import Database
-from skyrl.db.writer import GroupCommitWriter
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.writer import GroupCommitWriter
 
 
 async def test_the_writer_goes_on_with_a_new_connection_after_a_rollback_fails(

@@ -16,14 +16,14 @@ from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.wire.errors import RequestError
-from skyrl.db import commands, retention
-from skyrl.db import futures as rows
-from skyrl.db.database import Database
-from skyrl.db.futures import Outcome
-from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures import entries, settling
 from skyrl.futures.recording import LARGE_BODY_BYTES
 from skyrl.futures.store import FutureStore
+from skyrl.storage.db import commands, retention
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

@@ -11,10 +11,10 @@ from sqlalchemy import Connection, func, insert, select
 from sqlalchemy.exc import IntegrityError, OperationalError
 from things import ROW, ids, things
 
-from skyrl.db import database as database_module
-from skyrl.db import writer as writer_module
-from skyrl.db.database import Database
-from skyrl.db.writer import GroupCommitWriter
+from skyrl.storage.db import database as database_module
+from skyrl.storage.db import writer as writer_module
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

@@ -10,9 +10,9 @@ from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import Chunk, ModelInput, SampleRequest, SamplingParams
 from skyrl.base.wire.tensors import JsonTensor
-from skyrl.db.samplers import Sampler
 from skyrl.inference.features import InferenceFeatures
 from skyrl.sampling.guards import FeatureGuard
+from skyrl.storage.db.samplers import Sampler
 
 PROMPT = ModelInput([Chunk(tokens=[1, 2])])
 ALL = InferenceFeatures(prompt_scores=True, any_temperature=True, unembed_prompt_logprobs=True)

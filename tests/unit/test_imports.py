@@ -48,7 +48,7 @@ def test_the_drawing_of_imports_is_up_to_date() -> None:
 
 
 def statements_outside_db() -> set[str]:
-    """Files outside skyrl/db that call a method of EXECUTES on a connection."""
+    """Files outside skyrl/storage/db that call a method of EXECUTES on a connection."""
     found = set()
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))

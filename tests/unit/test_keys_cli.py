@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 from skyrl.api.tokens import tenant_of_key
 from skyrl.cli.main import app
-from skyrl.db import keys as key_rows
-from skyrl.db.audit import audit_events
-from skyrl.db.database import Database
-from skyrl.db.keys import api_keys
-from skyrl.db.sessions import sessions
+from skyrl.storage.db import keys as key_rows
+from skyrl.storage.db.audit import audit_events
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.keys import api_keys
+from skyrl.storage.db.sessions import sessions
 from tests.databases import make_tables, url_of
 from tests.postgres_server import KIND, ON_SQLITE
 
@@ -210,7 +210,7 @@ def test_a_database_of_an_older_or_newer_schema_is_refused(operator: Operator) -
 
 def test_a_locked_database_is_reported_in_one_line(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     operator.create()
-    monkeypatch.setattr("skyrl.db.database.BUSY_TIMEOUT_MS", 1)
+    monkeypatch.setattr("skyrl.storage.db.database.BUSY_TIMEOUT_MS", 1)
     database = Database(url_of(operator.state_dir))
     with database.writer.begin():
         assert "lock" in refusal(operator.run("create"))

@@ -13,10 +13,10 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError, OperationalError
 from things import ROW, ids, things
 
-from skyrl.db import writer as writer_module
-from skyrl.db.database import Database
-from skyrl.db.row_connection import RowConnection, Write
-from skyrl.db.writer import LOOP_BYTES, LOOP_ROWS, GroupCommitWriter
+from skyrl.storage.db import writer as writer_module
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.row_connection import RowConnection, Write
+from skyrl.storage.db.writer import LOOP_BYTES, LOOP_ROWS, GroupCommitWriter
 
 
 @pytest.fixture

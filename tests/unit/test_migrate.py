@@ -16,9 +16,9 @@ from sqlmodel import SQLModel
 
 from alembic import command
 from skyrl.base.config.server import ConfigError
-from skyrl.db import tables  # noqa: F401  (registers the tables)
-from skyrl.db.database import Database
-from skyrl.db.migrate import DatabaseAway, SchemaError, _config, migrate
+from skyrl.storage.db import tables  # noqa: F401  (registers the tables)
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import DatabaseAway, SchemaError, _config, migrate
 from tests.postgres_server import ON_BOTH, PostgresServer
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from skyrl.base.types.ids import new_request_id, new_session_id
 from skyrl.base.wire.paths import sampling_session_id_of
-from skyrl.notify.doorbell import SESSIONS, STATE, Doorbell, DoorbellListener
-from skyrl.notify.notifier import Notifier
-from skyrl.notify.peers import PeerNotices, PeerNotifier
+from skyrl.storage.notify.doorbell import SESSIONS, STATE, Doorbell, DoorbellListener
+from skyrl.storage.notify.notifier import Notifier
+from skyrl.storage.notify.peers import PeerNotices, PeerNotifier
 
 LONG_S = 60.0
 

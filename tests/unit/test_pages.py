@@ -15,7 +15,7 @@ import typer
 
 from skyrl.base.config.loading import load_config
 from skyrl.cli.main import app
-from skyrl.db.migrate import newest_revision
+from skyrl.storage.db.migrate import newest_revision
 from tests.nginx import NEEDS_NGINX, write_configuration
 from tests.pages import OUTPUT, PROGRAMS, RUN_PAGES, SETTINGS, SHELL, Block, blocks_of, commands_in
 

@@ -15,10 +15,10 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.db.database import Database
-from skyrl.db.migrate import migrate
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.migrate import migrate
 from tests.log_lines import logged_lines
 
 

@@ -13,11 +13,11 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
-from skyrl.db.database import Database
-from skyrl.db.futures import RECORD, SETTLE_SAMPLE, Outcome, futures, settlement
-from skyrl.db.row_statement import ROW_BYTES, SIZES, STATEMENT_BYTES, RowStatement, _size_for
-from skyrl.db.tables import FutureRow
-from skyrl.db.writer import GroupCommitWriter
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import RECORD, SETTLE_SAMPLE, Outcome, futures, settlement
+from skyrl.storage.db.row_statement import ROW_BYTES, SIZES, STATEMENT_BYTES, RowStatement, _size_for
+from skyrl.storage.db.tables import FutureRow
+from skyrl.storage.db.writer import GroupCommitWriter
 
 COLUMNS = [column.key for column in futures.columns]
 COUNTS = [1, 2, 3, 5, 64, 70, 200, 257, 600]

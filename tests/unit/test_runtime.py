@@ -10,9 +10,9 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.db.faults import outage
 from skyrl.runtime.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
 from skyrl.runtime.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
+from skyrl.storage.db.faults import outage
 
 
 def test_a_process_reads_the_servers_settings_and_its_own_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

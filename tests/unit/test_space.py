@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 
 from skyrl.base.types.command import Command
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.db.futures import Outcome
 from skyrl.engine.failures import failed
-from skyrl.storage import space
-from skyrl.storage.base import StoreError
-from skyrl.storage.space import SPARE_DISK_BYTES, is_full_disk, shortage, watch_disk
+from skyrl.storage.checkpoint_store import space
+from skyrl.storage.checkpoint_store.base import StoreError
+from skyrl.storage.checkpoint_store.space import SPARE_DISK_BYTES, is_full_disk, shortage, watch_disk
+from skyrl.storage.db.futures import Outcome
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_missing_directory_is_described(tmp_path: Path) -> None:
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The messages of `skyrl.storage.space`. SDK clients of other tests may log at any time."""
+    """The messages of `skyrl.storage.checkpoint_store.space`. SDK clients of other tests may log at any time."""
     return [record.getMessage() for record in caplog.records if record.name == space.__name__]
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.kinds import Kind
-from skyrl.db.commands import PendingCommand
 from skyrl.sampling.progress import SampleProgress, SampleWait
 from skyrl.standing.commands import of_command
 from skyrl.standing.samples import of_colocated, of_elsewhere, of_forwarded
 from skyrl.standing.standing import duration
+from skyrl.storage.db.commands import PendingCommand
 
 NOW = 1_000.0
 PASS, STEP = Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP

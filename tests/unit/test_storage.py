@@ -19,13 +19,13 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.storage import objects
-from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
-from skyrl.storage.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
-from skyrl.storage.directories import atomic_directory, fetch, id_of, link_tree, remove, safe_name
-from skyrl.storage.local import LocalStore
-from skyrl.storage.object_errors import readable_error
-from skyrl.storage.registry import open_store
+from skyrl.storage.checkpoint_store import objects
+from skyrl.storage.checkpoint_store.archive import Member, gzip_size, gzip_stored, tar, tar_size
+from skyrl.storage.checkpoint_store.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
+from skyrl.storage.checkpoint_store.directories import atomic_directory, fetch, id_of, link_tree, remove, safe_name
+from skyrl.storage.checkpoint_store.local import LocalStore
+from skyrl.storage.checkpoint_store.object_errors import readable_error
+from skyrl.storage.checkpoint_store.registry import open_store
 
 KEY = f"{safe_name('s1:train:0')}/name-0123"
 LARGE = os.urandom(11 * 2**20 + 7)

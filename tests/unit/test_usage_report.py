@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from skyrl.api.usage_table import as_csv
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.cli.main import app
-from skyrl.db import usage_report
-from skyrl.db.database import Database
-from skyrl.db.usage import UsageKey, UsageKind, add, bucket_of, sample_amounts
-from skyrl.db.usage_report import UsageLine, last_days, report
+from skyrl.storage.db import usage_report
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.usage import UsageKey, UsageKind, add, bucket_of, sample_amounts
+from skyrl.storage.db.usage_report import UsageLine, last_days, report
 from tests.databases import make_tables, url_of
 from tests.postgres_server import ON_BOTH
 

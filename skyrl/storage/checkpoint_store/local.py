@@ -1,0 +1,100 @@
+"""The checkpoint store in a local or mounted directory: `<root>/<group>/<name>/`. A rename makes a directory appear at
+once with all its files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from skyrl.storage.checkpoint_store.base import MANIFEST, OWNER, NotStored, StoredKey, StoreError, manifest_of
+from skyrl.storage.checkpoint_store.directories import atomic_directory, is_scratch, link_files, remove, sizes_of
+
+CHUNK_BYTES = 2**20
+
+
+class LocalStore:
+    """A copy shares the bytes of its source if the file system has hard links."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @contextlib.contextmanager
+    def writing(self, key: str) -> Iterator[Path]:
+        remove(self._root / key)
+        with atomic_directory(self._root / key) as directory:
+            yield directory
+            (directory / MANIFEST).write_bytes(manifest_of(sizes_of(directory)))
+
+    @contextlib.contextmanager
+    def reading(self, key: str) -> Iterator[Path]:
+        yield self._existing(key)
+
+    def copy(self, source: str, key: str) -> None:
+        with self.reading(source) as directory, self.writing(key) as scratch:
+            link_files(directory, scratch)
+
+    def files(self, key: str) -> dict[str, int]:
+        return sizes_of(self._existing(key))
+
+    def stream(self, key: str, file: str) -> Iterator[bytes]:
+        try:
+            stream = (self._existing(key) / file).open("rb")
+        except FileNotFoundError as error:
+            raise NotStored(f"{key} has no file {file!r}") from error
+
+        def pieces() -> Iterator[bytes]:
+            with stream:
+                while piece := stream.read(CHUNK_BYTES):
+                    yield piece
+
+        return pieces()
+
+    def sign(self, key: str, expires_in_s: float) -> dict[str, str] | None:
+        return None
+
+    def delete(self, key: str) -> None:
+        remove(self._root / key)
+
+    def stored(self) -> list[StoredKey]:
+        keys = []
+        for group in _directories(self._root):
+            for path in _directories(group):
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    if not is_scratch(path):
+                        keys.append(StoredKey(f"{group.name}/{path.name}", path.stat().st_mtime))
+        return keys
+
+    def remove_leftovers(self, before: float) -> None:
+        for parent in (self._root, *_directories(self._root)):
+            for path in _directories(parent):
+                with contextlib.suppress(FileNotFoundError):
+                    if is_scratch(path) and path.stat().st_mtime < before:
+                        remove(path)
+
+    def claim(self, owner: str, instead_of: str | None = None) -> str:
+        file = self._root / OWNER
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            if instead_of is not None and file.exists() and file.read_text() == instead_of:
+                file.unlink()
+            with file.open("x") as stream:
+                stream.write(owner)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except FileExistsError:
+            return file.read_text()
+        except OSError as error:
+            raise StoreError(f"{file}: {error.strerror}") from error
+        return owner
+
+    def _existing(self, key: str) -> Path:
+        path = self._root / key
+        if not path.is_dir():
+            raise NotStored(f"{key} is not stored in {self._root}")
+        return path
+
+
+def _directories(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []

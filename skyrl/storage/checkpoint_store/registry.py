@@ -1,0 +1,54 @@
+"""Opens the checkpoint store of a configuration. Imports the library for object stores only if one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.runtime.metrics.storage import TrafficMetrics
+from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
+from skyrl.storage.checkpoint_store.counting import CountingStore
+from skyrl.storage.checkpoint_store.local import LocalStore
+
+
+def local_directory(config: ServerConfig) -> Path | None:
+    """The local directory of the store; None for an object store."""
+    url = config.checkpoint_store
+    if url is None:
+        return config.checkpoints_dir
+    return _path_of(url) if url.startswith("file:") else None
+
+
+def open_store(config: ServerConfig, traffic: TrafficMetrics | None = None) -> CheckpointStore:
+    """The store; with `traffic`, its bytes are counted. Raises ConfigError for a wrong URL or wrong options. Does not
+    read from or write to the store yet."""
+    store = _open(config)
+    return store if traffic is None else CountingStore(store, traffic)
+
+
+def store_url(config: ServerConfig) -> str:
+    """The URL of the store; for the store in the state directory, that of its directory."""
+    return config.checkpoint_store or config.checkpoints_dir.as_uri()
+
+
+def store_at(url: str, options: Mapping[str, str], scratch: Path) -> CheckpointStore:
+    """The store at a URL as `checkpoint_store` has it. `scratch` is for files on their way to or from an object store.
+    Raises StoreError for a wrong URL or wrong options."""
+    if url.startswith("file:"):
+        return LocalStore(_path_of(url))
+    from skyrl.storage.checkpoint_store.objects import ObjectStore
+
+    return ObjectStore(url, options, scratch)
+
+
+def _open(config: ServerConfig) -> CheckpointStore:
+    try:
+        return store_at(store_url(config), config.checkpoint_store_options, config.state_dir / "scratch")
+    except StoreError as error:
+        raise ConfigError(f"checkpoint_store: {error}") from error
+
+
+def _path_of(url: str) -> Path:
+    return Path(unquote(urlsplit(url).path))

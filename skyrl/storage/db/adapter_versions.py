@@ -1,0 +1,176 @@
+"""Statements about adapter versions: which are needed, which are idle, and how many bytes they take.
+
+A checkpoint, an open sampling session, a running sample or an OpenAI request (`adapter_uses`) needs its version. A
+version without a checkpoint is dropped when nobody has sampled from it for some time: its sampling session gets the
+status `dropped`, and later its files are deleted. Does not know which files exist and which versions vLLM has loaded;
+`skyrl.engine.sweeping` does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, delete, func, literal_column, select, union_all, update
+
+from skyrl.base.types.weights import AdapterVersion, WeightsRef
+from skyrl.base.wire.errors import NotFound
+from skyrl.storage.db.adapter_uses import uses
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.futures import MAX_NAMED, futures
+from skyrl.storage.db.tables import ModelRow, SamplingSessionRow, SessionRow
+
+samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
+_models: Any = ModelRow.__table__  # type: ignore[attr-defined]
+_sessions: Any = SessionRow.__table__  # type: ignore[attr-defined]
+
+NEWEST = 4
+"""How many of the newest versions of each model are never dropped."""
+NOTICE_S = 30.0
+"""How long after a version is dropped it may be unloaded. Until then API processes learn of the drop, and samples that
+they have accepted before end."""
+
+# The values are literals and no parameters, because SQLite uses a partial index only if the query's text implies the
+# condition of the index.
+OPEN = samplers.c.status == literal_column("'active'")
+OPEN_ADAPTER = OPEN & (samplers.c.weights != literal_column("'base'"))
+_DROPPED = samplers.c.status == literal_column("'dropped'")
+_PENDING = futures.c.status == literal_column("'pending'")
+
+
+class SamplerDropped(NotFound):
+    """The adapter of a sampling session has been dropped."""
+
+    def __init__(self, sampling_session_id: str, *, field: str = "sampling_session_id") -> None:
+        super().__init__(dropped_sentence(sampling_session_id), field=field)
+
+
+def dropped_sentence(sampling_session_id: str) -> str:
+    return (
+        f"the weights of sampling session {sampling_session_id!r} have been deleted: no checkpoint holds them, nobody "
+        "had sampled from them for long, and their model has newer ones. Save the weights again, or save them with a "
+        "name, which keeps them"
+    )
+
+
+def held(connection: Connection, now: float) -> set[WeightsRef]:
+    """Versions that a checkpoint, an open sampling session or an OpenAI request needs, or that were dropped less than
+    NOTICE_S ago."""
+    queries = (
+        select(samplers.c.weights).where(OPEN_ADAPTER),
+        select(samplers.c.weights).where(_DROPPED, samplers.c.closed_at > now - NOTICE_S),
+        select(checkpoints.c.weights).where(checkpoints.c.weights.is_not(None)),
+        select(uses.c.weights).where(uses.c.used_until > now),
+    )
+    return set(connection.execute(union_all(*queries)).scalars())
+
+
+def in_use(connection: Connection, used_since: float, limit: int) -> list[AdapterVersion]:
+    """At most `limit` versions of open sampling sessions with samples since `used_since`, the last used first."""
+    query = (
+        select(samplers.c.weights)
+        .where(OPEN_ADAPTER, samplers.c.last_used_at >= used_since)
+        .group_by(samplers.c.weights)
+        .order_by(func.max(samplers.c.last_used_at).desc(), samplers.c.weights)
+    )
+    found = connection.execute(query).scalars()
+    return list(islice((weights for weights in found if isinstance(weights, AdapterVersion)), limit))
+
+
+def sampled_now(connection: Connection, versions: Collection[AdapterVersion]) -> set[WeightsRef]:
+    """The versions among `versions` (at most MAX_NAMED) that have pending samples."""
+    query = (
+        select(samplers.c.weights)
+        .join(futures, futures.c.sampling_session_id == samplers.c.id)
+        .where(samplers.c.weights.in_(versions), _PENDING)
+    )
+    return set(connection.execute(query).scalars()) if versions else set()
+
+
+def _unsaved() -> ColumnElement[bool]:
+    """The condition that no checkpoint has the weights of a sampling session: they were saved without a name, or the
+    checkpoint was deleted."""
+    return ~select(checkpoints.c.id).where(checkpoints.c.weights == samplers.c.weights).exists()
+
+
+def not_saved(connection: Connection) -> list[AdapterVersion]:
+    """The versions of open sampling sessions that no checkpoint has."""
+    query = select(samplers.c.weights).where(OPEN_ADAPTER, _unsaved()).distinct()
+    return [weights for weights in connection.execute(query).scalars() if isinstance(weights, AdapterVersion)]
+
+
+def idle(connection: Connection, used_before: float) -> list[str]:
+    """Ids of open sampling sessions, at most MAX_NAMED, whose version is to be dropped: no checkpoint has it, nobody
+    has sampled from it since `used_before`, and it is not among its model's newest."""
+    query = select(samplers.c.id, samplers.c.weights).where(
+        OPEN_ADAPTER, samplers.c.last_used_at < used_before, _unsaved()
+    )
+    found = [(row.id, row.weights) for row in connection.execute(query) if isinstance(row.weights, AdapterVersion)]
+    newest = _newest_versions(connection, {version.model_id for _, version in found})
+    old = [
+        sampler_id
+        for sampler_id, version in found
+        if version.number <= newest.get(version.model_id, version.number) - NEWEST
+    ]
+    return old[:MAX_NAMED]
+
+
+def _newest_versions(connection: Connection, model_ids: Iterable[str]) -> dict[str, int]:
+    ids, newest = sorted(model_ids), {}
+    for start in range(0, len(ids), MAX_NAMED):
+        named = select(_models.c.id, _models.c.sampler_version).where(_models.c.id.in_(ids[start : start + MAX_NAMED]))
+        newest |= {row.id: row.sampler_version for row in connection.execute(named)}
+    return newest
+
+
+def drop(connection: Connection, sampler_ids: Sequence[str], used_before: float) -> list[WeightsRef]:
+    """Mark sampling sessions as dropped, and return their weights.
+
+    A sampling session stays open if it was used meanwhile or has a pending sample. No sample can be recorded during
+    this, because write transactions run one at a time."""
+    running = select(futures.c.n).where(futures.c.sampling_session_id == samplers.c.id, _PENDING)
+    dropped = (
+        update(samplers)
+        .where(samplers.c.id.in_(sampler_ids), OPEN, samplers.c.last_used_at < used_before, ~running.exists())
+        .values(status="dropped", closed_at=time.time())
+        .returning(samplers.c.weights)
+    )
+    return list(connection.execute(dropped).scalars()) if sampler_ids else []
+
+
+def dropped_since(connection: Connection, since: float) -> list[str]:
+    """Ids of sampling sessions that were dropped after `since`."""
+    return list(connection.execute(select(samplers.c.id).where(_DROPPED, samplers.c.closed_at > since)).scalars())
+
+
+def note_uses(connection: Connection, sampler_ids: Collection[str], at: float) -> None:
+    """Store when these sampling sessions were last used."""
+    ids = sorted(sampler_ids)
+    for start in range(0, len(ids), MAX_NAMED):
+        named = samplers.c.id.in_(ids[start : start + MAX_NAMED])
+        connection.execute(update(samplers).where(named, OPEN).values(last_used_at=at))
+
+
+def unsaved_bytes(connection: Connection, tenant: str | None = None) -> dict[str, int]:
+    """By tenant: the bytes of versions that open sampling sessions need and no checkpoint has. With `tenant`, only of
+    that tenant."""
+    wanted = OPEN_ADAPTER if tenant is None else OPEN_ADAPTER & (samplers.c.tenant == tenant)
+    versions = (
+        select(samplers.c.tenant, func.max(samplers.c.size_bytes).label("size"))
+        .where(wanted, _unsaved())
+        .group_by(samplers.c.tenant, samplers.c.weights)
+        .subquery()
+    )
+    query = select(versions.c.tenant, func.sum(versions.c.size).label("total")).group_by(versions.c.tenant)
+    return {row.tenant: int(row.total or 0) for row in connection.execute(query)}
+
+
+def forget_closed(connection: Connection, closed_before: float, limit: int) -> int:
+    """Delete at most `limit` rows of sampling sessions that closed before `closed_before`, if their session has ended.
+    Returns the number of deleted rows."""
+    living = select(_sessions.c.id).where(_sessions.c.id == samplers.c.session_id, _sessions.c.status == "active")
+    old = select(samplers.c.id).where(samplers.c.closed_at < closed_before, ~living.exists())
+    old = old.order_by(samplers.c.closed_at).limit(limit)
+    return connection.execute(delete(samplers).where(samplers.c.id.in_(old))).rowcount

@@ -1,0 +1,58 @@
+"""The audit log: events on a tenant's checkpoints, projects and keys. Events are added and never changed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, insert, select
+
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.tables import AuditEventRow
+from skyrl.storage.db.writer import GroupCommitWriter
+
+audit_events = AuditEventRow.__table__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEvent:
+    """One event. `at` is in seconds since the epoch. `event` and `details` are as in `record`."""
+
+    at: float
+    event: str
+    details: dict[str, Any]
+
+
+def record(connection: Connection, tenant: str, event: str, **details: Any) -> None:
+    """Add an event in the transaction that makes the change.
+
+    `event` is `<resource>_<action>` (`checkpoint_created`). `details` are JSON values. An event on a checkpoint has
+    `tinker_path` and `model_id` among them.
+    """
+    values = {"at": time.time(), "tenant": tenant, "event": event, "details": details}
+    connection.execute(insert(audit_events), values)
+
+
+class Audit:
+    """The audit log in an API process."""
+
+    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+        self._database = database
+        self._writer = writer
+
+    async def record(self, tenant: str, event: str, **details: Any) -> None:
+        """`record` in a transaction of its own, for an action that changes no row."""
+        await self._writer.transact(lambda connection: record(connection, tenant, event, **details))
+
+    async def between(self, tenant: str, start: float, end: float, resource: str | None = None) -> list[AuditEvent]:
+        """A tenant's events in [start, end), oldest first. With `resource` (`checkpoint`, `project`), only the events
+        on that resource."""
+        columns = audit_events.c.at, audit_events.c.event, audit_events.c.details
+        query = select(*columns).where(
+            audit_events.c.tenant == tenant, audit_events.c.at >= start, audit_events.c.at < end
+        )
+        if resource is not None:
+            query = query.where(audit_events.c.event.startswith(f"{resource}_", autoescape=True))
+        query = query.order_by(audit_events.c.at, audit_events.c.id)
+        return await self._database.read_async(lambda c: [AuditEvent(*row) for row in c.execute(query)])

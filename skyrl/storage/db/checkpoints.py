@@ -1,0 +1,231 @@
+"""Checkpoints: what was saved under a name, under which key its files are stored, and which tenants may see it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Executable, Select, and_, delete, func, insert, or_, select, update
+
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import WeightsRef
+from skyrl.base.wire.paths import KINDS, CheckpointKind, TinkerPath
+from skyrl.storage.db import audit
+from skyrl.storage.db.columns import lora_of, lora_values
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.tables import CheckpointRow
+from skyrl.storage.db.writer import GroupCommitWriter
+
+checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
+
+
+def _at(path: TinkerPath) -> ColumnElement[bool]:
+    return and_(
+        checkpoints.c.model_id == path.model_id,
+        checkpoints.c.kind == path.kind,
+        checkpoints.c.name == path.name,
+    )
+
+
+def _live() -> ColumnElement[bool]:
+    return or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > time.time())
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A named save of a model.
+
+    Its files are in the checkpoint store under `store_key`; None for sampler weights that an early version of skyrl has
+    saved, until the engine puts them there. `weights` is what samplers of this checkpoint sample from; None where
+    nobody can sample from it. Times are in seconds since the epoch.
+    """
+
+    path: TinkerPath
+    tenant: str
+    store_key: str | None
+    weights: WeightsRef | None
+    base_model: str
+    lora: LoraSpec
+    size_bytes: int
+    public: bool
+    user_metadata: dict[str, Any] | None
+    created_at: float
+    expires_at: float | None
+
+    @property
+    def is_expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= time.time()
+
+
+def checkpoint_of(row: Any) -> Checkpoint:
+    """From a row of the table."""
+    return Checkpoint(
+        path=TinkerPath(row.model_id, row.kind, row.name),
+        tenant=row.tenant,
+        store_key=row.store_key,
+        weights=row.weights,
+        base_model=row.base_model,
+        lora=lora_of(row),
+        size_bytes=row.size_bytes,
+        public=row.public,
+        user_metadata=row.user_metadata,
+        created_at=row.created_at,
+        expires_at=row.expires_at,
+    )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which live checkpoints a list shows: a tenant's own, or also those that other tenants have published; of which
+    kinds."""
+
+    published: bool = False
+    kinds: tuple[CheckpointKind, ...] = KINDS
+
+    def by(self, tenant: str) -> ColumnElement[bool]:
+        mine = checkpoints.c.tenant == tenant
+        whose = mine | checkpoints.c.public.is_(True) if self.published else mine
+        return and_(whose, checkpoints.c.kind.in_(self.kinds), _live())
+
+
+def _first(connection: Connection, query: Select[Any]) -> Checkpoint | None:
+    row = connection.execute(query).first()
+    return None if row is None else checkpoint_of(row)
+
+
+def _all(connection: Connection, query: Select[Any]) -> list[Checkpoint]:
+    return [checkpoint_of(row) for row in connection.execute(query)]
+
+
+def find_checkpoint(connection: Connection, path: TinkerPath, tenant: str) -> Checkpoint | None:
+    """The checkpoint, if it is the tenant's own or public, and has not expired."""
+    visible = or_(checkpoints.c.tenant == tenant, checkpoints.c.public)
+    return _first(connection, select(checkpoints).where(_at(path), visible, _live()))
+
+
+def stored_at(connection: Connection, path: TinkerPath) -> Checkpoint | None:
+    """The checkpoint of this name, whichever tenant's it is, expired or not."""
+    return _first(connection, select(checkpoints).where(_at(path)))
+
+
+def put(connection: Connection, checkpoint: Checkpoint, copy_key: str | None = None) -> None:
+    """Insert a row, or replace the one of that name. The files of a replaced one are swept later. `copy_key`: see
+    `skyrl.storage.db.tables`."""
+    connection.execute(delete(checkpoints).where(_at(checkpoint.path)))
+    values = {
+        "tenant": checkpoint.tenant,
+        "model_id": checkpoint.path.model_id,
+        "kind": checkpoint.path.kind,
+        "name": checkpoint.path.name,
+        "store_key": checkpoint.store_key,
+        "weights": checkpoint.weights,
+        "copy_key": copy_key,
+        "base_model": checkpoint.base_model,
+        **lora_values(checkpoint.lora),
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "user_metadata": checkpoint.user_metadata,
+        "created_at": checkpoint.created_at,
+        "expires_at": checkpoint.expires_at,
+    }
+    connection.execute(insert(checkpoints), values)
+
+
+def pop_expired(connection: Connection, now: float) -> list[Checkpoint]:
+    """Delete the rows of checkpoints that have expired. Returns them, so that their files are deleted too."""
+    expired = select(checkpoints).where(checkpoints.c.expires_at <= now)
+    rows = list(connection.execute(expired))
+    gone = [checkpoint_of(row) for row in rows]
+    for checkpoint in gone:
+        path = checkpoint.path
+        audit.record(connection, checkpoint.tenant, "checkpoint_expired", tinker_path=str(path), model_id=path.model_id)
+    if rows:
+        connection.execute(delete(checkpoints).where(checkpoints.c.id.in_([row.id for row in rows])))
+    return gone
+
+
+def store_keys(connection: Connection) -> set[str]:
+    """The keys in the checkpoint store of all checkpoints."""
+    held = select(checkpoints.c.store_key).where(checkpoints.c.store_key.is_not(None))
+    return set(connection.execute(held).scalars())
+
+
+def store_key_of(connection: Connection, weights: WeightsRef) -> str | None:
+    """The key of a checkpoint that holds these weights; None when no checkpoint does."""
+    holding = select(checkpoints.c.store_key).where(
+        checkpoints.c.weights == weights, checkpoints.c.store_key.is_not(None)
+    )
+    return connection.execute(holding.limit(1)).scalar()
+
+
+class Checkpoints:
+    """What the API does with saved checkpoints. Changes are recorded in the audit log of their owner."""
+
+    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+        self._database = database
+        self._writer = writer
+
+    async def find(self, path: TinkerPath, tenant: str) -> Checkpoint | None:
+        """As `find_checkpoint`."""
+        return await self._database.read_async(lambda c: find_checkpoint(c, path, tenant))
+
+    async def live(self, path: TinkerPath) -> Checkpoint | None:
+        """The checkpoint if it has not expired, whichever tenant's it is. For callers who prove in another way that
+        they may read it."""
+        query = select(checkpoints).where(_at(path), _live())
+        return await self._database.read_async(lambda c: _first(c, query))
+
+    async def store_key_of(self, weights: WeightsRef) -> str | None:
+        """As the function `store_key_of`."""
+        return await self._database.read_async(lambda c: store_key_of(c, weights))
+
+    async def of_model(self, model_id: str, tenant: str, seen: Seen) -> list[Checkpoint]:
+        """A model's live checkpoints, oldest first."""
+        query = select(checkpoints).where(checkpoints.c.model_id == model_id, seen.by(tenant))
+        return await self._database.read_async(lambda c: _all(c, query.order_by(checkpoints.c.created_at)))
+
+    async def latest(self, model_ids: list[str], tenant: str, seen: Seen) -> list[Checkpoint]:
+        """The newest live checkpoint of each kind of these models."""
+        ranked = (
+            select(
+                checkpoints,
+                func.row_number()
+                .over(
+                    partition_by=(checkpoints.c.model_id, checkpoints.c.kind),
+                    order_by=(checkpoints.c.created_at.desc(), checkpoints.c.id.desc()),
+                )
+                .label("rank"),
+            )
+            .where(checkpoints.c.model_id.in_(model_ids), seen.by(tenant))
+            .subquery()
+        )
+        return await self._database.read_async(lambda c: _all(c, select(ranked).where(ranked.c.rank == 1)))
+
+    async def page(self, tenant: str, limit: int, offset: int, seen: Seen) -> tuple[list[Checkpoint], int]:
+        """Live checkpoints, newest first, and how many there are."""
+        order = (checkpoints.c.created_at.desc(), checkpoints.c.id.desc())
+        query = select(checkpoints).where(seen.by(tenant)).order_by(*order).limit(limit).offset(offset)
+        count = select(func.count()).select_from(checkpoints).where(seen.by(tenant))
+        return await self._database.read_async(lambda c: (_all(c, query), c.execute(count).scalar_one()))
+
+    async def change(self, path: TinkerPath, tenant: str, event: str, details: dict[str, Any], **values: Any) -> bool:
+        """Update columns (public, expires_at); False if the tenant has no such checkpoint."""
+        statement = update(checkpoints).where(_at(path), checkpoints.c.tenant == tenant, _live()).values(**values)
+        return await self._transact(statement, path, tenant, event, details)
+
+    async def delete(self, path: TinkerPath, tenant: str) -> bool:
+        """Clients no longer find it; the engine deletes the files later. False if the tenant has no such checkpoint."""
+        statement = delete(checkpoints).where(_at(path), checkpoints.c.tenant == tenant, _live())
+        return await self._transact(statement, path, tenant, "checkpoint_deleted", {})
+
+    async def _transact(
+        self, statement: Executable, path: TinkerPath, tenant: str, event: str, details: dict[str, Any]
+    ) -> bool:
+        def change(connection: Connection) -> bool:
+            if connection.execute(statement).rowcount == 0:
+                return False
+            audit.record(connection, tenant, event, tinker_path=str(path), model_id=path.model_id, **details)
+            return True
+
+        return await self._writer.transact(change)

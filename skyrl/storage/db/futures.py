@@ -1,0 +1,248 @@
+"""Statements on the futures table: record, find and settle requests. One row is one request.
+
+To settle a request is to store its outcome. The first outcome of a request stays. `skyrl.storage.db.commands` has the
+statements by which the engine reads its commands from the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    and_,
+    bindparam,
+    insert,
+    literal_column,
+    null,
+    select,
+    update,
+)
+
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.errors import ErrorCategory
+from skyrl.storage.db.ended_at import ENDED_AT_OF_MANY, EndedAt
+from skyrl.storage.db.row_statement import RowStatement
+from skyrl.storage.db.tables import FutureRow
+
+futures = FutureRow.__table__  # type: ignore[attr-defined]
+
+_RECORDED = (
+    futures.c.id,
+    futures.c.kind,
+    futures.c.tenant,
+    futures.c.session_id,
+    futures.c.model_id,
+    futures.c.seq_id,
+    futures.c.sampling_session_id,
+    futures.c.sample_seq_id,
+    futures.c.digest,
+    futures.c.body,
+    futures.c.body_format,
+    futures.c.status,
+    futures.c.created_at,
+    futures.c.owner,
+    futures.c.not_before,
+    futures.c.trace,
+)
+_RECORDED_NAMES = ", ".join(column.key for column in _RECORDED)
+RECORD = RowStatement(
+    insert(futures).values({column: bindparam(column.key) for column in _RECORDED}),
+    many=f"INSERT INTO futures ({_RECORDED_NAMES}) SELECT {_RECORDED_NAMES} FROM given WHERE id IS NOT NULL",
+    long=("body",),
+)
+"""Adds one row. The parameters are the columns of a request that is not settled."""
+
+SETTLE = (
+    update(futures)
+    .where(futures.c.id == bindparam("request_id"), futures.c.status == literal_column("'pending'"))
+    .values(
+        status=bindparam("new_status"),
+        result=bindparam("new_result"),
+        result_format=bindparam("new_result_format"),
+        error=bindparam("new_error"),
+        error_category=bindparam("new_error_category"),
+        completed_at=EndedAt(bindparam("new_completed_at", type_=Float())),
+    )
+)
+"""Stores one outcome. `settlement` makes the parameters. Does nothing if the row is deleted or settled already."""
+
+SETTLE_SAMPLE = RowStatement(
+    SETTLE.values(body=null()),
+    many=f"UPDATE futures SET status = new_status, body = NULL, result = new_result, "
+    "result_format = new_result_format, error = new_error, error_category = new_error_category, "
+    f"completed_at = {ENDED_AT_OF_MANY} FROM given WHERE futures.id = request_id AND +futures.status = 'pending'",
+    rising="new_completed_at",
+    first_of="request_id",
+    long=("new_result", "new_error"),
+)
+"""SETTLE for a forwarded sample. Deletes the body, too, which is not needed any more. (The plus keeps SQLite from
+looking for pending rows by their status: it shall look for each given row by its id.)"""
+
+MAX_NAMED = 500
+"""The most ids in one query."""
+
+
+# Every sample makes one. As a frozen dataclass that would take three times as long.
+class Outcome(msgspec.Struct, frozen=True):
+    """How a request ended: a result with its format, or an error with its category. In an error the character U+0000 is
+    replaced by `\\0`, because PostgreSQL stores no text that contains it."""
+
+    result: bytes = b""
+    result_format: str = "json"
+    error: str | None = None
+    error_category: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.error is not None and "\0" in self.error:
+            msgspec.structs.force_setattr(self, "error", self.error.replace("\0", "\\0"))
+
+
+SESSION_ENDED = Outcome(error="the session has ended", error_category=ErrorCategory.USER)
+"""The outcome of requests that are pending when their session finishes or expires."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFuture:
+    """A recorded request without its body. `outcome` is None while the request is pending."""
+
+    id: str
+    kind: str
+    tenant: str
+    session_id: str
+    digest: bytes
+    sampling_session_id: str | None
+    sample_seq_id: int | None
+    owner: str | None
+    outcome: Outcome | None
+
+
+def settlement(request_id: str, outcome: Outcome, now: float) -> dict[str, Any]:
+    """The parameters of SETTLE and SETTLE_SAMPLE. `now` is in seconds since the epoch."""
+    return {
+        "request_id": request_id,
+        "new_status": "done" if outcome.error is None else "failed",
+        "new_result": outcome.result if outcome.error is None else None,
+        "new_result_format": outcome.result_format,
+        "new_error": outcome.error,
+        "new_error_category": outcome.error_category,
+        "new_completed_at": now,
+    }
+
+
+_STORED = (
+    futures.c.id,
+    futures.c.kind,
+    futures.c.tenant,
+    futures.c.session_id,
+    futures.c.digest,
+    futures.c.sampling_session_id,
+    futures.c.sample_seq_id,
+    futures.c.owner,
+    futures.c.status,
+    futures.c.result,
+    futures.c.result_format,
+    futures.c.error,
+    futures.c.error_category,
+)
+
+
+def _stored(row: Any) -> StoredFuture:
+    outcome = None
+    if row.status != "pending":
+        outcome = Outcome(row.result or b"", row.result_format or "json", row.error, row.error_category)
+    return StoredFuture(
+        row.id,
+        row.kind,
+        row.tenant,
+        row.session_id,
+        row.digest,
+        row.sampling_session_id,
+        row.sample_seq_id,
+        row.owner,
+        outcome,
+    )
+
+
+def _find(connection: Connection, where: ColumnElement[bool]) -> list[StoredFuture]:
+    return [_stored(row) for row in connection.execute(select(*_STORED).where(where))]
+
+
+def find(connection: Connection, request_id: str) -> StoredFuture | None:
+    return next(iter(_find(connection, futures.c.id == request_id)), None)
+
+
+def find_settled(connection: Connection, request_ids: Sequence[str]) -> list[StoredFuture]:
+    """The requests among `request_ids` that have an outcome."""
+    return _find(connection, and_(futures.c.id.in_(request_ids), futures.c.status != "pending"))
+
+
+def ended_among(connection: Connection, request_ids: Sequence[str]) -> list[str]:
+    """The ids among `request_ids` of stored requests that have an outcome. Reads indexes only: in the row, the status
+    comes after the body, and to read it SQLite would read the whole body."""
+    pending = select(futures.c.n).where(futures.c.status == "pending")
+    ended: list[str] = []
+    for start in range(0, len(request_ids), MAX_NAMED):
+        named = futures.c.id.in_(request_ids[start : start + MAX_NAMED])
+        ended += connection.execute(select(futures.c.id).where(named, futures.c.n.not_in(pending))).scalars()
+    return ended
+
+
+def find_command(connection: Connection, model_id: str, seq_id: int) -> StoredFuture | None:
+    where = and_(futures.c.model_id == model_id, futures.c.seq_id == seq_id)
+    return next(iter(_find(connection, where)), None)
+
+
+def find_sample(connection: Connection, sampling_session_id: str, seq_id: int) -> StoredFuture | None:
+    where = and_(futures.c.sampling_session_id == sampling_session_id, futures.c.sample_seq_id == seq_id)
+    return next(iter(_find(connection, where)), None)
+
+
+def record(connection: Connection, parameters: dict[str, Any]) -> None:
+    """RECORD in a transaction of the caller."""
+    connection.execute(RECORD.statement, parameters)
+
+
+def settled_as(connection: Connection, outcomes: Sequence[tuple[str, Outcome]]) -> bool:
+    """Whether any of these requests, given by id, has ended as its outcome here says: well, or with the same error."""
+    given = dict(outcomes)
+    query = select(futures.c.id, futures.c.error).where(futures.c.id.in_(given), futures.c.status != "pending")
+    return any(given[row.id].error == row.error for row in connection.execute(query))
+
+
+def rewrite_body(connection: Connection, request_id: str, body: bytes) -> None:
+    """Store another body of a request. Its digest stays: that of the body as it came."""
+    connection.execute(update(futures).where(futures.c.id == request_id).values(body=body))
+
+
+def settle(connection: Connection, outcomes: Iterable[tuple[str, Outcome]], now: float) -> None:
+    """Store the outcomes of requests, given by id. Requests that are settled already do not change."""
+    parameters = [settlement(request_id, outcome, now) for request_id, outcome in outcomes]
+    if parameters:
+        connection.execute(SETTLE, parameters)
+
+
+def settle_pending(connection: Connection, request_id: str, outcome: Outcome, now: float) -> bool:
+    """Store the outcome of one request. False if the request was not pending."""
+    return bool(_settle_where(connection, futures.c.id == request_id, outcome, now))
+
+
+def end_requests_of_sessions(
+    connection: Connection, session_ids: Sequence[str], now: float, kind: Kind | None = None
+) -> list[str]:
+    """Settle all pending requests of ended sessions, or those of one kind, with SESSION_ENDED. Returns their ids."""
+    where = futures.c.session_id.in_(session_ids)
+    if kind is not None:
+        where &= futures.c.kind == kind
+    return _settle_where(connection, where, SESSION_ENDED, now)
+
+
+def _settle_where(connection: Connection, where: ColumnElement[bool], outcome: Outcome, now: float) -> list[str]:
+    ids = [row.id for row in connection.execute(select(futures.c.id).where(where, futures.c.status == "pending"))]
+    settle(connection, [(request_id, outcome) for request_id in ids], now)
+    return ids

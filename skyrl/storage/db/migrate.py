@@ -1,0 +1,94 @@
+"""Migrates an empty or older database to this version's schema, and refuses a newer one."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sqlite3
+from functools import cache
+from pathlib import Path
+
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util.exc import CommandError
+from sqlalchemy.exc import DBAPIError
+
+from alembic import command
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.faults import is_transient
+from skyrl.storage.db.urls import shown_url
+
+logger = logging.getLogger(__name__)
+
+
+class SchemaError(RuntimeError):
+    """This version of skyrl cannot use the database. The message says why and what to do."""
+
+
+class DatabaseAway(SchemaError):
+    """PostgreSQL cannot be reached now, or accepts no connections yet. A later try may succeed."""
+
+
+_REFUSED = re.compile(r"FATAL:(?!.*(?:starting up|shutting down|recovery|too many|connection slots))", re.DOTALL)
+"""PostgreSQL's messages that it refuses this user, password or database. A later try would fail, too."""
+
+
+def _script_location() -> Path:
+    packaged = Path(__file__).parent / "alembic"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "alembic"
+
+
+def _config(url: str) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_script_location()))
+    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    return config
+
+
+@cache
+def _scripts() -> ScriptDirectory:
+    """All revisions. Every process reads their files once."""
+    return ScriptDirectory.from_config(_config("sqlite://"))
+
+
+def newest_revision() -> str | None:
+    """The revision to which `migrate` brings a database."""
+    return _scripts().get_current_head()
+
+
+def revision_of(database: Database) -> str | None:
+    """The database's revision; None for an empty database.
+
+    Raises SchemaError when a newer version of skyrl has made the database, when the database refuses the user, and when
+    the file is no database. Raises DatabaseAway when the database cannot be reached now.
+    """
+    try:
+        current = database.read(lambda c: MigrationContext.configure(c).get_current_revision())
+    except DBAPIError as error:
+        away = not database.is_sqlite and is_transient(error) and _REFUSED.search(str(error.orig)) is None
+        kind = DatabaseAway if away else SchemaError
+        raise kind(f"the database {shown_url(database.url)} cannot be used: {error.orig}") from error
+    if current is not None:
+        try:
+            _scripts().get_revision(current)
+        except CommandError as error:
+            raise SchemaError(
+                f"the database is at revision {current}, which this version of skyrl does not know: it was made by a "
+                "newer one. Run that version, or use another --database-url or --state-dir."
+            ) from error
+    return current
+
+
+def migrate(database: Database) -> None:
+    """Upgrade to the newest revision. Raises SchemaError as `revision_of` does.
+
+    A SQLite file of an early version, which cannot shrink, is rewritten once. If that fails, the file is unchanged, and
+    the next start tries again.
+    """
+    if revision_of(database) != newest_revision():
+        command.upgrade(_config(database.url), "head")
+    try:
+        database.make_reclaimable()
+    except sqlite3.Error as error:
+        logger.warning("the database's file cannot be made to shrink; tried again at the next start: %s", error)

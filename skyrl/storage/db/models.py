@@ -1,0 +1,214 @@
+"""Models (adapters in training): their rows, and a cache of them in an API process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, select, update
+
+from skyrl.base.types.lora import LoraSpec
+from skyrl.storage.db.columns import lora_of, lora_values
+from skyrl.storage.db.commands import highest_seq
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import RECORD
+from skyrl.storage.db.session_cache import SessionCache
+from skyrl.storage.db.sessions import in_project, sessions
+from skyrl.storage.db.tables import ModelRow
+from skyrl.storage.db.writer import GroupCommitWriter
+
+models = ModelRow.__table__  # type: ignore[attr-defined]
+
+_TOUCH = update(models).where(models.c.id == bindparam("model")).values(last_request_at=bindparam("now"))
+
+TOUCH_S = 1.0
+"""The time of a model's last request is written at most this often."""
+LIVING = ("creating", "ready")
+"""Statuses of models that are being trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The values that a client chose when it created a model. They never change."""
+
+    id: str
+    session_id: str
+    tenant: str
+    base_model: str
+    lora: LoraSpec
+    user_metadata: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord(Model):
+    """A model's row as it is now. Times are in seconds since the epoch; the other fields are explained in
+    `skyrl.storage.db.tables`."""
+
+    status: str
+    sampler_version: int
+    versions_taken: int
+    next_seq: int
+    created_at: float
+    last_request_at: float
+
+    @property
+    def is_living(self) -> bool:
+        return self.status in LIVING
+
+
+def _record(row: Any) -> ModelRecord:
+    return ModelRecord(
+        id=row.id,
+        session_id=row.session_id,
+        tenant=row.tenant,
+        base_model=row.base_model,
+        lora=lora_of(row),
+        user_metadata=row.user_metadata,
+        status=row.status,
+        sampler_version=row.sampler_version,
+        versions_taken=row.versions_taken,
+        next_seq=row.next_seq,
+        created_at=row.created_at,
+        last_request_at=row.last_request_at,
+    )
+
+
+def model_values(model: Model, model_seq_id: int, status: str, sampler_version: int = 0) -> dict[str, Any]:
+    """The row of a new model."""
+    now = time.time()
+    return {
+        "id": model.id,
+        "session_id": model.session_id,
+        "tenant": model.tenant,
+        "model_seq_id": model_seq_id,
+        "base_model": model.base_model,
+        "status": status,
+        **lora_values(model.lora),
+        "user_metadata": model.user_metadata,
+        "sampler_version": sampler_version,
+        "next_seq": 0,
+        "created_at": now,
+        "last_request_at": now,
+    }
+
+
+def add_model(
+    model: Model, model_seq_id: int, check: Callable[[Connection], None] | None = None
+) -> Callable[[Connection], None]:
+    """A change that adds a model's row, for the transaction that records the command which makes the model. It adds
+    nothing if the row exists, because then the request is a repeat. It raises what `check` raises for a new model.
+
+    Early versions stored the row before the command. A crash in between left a row without a command. Such a row gets
+    the values of the new request."""
+    values = model_values(model, model_seq_id, "creating")
+
+    def add(connection: Connection) -> None:
+        same_id = models.c.id == model.id
+        existing = connection.execute(select(models.c.status).where(same_id)).first()
+        if existing is None:
+            if check is not None:
+                check(connection)
+            connection.execute(insert(models), values)
+        elif existing.status == "creating" and highest_seq(connection, model.id) < 0:
+            connection.execute(update(models).where(same_id).values(values))
+
+    return add
+
+
+class Models:
+    """Finds models, and stores when each had its last request."""
+
+    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+        self._database = database
+        self._writer = writer
+        self._known: SessionCache[Model] = SessionCache()
+        self._touched: dict[str, float] = {}
+        """By model: the time that was written in the last TOUCH_S seconds, the oldest first."""
+
+    async def find(self, model_id: str, tenant: str) -> Model | None:
+        """The tenant's model, whatever its status."""
+        model = self._known.get(model_id)
+        if model is None:
+            model = await self._database.read_async(lambda c: find_model(c, model_id))
+            if model is None:
+                return None
+            if model.is_living:  # `forget_session` would never remove a closed model
+                self._known.keep(model)
+        return model if model.tenant == tenant else None
+
+    async def touch(self, model_id: str) -> None:
+        """Store the time of the last request, at most once in TOUCH_S."""
+        now = time.time()
+        touched = self._touched
+        while touched and now - touched[oldest := next(iter(touched))] >= TOUCH_S:
+            del touched[oldest]
+        if model_id not in touched:
+            touched[model_id] = now
+            await self._writer.execute(_TOUCH, {"model": model_id, "now": now})
+
+    def forget_session(self, session_id: str) -> None:
+        self._known.drop_session(session_id)
+
+    async def page(
+        self, tenant: str, limit: int, offset: int, project_id: str | None = None
+    ) -> tuple[list[ModelRecord], int]:
+        """One page of a tenant's models, newest first, and the number of all its models. With `project_id`, only models
+        of that project's sessions."""
+        wanted: ColumnElement[bool] = models.c.tenant == tenant
+        if project_id is not None:
+            wanted &= models.c.session_id.in_(select(sessions.c.id).where(in_project(project_id)))
+        query = select(models).where(wanted).order_by(models.c.created_at.desc()).limit(limit).offset(offset)
+        count = select(func.count()).select_from(models).where(wanted)
+        return await self._database.read_async(
+            lambda c: ([_record(row) for row in c.execute(query)], c.execute(count).scalar_one())
+        )
+
+    async def record(self, model_id: str, tenant: str | None) -> ModelRecord | None:
+        """The current row of the tenant's model, whatever its status. With `tenant` None, of any tenant's model."""
+        model = await self._database.read_async(lambda c: find_model(c, model_id))
+        return model if model is not None and tenant in (None, model.tenant) else None
+
+
+def find_model(connection: Connection, model_id: str) -> ModelRecord | None:
+    row = connection.execute(select(models).where(models.c.id == model_id)).first()
+    return None if row is None else _record(row)
+
+
+def record_numbered(connection: Connection, parameters: dict[str, Any]) -> None:
+    """Add the row of a model's command that came without a number. It gets the number after the model's highest number.
+
+    Rows of commands that are in a snapshot may be deleted, but their numbers still count. Write transactions of all
+    processes run one at a time, so no other command gets the same number."""
+    model_id = parameters["model_id"]
+    in_snapshot = connection.execute(select(models.c.next_seq).where(models.c.id == model_id)).scalar() or 0
+    number = max(highest_seq(connection, model_id) + 1, in_snapshot)
+    connection.execute(RECORD.statement, parameters | {"seq_id": number})
+
+
+def living(connection: Connection) -> list[ModelRecord]:
+    """Models that are being trained, oldest first."""
+    query = select(models).where(models.c.status.in_(LIVING)).order_by(models.c.created_at)
+    return [_record(row) for row in connection.execute(query)]
+
+
+def living_among(connection: Connection, model_ids: Collection[str]) -> set[str]:
+    """The ids among `model_ids` of models that are being trained."""
+    query = select(models.c.id).where(models.c.id.in_(model_ids), models.c.status.in_(LIVING))
+    return set(connection.execute(query).scalars()) if model_ids else set()
+
+
+def closed_among(connection: Connection, model_ids: Collection[str]) -> set[str]:
+    """The ids among `model_ids` of models that are closed."""
+    query = select(models.c.id).where(models.c.id.in_(model_ids), models.c.status == "closed")
+    return set(connection.execute(query).scalars()) if model_ids else set()
+
+
+def set_model(model_id: str, **values: Any) -> Callable[[Connection], None]:
+    """A change that updates columns of one model."""
+
+    def change(connection: Connection) -> None:
+        connection.execute(update(models).where(models.c.id == model_id).values(**values))
+
+    return change

@@ -1,0 +1,59 @@
+"""Repeats an action every few seconds while a process lives, and logs the rounds that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from skyrl.storage.db.faults import is_transient, reason
+
+logger = logging.getLogger(__name__)
+
+
+class Rounds:
+    """Logs failed rounds of one repeated action. When the database goes away it logs one line, and another line when
+    the database is back, both without a traceback."""
+
+    def __init__(self, name: str, period_s: float) -> None:
+        self._name = name
+        self._period_s = period_s
+        self._away = False
+
+    def went_well(self) -> None:
+        if self._away:
+            self._away = False
+            logger.info("%s: the database can be used again", self._name)
+
+    def failed(self, error: Exception) -> None:
+        if not is_transient(error):
+            logger.error("%s failed; it is tried again in %g s", self._name, self._period_s, exc_info=error)
+        elif not self._away:
+            self._away = True
+            logger.error(
+                "%s: the database cannot be used, tried every %g s: %s", self._name, self._period_s, reason(error)
+            )
+
+
+async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[object]]) -> None:
+    """Run `action` every `period_s` seconds until cancelled. A round that fails is logged, and the next round runs."""
+    rounds = Rounds(name, period_s)
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            await action()
+        except Exception as error:
+            rounds.failed(error)
+        else:
+            rounds.went_well()
+
+
+async def once(name: str, action: Callable[[], Awaitable[object]]) -> None:
+    """Run `action`, and log a failure. For a task whose result nobody awaits."""
+    try:
+        await action()
+    except Exception as error:
+        if is_transient(error):
+            logger.error("%s: the database cannot be used: %s", name, reason(error))
+        else:
+            logger.error("%s failed", name, exc_info=error)

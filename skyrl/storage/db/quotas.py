@@ -1,0 +1,140 @@
+"""Statements about quotas: the exceptions of single tenants, and the amounts that tenants use now.
+
+Does not know the quotas of the configuration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
+
+from skyrl.base.types.kinds import SAMPLES
+from skyrl.base.wire.paths import TinkerPath
+from skyrl.storage.db.adapter_versions import unsaved_bytes
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.models import models
+from skyrl.storage.db.samplers import samplers
+from skyrl.storage.db.sessions import active_sessions_of, sessions
+from skyrl.storage.db.tables import FutureRow, QuotaRow
+
+quotas = QuotaRow.__table__  # type: ignore[attr-defined]
+futures = FutureRow.__table__  # type: ignore[attr-defined]
+
+_NUMBERS = (quotas.c.requests_in_flight, quotas.c.tokens_per_minute, quotas.c.models, quotas.c.stored_bytes)
+"""In the order of the fields of `QuotaLimits`."""
+
+Exceptions = tuple[int | None, ...]
+"""One tenant's numbers, in the order of the fields of `QuotaLimits`. None: the configuration's number; -1: no quota."""
+
+
+def exceptions(connection: Connection) -> dict[str, Exceptions]:
+    """The exceptions of all tenants that have any."""
+    return {row[0]: tuple(row[1:]) for row in connection.execute(select(quotas.c.tenant, *_NUMBERS))}
+
+
+def exceptions_of(connection: Connection, tenant: str) -> Exceptions:
+    """One tenant's exceptions; all None if it has none."""
+    row = connection.execute(select(*_NUMBERS).where(quotas.c.tenant == tenant)).first()
+    return (None,) * len(_NUMBERS) if row is None else tuple(row)
+
+
+def change(connection: Connection, tenant: str, values: Mapping[str, int | None]) -> None:
+    """Set the given exceptions of a tenant. Its other exceptions do not change."""
+    changed = {**values, "updated_at": time.time()}
+    if connection.execute(update(quotas).where(quotas.c.tenant == tenant).values(changed)).rowcount == 0:
+        connection.execute(insert(quotas), {"tenant": tenant} | changed)
+
+
+def clear(connection: Connection, tenant: str) -> bool:
+    """Delete a tenant's exceptions. Returns whether it had any."""
+    return connection.execute(delete(quotas).where(quotas.c.tenant == tenant)).rowcount > 0
+
+
+def active_sessions(connection: Connection, tenant: str) -> int:
+    """The number of a tenant's active sessions."""
+    return connection.execute(select(func.count()).select_from(sessions).where(active_sessions_of(tenant))).scalar_one()
+
+
+def living_models(connection: Connection, tenant: str) -> int:
+    """The number of models in training in a tenant's active sessions."""
+    active = select(sessions.c.id).where(active_sessions_of(tenant))
+    living = models.c.session_id.in_(active) & models.c.status.in_(("creating", "ready"))
+    return connection.execute(select(func.count()).select_from(models).where(living)).scalar_one()
+
+
+def living_samplers(connection: Connection, tenant: str) -> int:
+    """The number of sampling sessions in a tenant's active sessions."""
+    active = select(sessions.c.id).where(active_sessions_of(tenant))
+    query = select(func.count()).select_from(samplers).where(samplers.c.session_id.in_(active))
+    return connection.execute(query).scalar_one()
+
+
+def _live(now: float) -> ColumnElement[bool]:
+    return or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > now)
+
+
+def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None = None) -> int:
+    """Bytes of a tenant's live checkpoints, and of adapters that its sampling sessions need and no checkpoint has.
+    Leaves out the checkpoint `besides`."""
+    query = select(func.sum(checkpoints.c.size_bytes)).where(checkpoints.c.tenant == tenant, _live(time.time()))
+    if besides is not None:
+        query = query.where(
+            or_(
+                checkpoints.c.model_id != besides.model_id,
+                checkpoints.c.kind != besides.kind,
+                checkpoints.c.name != besides.name,
+            )
+        )
+    saved = int(connection.execute(query).scalar() or 0)
+    return saved + unsaved_bytes(connection, tenant).get(tenant, 0)
+
+
+def paused(connection: Connection, now: float) -> dict[str, float]:
+    """By tenant with pending requests that must not start yet: when the last of them may start, in seconds since the
+    epoch."""
+    later = (futures.c.status == "pending") & (futures.c.not_before > now)
+    return _by_tenant(connection, futures, func.max(futures.c.not_before), later)
+
+
+def not_before(connection: Connection, request_id: str) -> float | None:
+    """When a pending request may start, in seconds since the epoch. None if it may start at once or has ended."""
+    query = select(futures.c.not_before).where(futures.c.id == request_id, futures.c.status == "pending")
+    return connection.execute(query).scalar()
+
+
+@dataclass
+class Held:
+    """The amounts that a tenant uses now, without tokens per minute, which only the API processes know."""
+
+    samples: int = 0
+    models: int = 0
+    stored_bytes: int = 0
+    exceptions: Exceptions = field(default=(None,) * len(_NUMBERS))
+
+
+def held(connection: Connection) -> dict[str, Held]:
+    """By tenant: the amounts of all tenants that use anything or have exceptions."""
+    pending = (futures.c.status == "pending") & futures.c.kind.in_(SAMPLES)
+    living = models.c.status.in_(("creating", "ready"))
+    amounts: dict[str, Held] = {}
+    for tenant, count in _by_tenant(connection, futures, func.count(), pending).items():
+        amounts.setdefault(tenant, Held()).samples = count
+    for tenant, count in _by_tenant(connection, models, func.count(), living).items():
+        amounts.setdefault(tenant, Held()).models = count
+    size = func.sum(checkpoints.c.size_bytes)
+    for tenant, total in _by_tenant(connection, checkpoints, size, _live(time.time())).items():
+        amounts.setdefault(tenant, Held()).stored_bytes = int(total)
+    for tenant, total in unsaved_bytes(connection).items():
+        amounts.setdefault(tenant, Held()).stored_bytes += total
+    for tenant, numbers in exceptions(connection).items():
+        amounts.setdefault(tenant, Held()).exceptions = numbers
+    return amounts
+
+
+def _by_tenant(connection: Connection, table: Any, aggregate: Any, where: Any) -> dict[str, Any]:
+    query = select(table.c.tenant, aggregate.label("amount")).where(where).group_by(table.c.tenant)
+    return {row.tenant: row.amount for row in connection.execute(query)}

@@ -1,0 +1,180 @@
+"""The history of each run, step by step: loss, trainer/sampler gap, tokens and time. Kept after the results are gone.
+
+The passes of a step and its end are added in the transactions that store their outcomes, so that each counts once,
+also through restarts. A run keeps at most MAX_STEPS steps: when it is full, every second step is deleted, so that old
+steps get sparse. Steps since the last deletion are complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from sqlalchemy import Connection, bindparam, delete, func, select, text, update
+
+from skyrl.storage.db.database import Change
+from skyrl.storage.db.tables import ModelRow, RunStepRow
+
+steps = RunStepRow.__table__  # type: ignore[attr-defined]
+_models = ModelRow.__table__  # type: ignore[attr-defined]
+
+MAX_STEPS = 2_000
+CHECK_EVERY = 100
+"""Whether a run is full is looked at every so many steps: it may have that many more than MAX_STEPS."""
+MAX_SUM = 1e30
+"""In absolute value, of one pass. So the sums of a step stay finite: PostgreSQL refuses larger ones than a double
+holds, and SQLite stores a sum that is no number as NULL."""
+FORGET_STEPS = 1_000
+"""The most steps that one transaction of `forget` deletes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Sums over forward_backward passes. `tokens` are all tokens of their data. The loss is a sum over `loss_tokens`,
+    the gap one over `gap_tokens` (of the passes with logprobs of the sampler), both as the trainer's metrics count
+    them; so are the clipped tokens. The gap is `kl:mean` times tokens, in nats."""
+
+    passes: int = 0
+    tokens: int = 0
+    loss_sum: float = 0.0
+    loss_tokens: int = 0
+    gap_sum: float = 0.0
+    gap_tokens: int = 0
+    clipped_sum: float = 0.0
+    clipped_tokens: int = 0
+
+    @classmethod
+    def of_pass(cls, tokens: int, metrics: Mapping[str, float]) -> Self:
+        """The sums of one pass with the trainer's metrics (`name:reduction`). A number beyond MAX_SUM counts as none:
+        a client can cause it with logprobs that no model gives."""
+        counted = round(metrics.get("num_tokens:sum", 0.0))
+
+        def summed(total: float | None) -> tuple[float, int]:
+            return (0.0, 0) if total is None or not abs(total) <= MAX_SUM else (total, counted)
+
+        def mean(name: str) -> float | None:
+            value = metrics.get(name)
+            return None if value is None else value * counted
+
+        return cls(
+            1,
+            tokens,
+            *summed(metrics.get("loss:sum", 0.0)),
+            *summed(mean("kl:mean")),
+            *summed(mean("clip_fraction:mean")),
+        )
+
+    def __add__(self, other: Self) -> StepSums:
+        mine, theirs = asdict(self), asdict(other)
+        return StepSums(**{name: mine[name] + theirs[name] for name in mine})
+
+
+_SUMS = ("passes", "tokens", "loss_sum", "loss_tokens", "gap_sum", "gap_tokens", "clipped_sum", "clipped_tokens")
+_ADD = text(
+    f"INSERT INTO run_steps (model_id, step, updated_at, ended_at, busy_s, {', '.join(_SUMS)}) "
+    f"SELECT id, steps + 1, :at, NULL, :busy_s, {', '.join(':' + name for name in _SUMS)} "
+    "FROM models WHERE id = :model_id "
+    "ON CONFLICT (model_id, step) DO UPDATE SET updated_at = excluded.updated_at, "
+    + ", ".join(f"{name} = run_steps.{name} + excluded.{name}" for name in ("busy_s", *_SUMS))
+)
+"""Adds to the open step of a model, which it makes if there is none."""
+
+
+def add_passes(connection: Connection, trained: Mapping[str, StepSums], busy_s: float) -> None:
+    """Add passes, by model id, to the open steps. `busy_s` is the time of all of them together; a model's part of it is
+    its part of the tokens."""
+    tokens = sum(sums.tokens for sums in trained.values())
+    now = time.time()
+    rows = [
+        {"model_id": model_id, "at": now, "busy_s": busy_s * sums.tokens / max(1, tokens)} | asdict(sums)
+        for model_id, sums in sorted(trained.items())
+    ]
+    if rows:
+        connection.execute(_ADD, rows)
+
+
+def end_step(model_id: str, busy_s: float) -> Change:
+    """A change that ends the open step of a model with an optimizer step, which took `busy_s`."""
+
+    def change(connection: Connection) -> None:
+        now = time.time()
+        connection.execute(_ADD, {"model_id": model_id, "at": now, "busy_s": busy_s} | asdict(StepSums()))
+        number = connection.execute(
+            update(_models).where(_models.c.id == model_id).values(steps=_models.c.steps + 1).returning(_models.c.steps)
+        ).scalar_one()
+        ended = (steps.c.model_id == model_id) & (steps.c.step == number)
+        connection.execute(update(steps).where(ended).values(ended_at=now))
+        if number % CHECK_EVERY == 0:
+            _halve_if_full(connection, model_id)
+
+    return change
+
+
+def _halve_if_full(connection: Connection, model_id: str) -> None:
+    numbers = list(
+        connection.execute(select(steps.c.step).where(steps.c.model_id == model_id).order_by(steps.c.step)).scalars()
+    )
+    if len(numbers) <= MAX_STEPS:
+        return
+    one = delete(steps).where(steps.c.model_id == model_id, steps.c.step == bindparam("number"))
+    connection.execute(one, [{"number": number} for number in numbers[:-1:2]])
+
+
+def forget(connection: Connection, before: float) -> int:
+    """Delete steps that were last changed before `before` (seconds since the epoch): at most FORGET_STEPS. Returns the
+    number of deleted steps."""
+    old = connection.execute(
+        select(steps.c.model_id, steps.c.step).where(steps.c.updated_at < before).limit(FORGET_STEPS)
+    ).all()
+    one = delete(steps).where(steps.c.model_id == bindparam("model"), steps.c.step == bindparam("number"))
+    if old:
+        connection.execute(one, [{"model": model_id, "number": number} for model_id, number in old])
+    return len(old)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step that has ended. `loss` is the mean per token, `gap` the mean of `kl:mean` in nats, `clip_fraction` the
+    part of clipped tokens; None where no pass had such a number. `busy_s` is the trainer's time for the step."""
+
+    step: int
+    ended_at: float
+    tokens: int
+    loss: float | None
+    gap: float | None
+    clip_fraction: float | None
+    busy_s: float
+
+    @classmethod
+    def of(cls, row: Any) -> Self:
+        return cls(
+            row.step,
+            row.ended_at,
+            row.tokens,
+            _mean(row.loss_sum, row.loss_tokens),
+            _mean(row.gap_sum, row.gap_tokens),
+            _mean(row.clipped_sum, row.clipped_tokens),
+            row.busy_s,
+        )
+
+
+def _mean(total: float, count: int) -> float | None:
+    return total / count if count else None
+
+
+def history(connection: Connection, model_id: str, after: int = 0) -> list[Step]:
+    """The steps of a model after the step `after` that have ended, in their order."""
+    ended = (steps.c.model_id == model_id, steps.c.step > after, steps.c.ended_at.is_not(None))
+    query = select(steps).where(*ended).order_by(steps.c.step)
+    return [Step.of(row) for row in connection.execute(query)]
+
+
+def last_steps(connection: Connection, model_ids: list[str]) -> dict[str, Step]:
+    """By model id, the last step that has ended."""
+    ended = (steps.c.model_id.in_(model_ids), steps.c.ended_at.is_not(None))
+    last = select(steps.c.model_id, func.max(steps.c.step).label("step")).where(*ended).group_by(steps.c.model_id)
+    newest = last.subquery()
+    query = select(steps).join(newest, (steps.c.model_id == newest.c.model_id) & (steps.c.step == newest.c.step))
+    return {row.model_id: Step.of(row) for row in connection.execute(query)}

@@ -1,0 +1,171 @@
+"""A tenant's runs and samplers as the status page shows them: the rows, and counts of what is pending now.
+
+A run is a model: one adapter in training, or one that was trained. Reads only; each function takes a tenant, and finds
+nothing of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from skyrl.base.types.kinds import Kind
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights
+from skyrl.storage.db.adapter_versions import OPEN
+from skyrl.storage.db.models import LIVING, models
+from skyrl.storage.db.run_steps import Step, last_steps
+from skyrl.storage.db.samplers import samplers
+from skyrl.storage.db.sessions import active_sessions_of, sessions
+from skyrl.storage.db.tables import FutureRow
+
+_futures = FutureRow.__table__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A model and its session. Times are in seconds since the epoch. `last` is the last step that has ended."""
+
+    id: str
+    session_id: str
+    name: str | None
+    base_model: str
+    lora_rank: int
+    status: str
+    steps: int
+    created_at: float
+    last_request_at: float
+    session_status: str
+    heartbeat_at: float
+    last: Step | None
+    samples_in_flight: int
+
+    @property
+    def is_living(self) -> bool:
+        return self.status in LIVING and self.session_status == "active"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSampler:
+    """A sampling session of an active session. `model_path` is None for the base model and for an unnamed save.
+    `weights` is the name of the adapter version that it samples from; None for the base model."""
+
+    id: str
+    session_id: str
+    base_model: str
+    model_path: str | None
+    weights: str | None
+    created_at: float
+    last_used_at: float | None
+    in_flight: int
+
+
+_RUN = (
+    select(
+        models,
+        sessions.c.display_name,
+        sessions.c.status.label("session_status"),
+        sessions.c.heartbeat_at,
+    )
+    .join(sessions, sessions.c.id == models.c.session_id)
+    .order_by(models.c.last_request_at.desc(), models.c.id)
+)
+
+
+def runs_of(connection: Connection, tenant: str, limit: int) -> list[Run]:
+    """The tenant's runs with the newest requests."""
+    return _runs(connection, connection.execute(_RUN.where(models.c.tenant == tenant).limit(limit)).all(), tenant)
+
+
+def run_of(connection: Connection, model_id: str, tenant: str) -> Run | None:
+    """The tenant's run; None for an unknown one and for another tenant's."""
+    rows = connection.execute(_RUN.where(models.c.id == model_id, models.c.tenant == tenant)).all()
+    return next(iter(_runs(connection, rows, tenant)), None)
+
+
+def _runs(connection: Connection, rows: Sequence[Any], tenant: str) -> list[Run]:
+    last = last_steps(connection, [row.id for row in rows])
+    in_flight = _samples_by_model(connection, tenant)
+    return [
+        Run(
+            id=row.id,
+            session_id=row.session_id,
+            name=_name(row),
+            base_model=row.base_model,
+            lora_rank=row.lora_rank,
+            status=row.status,
+            steps=row.steps,
+            created_at=row.created_at,
+            last_request_at=row.last_request_at,
+            session_status=row.session_status,
+            heartbeat_at=row.heartbeat_at,
+            last=last.get(row.id),
+            samples_in_flight=in_flight.get(row.id, 0),
+        )
+        for row in rows
+    ]
+
+
+def _name(row: Any) -> str | None:
+    """The name that the user gave the run: in the model's metadata, or as the session's display name."""
+    name = (row.user_metadata or {}).get("name")
+    return name if isinstance(name, str) and name else row.display_name
+
+
+def open_samplers(connection: Connection, tenant: str, limit: int) -> list[OpenSampler]:
+    """The tenant's open sampling sessions, the newest first. The query starts from the tenant's active sessions, so it
+    does not read other tenants' rows."""
+    query = (
+        select(samplers)
+        .join(sessions, sessions.c.id == samplers.c.session_id)
+        .where(active_sessions_of(tenant), samplers.c.tenant == tenant, OPEN)
+        .order_by(samplers.c.created_at.desc(), samplers.c.id)
+        .limit(limit)
+    )
+    in_flight = _samples(connection, tenant)
+    return [
+        OpenSampler(
+            row.id,
+            row.session_id,
+            row.base_model,
+            row.model_path,
+            None if isinstance(row.weights, BaseWeights) else str(row.weights).partition(":")[2],
+            row.created_at,
+            row.last_used_at,
+            in_flight.get(row.id, 0),
+        )
+        for row in connection.execute(query)
+    ]
+
+
+def _samples(connection: Connection, tenant: str) -> dict[str, int]:
+    """The tenant's samples in flight, by sampling session."""
+    query = (
+        select(_futures.c.sampling_session_id, func.count())
+        .where(_pending(tenant), _futures.c.sampling_session_id.is_not(None))
+        .group_by(_futures.c.sampling_session_id)
+    )
+    return {row[0]: row[1] for row in connection.execute(query)}
+
+
+def _samples_by_model(connection: Connection, tenant: str) -> dict[str, int]:
+    """The tenant's samples in flight, by the model whose adapter they come from."""
+    by_sampler = _samples(connection, tenant)
+    counts: dict[str, int] = {}
+    query = select(samplers.c.id, samplers.c.weights).where(samplers.c.id.in_(list(by_sampler)))
+    for row in connection.execute(query) if by_sampler else ():
+        if isinstance(row.weights, AdapterVersion | FullWeights):
+            counts[row.weights.model_id] = counts.get(row.weights.model_id, 0) + by_sampler[row.id]
+    return counts
+
+
+def _pending(tenant: str) -> Any:
+    return (_futures.c.status == "pending") & (_futures.c.tenant == tenant)
+
+
+def pending_by_kind(connection: Connection) -> dict[str, int]:
+    """The pending requests of all tenants, by kind."""
+    query = select(_futures.c.kind, func.count()).where(_futures.c.status == "pending").group_by(_futures.c.kind)
+    return {str(Kind(row[0])): row[1] for row in connection.execute(query)}

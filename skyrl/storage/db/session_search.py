@@ -1,0 +1,155 @@
+"""Searches a tenant's sessions: newest first, page by page, with the number and size of their checkpoints.
+
+Words in names and pairs of metadata are compared in Python, because SQLite ignores the case of ASCII letters only, and
+because SQLite and PostgreSQL read JSON in different ways. SQL compares all other values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, false, func, or_, select
+
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.sessions import in_project, sessions
+from skyrl.storage.db.tables import CheckpointRow, ModelRow
+
+_models = ModelRow.__table__  # type: ignore[attr-defined]
+_checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
+
+_MICROSECOND = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A session status as it is stored. `reasons`: the finish reasons that match; None: all."""
+
+    status: str
+    reasons: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """The conditions on a session. A field that is None or empty is no condition, except that empty `project_ids` or
+    `statuses` match no session. With both `session_id` and `words`, one of them is enough.
+
+    All `words` must appear in the display name, in upper or lower case. `after` is the last session of the previous
+    page: its creation in microseconds since the epoch, and its id.
+    """
+
+    session_id: str | None = None
+    words: tuple[str, ...] = ()
+    project_ids: tuple[str, ...] | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict)
+    statuses: tuple[Status, ...] | None = None
+    after: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSession:
+    """A session, with the number and the size of its models' live checkpoints. `created_us` is in microseconds since
+    the epoch, the resolution of times on the wire."""
+
+    id: str
+    tenant: str
+    status: str
+    created_us: int
+    finish_reason: str | None
+    finish_detail: str | None
+    project_id: str | None
+    display_name: str | None
+    user_metadata: dict[str, Any] | None
+    checkpoints: int
+    checkpoint_bytes: int
+
+
+def _microseconds(row: Any) -> int:
+    return round(row.created_at * 1e6)
+
+
+class SessionSearch:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def page(self, tenant: str, query: Query, limit: int) -> tuple[list[FoundSession], bool]:
+        """Up to `limit` sessions, newest first, and whether there are more."""
+
+        def read(connection: Connection) -> tuple[list[FoundSession], bool]:
+            rows: list[Any] = []
+            for row in _candidates(connection, tenant, query):
+                if len(rows) == limit:
+                    return _with_checkpoints(connection, rows), True
+                rows.append(row)
+            return _with_checkpoints(connection, rows), False
+
+        return await self._database.read_async(read)
+
+
+def _candidates(connection: Connection, tenant: str, query: Query) -> Iterator[Any]:
+    wanted = [sessions.c.tenant == tenant]
+    if query.project_ids is not None:
+        wanted.append(or_(false(), *(in_project(project_id) for project_id in query.project_ids)))
+    if query.statuses is not None:
+        wanted.append(or_(false(), *(_has(status) for status in query.statuses)))
+    if query.session_id is not None and not query.words:
+        wanted.append(sessions.c.id == query.session_id)
+    if query.after is not None:
+        wanted.append(sessions.c.created_at <= query.after[0] / 1e6 + _MICROSECOND)
+    statement = select(sessions).where(*wanted).order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
+    with connection.execute(statement, execution_options={"yield_per": 500}) as rows:
+        for row in rows:
+            if query.after is not None and (_microseconds(row), row.id) >= query.after:
+                continue
+            if _matches(row, query):
+                yield row
+
+
+def _has(status: Status) -> ColumnElement[bool]:
+    same_status = sessions.c.status == status.status
+    if status.reasons is not None:
+        return and_(same_status, sessions.c.finish_reason.in_(status.reasons))
+    # A session that ended without a reason from its client has no status on the wire.
+    return same_status if status.status == "active" else and_(same_status, sessions.c.finish_reason.is_not(None))
+
+
+def _matches(row: Any, query: Query) -> bool:
+    if query.words:
+        name = (row.display_name or "").casefold()
+        named = bool(name) and all(word.casefold() in name for word in query.words)
+        if not named and row.id != query.session_id:
+            return False
+    metadata = row.user_metadata or {}
+    return all(key in metadata and str(metadata[key]) == value for key, value in query.user_metadata.items())
+
+
+def _with_checkpoints(connection: Connection, rows: list[Any]) -> list[FoundSession]:
+    if not rows:
+        return []
+    live = or_(_checkpoints.c.expires_at.is_(None), _checkpoints.c.expires_at > time.time())
+    counts = (
+        select(_models.c.session_id, func.count().label("n"), func.sum(_checkpoints.c.size_bytes).label("size"))
+        .join(_checkpoints, _checkpoints.c.model_id == _models.c.id)
+        .where(_models.c.session_id.in_([row.id for row in rows]), live)
+        .group_by(_models.c.session_id)
+    )
+    held = {row.session_id: (row.n, int(row.size)) for row in connection.execute(counts)}
+    return [_found(row, *held.get(row.id, (0, 0))) for row in rows]
+
+
+def _found(row: Any, checkpoints: int, checkpoint_bytes: int) -> FoundSession:
+    return FoundSession(
+        row.id,
+        row.tenant,
+        row.status,
+        _microseconds(row),
+        row.finish_reason,
+        row.finish_detail,
+        row.project_id,
+        row.display_name,
+        row.user_metadata,
+        checkpoints,
+        checkpoint_bytes,
+    )

@@ -1,0 +1,270 @@
+"""Creates, finds, keeps alive and ends sessions. Caches active sessions in memory. A tenant finds only its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, bindparam, insert, literal_column, select, update
+
+from skyrl.base.types.ids import new_session_id
+from skyrl.storage.db import audit
+from skyrl.storage.db.batched_rows import BatchedRows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.tables import ModelRow, SamplingSessionRow, SessionRow
+from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.notify.peers import PeerNotifier
+
+sessions = SessionRow.__table__  # type: ignore[attr-defined]
+models = ModelRow.__table__  # type: ignore[attr-defined]
+samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
+
+DEFAULT_PROJECT = "default"
+"""The project of sessions that were not put into a project."""
+
+LONG_LOOK_S = 20.0
+"""If the time between two calls of `look` is longer, calls have failed or the process was stopped. Sessions are not
+counted as silent for that time."""
+
+_INSERT = insert(sessions)
+_ACTIVE = select(sessions.c.id, sessions.c.tenant, sessions.c.heartbeat_at, sessions.c.project_id).where(
+    sessions.c.status == "active"
+)
+"""All active sessions, without their metadata: that may be 16 KiB for each of thousands of sessions."""
+_BEAT = (
+    update(sessions)
+    .where(sessions.c.id == bindparam("session"), sessions.c.status == "active")
+    .values(heartbeat_at=bindparam("now"))
+)
+_END = (
+    update(sessions)
+    .where(sessions.c.id == bindparam("session"), sessions.c.status == "active")
+    .values(
+        status=bindparam("to"),
+        finish_reason=bindparam("reason"),
+        finish_detail=bindparam("detail"),
+        ended_at=bindparam("at"),
+    )
+)
+
+
+@dataclass(slots=True)
+class Session:
+    """A session in the memory of an API process. `notes` is its user metadata as JSON, which takes a tenth of the
+    memory of the decoded metadata."""
+
+    id: str
+    tenant: str
+    status: str
+    notes: bytes | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+    @property
+    def user_metadata(self) -> dict[str, Any] | None:
+        return None if self.notes is None else msgspec.json.decode(self.notes)
+
+
+def _notes(user_metadata: dict[str, Any] | None) -> bytes | None:
+    return None if user_metadata is None else msgspec.json.encode(user_metadata)
+
+
+def _session(row: Any) -> Session:
+    return Session(row.id, row.tenant, row.status, _notes(row.user_metadata), row.project_id, row.display_name)
+
+
+def active_sessions_of(tenant: str) -> ColumnElement[bool]:
+    """The condition that a session is active and belongs to the tenant. The status is a literal and no parameter,
+    because SQLite uses the partial index of active sessions only if the query's text contains it."""
+    return (sessions.c.tenant == tenant) & (sessions.c.status == literal_column("'active'"))
+
+
+def in_project(project_id: str) -> ColumnElement[bool]:
+    """The condition that a session belongs to a project."""
+    named = sessions.c.project_id == project_id
+    return named | sessions.c.project_id.is_(None) if project_id == DEFAULT_PROJECT else named
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The result of `Sessions.look`. `silent`: active sessions without a heartbeat for too long, each with the time of
+    its last heartbeat. `ended`: ids of sessions that another process has ended."""
+
+    silent: list[tuple[Session, float]]
+    ended: list[str]
+
+
+class Sessions:
+    """The sessions of one database, in one API process.
+
+    Clients may send heartbeats to any API process. So a session is silent when its heartbeat in the database has not
+    changed for some time. This process measures the time with its own clock, and leaves out times in which it did not
+    look.
+    """
+
+    def __init__(self, database: Database, writer: GroupCommitWriter, notifier: PeerNotifier | None = None) -> None:
+        self._database = database
+        self._writer = writer
+        self._notifier = notifier or PeerNotifier()
+        self._known: dict[str, Session] = {}
+        self._heard: dict[str, tuple[float, float]] = {}
+        """By active session: its last heartbeat, and the monotonic time at which this process learned of it."""
+        self._looked_at = time.monotonic()
+        self._rows = BatchedRows(self._read)
+
+    async def _read(self, ids: list[str]) -> dict[str, Session]:
+        named = select(sessions).where(sessions.c.id.in_(ids))
+        return await self._database.read_async(lambda c: {row.id: _session(row) for row in c.execute(named)})
+
+    async def create(
+        self,
+        tenant: str,
+        tags: list[str],
+        user_metadata: dict[str, Any] | None,
+        sdk_version: str,
+        *,
+        project_id: str | None = None,
+        display_name: str | None = None,
+        check: Callable[[Connection], None] | None = None,
+    ) -> Session:
+        """Add a session. `check` runs in the same transaction; when it raises, no session is added."""
+        now = time.time()
+        session = Session(new_session_id(), tenant, "active", _notes(user_metadata), project_id, display_name)
+        values = {
+            "id": session.id,
+            "tenant": tenant,
+            "status": "active",
+            "created_at": now,
+            "heartbeat_at": now,
+            "sdk_version": sdk_version,
+            "tags": tags,
+            "user_metadata": user_metadata,
+            "project_id": project_id,
+            "display_name": display_name,
+        }
+
+        def add(connection: Connection) -> None:
+            if check is not None:
+                check(connection)
+            connection.execute(_INSERT, values)
+
+        await self._writer.transact(add)
+        self._known[session.id] = session
+        self._heard[session.id] = (now, time.monotonic())
+        return session
+
+    async def find(self, session_id: str, tenant: str) -> Session | None:
+        """The tenant's session, active or not."""
+        session = self._known.get(session_id)
+        if session is None:
+            session = await self._rows.get(session_id)
+            if session is None:
+                return None
+            if session.status == "active":
+                self._known[session_id] = session
+        return session if session.tenant == tenant else None
+
+    async def beat(self, session: Session) -> None:
+        now = time.time()
+        self._heard[session.id] = (now, time.monotonic())
+        await self._writer.execute(_BEAT, {"session": session.id, "now": now})
+
+    async def end(
+        self,
+        session: Session,
+        to: str,
+        reason: str | None,
+        detail: str | None,
+        *,
+        silent_since: float | None = None,
+    ) -> bool:
+        """Mark a session as finished or expired (`to`). With `silent_since`, only if that is still its last heartbeat.
+        Returns False if the session had ended before, or has sent a heartbeat since."""
+        if session.status != "active":
+            return False
+        session.status = to  # before the write, so that no request starts in the session meanwhile
+        ending = {"session": session.id, "to": to, "reason": reason, "detail": detail, "at": time.time()}
+        end = _END if silent_since is None else _END.where(sessions.c.heartbeat_at == silent_since)
+        ended = False
+        try:
+            ended = await self._writer.transact(lambda c: c.execute(end, ending).rowcount == 1)
+        finally:
+            if not ended:
+                session.status = "active"  # if the commit succeeded all the same, the next `look` finds that out
+        if ended:
+            self.forget(session.id)  # after the commit: before it, `find` would cache the session as active again
+            self._notifier.session_changed(session.id)
+        return ended
+
+    def forget(self, session_id: str) -> None:
+        """Drop an ended session from memory."""
+        self._known.pop(session_id, None)
+        self._heard.pop(session_id, None)
+
+    async def assign_project(self, session: Session, project_id: str) -> None:
+        """Move an active or ended session, with everything in it, into a project. Adds an event to the audit log."""
+
+        def assign(connection: Connection) -> None:
+            previous = connection.execute(select(sessions.c.project_id).where(sessions.c.id == session.id)).scalar_one()
+            connection.execute(update(sessions).where(sessions.c.id == session.id).values(project_id=project_id))
+            if previous != project_id:
+                audit.record(
+                    connection,
+                    session.tenant,
+                    "project_session_assigned",
+                    session_id=session.id,
+                    project_id=project_id,
+                    previous_project_id=previous,
+                )
+
+        await self._writer.transact(assign)
+        session.project_id = project_id
+        self._notifier.session_changed(session.id)
+
+    async def look(self, timeout_s: float) -> Look:
+        """Read the changes of other processes, and find the sessions without a heartbeat for `timeout_s` seconds."""
+        known, now = set(self._known), time.monotonic()
+        rows = {row.id: row for row in await self._database.read_async(lambda c: list(c.execute(_ACTIVE)))}
+        if now - self._looked_at > LONG_LOOK_S:  # heartbeats may be missing from that time
+            self._heard = {session_id: (at, now) for session_id, (at, _) in self._heard.items()}
+        self._looked_at = now
+        for row in rows.values():
+            if row.id not in self._heard or row.heartbeat_at != self._heard[row.id][0]:
+                self._heard[row.id] = (row.heartbeat_at, now)
+            if (session := self._known.get(row.id)) is not None:
+                session.project_id = row.project_id
+        ended = [session_id for session_id in known if session_id not in rows]
+        for session_id in [s for s in self._heard if s not in rows and s not in self._known]:
+            del self._heard[session_id]
+        silent = [row for row in rows.values() if now - self._heard[row.id][1] > timeout_s]
+        found = [(await self.find(row.id, row.tenant), row.heartbeat_at) for row in silent]
+        return Look([(session, heartbeat_at) for session, heartbeat_at in found if session is not None], ended)
+
+    async def reread(self, session_id: str) -> bool:
+        """Read a session that another process has changed. Returns whether it has ended."""
+        one = select(sessions).where(sessions.c.id == session_id)
+        row = await self._database.read_async(lambda c: c.execute(one).first())
+        if row is not None and (session := self._known.get(session_id)) is not None:
+            session.project_id = row.project_id
+        return row is not None and row.status != "active"
+
+    async def list_ids(self, tenant: str, limit: int, offset: int) -> list[str]:
+        """Ids of a tenant's sessions, newest first."""
+        query = select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(sessions.c.created_at.desc())
+        return await self._database.read_async(
+            lambda c: [row.id for row in c.execute(query.limit(limit).offset(offset))]
+        )
+
+    async def contents(self, session_id: str) -> tuple[list[str], list[str]]:
+        """Ids of a session's models and sampling sessions, in order of creation."""
+        queries = [
+            select(table.c.id).where(table.c.session_id == session_id).order_by(table.c.created_at)
+            for table in (models, samplers)
+        ]
+        model_ids, sampler_ids = await self._database.read_async(
+            lambda c: [[row.id for row in c.execute(query)] for query in queries]
+        )
+        return model_ids, sampler_ids

@@ -1,0 +1,270 @@
+"""Usage by hour: tokens trained and sampled, checkpoints made, gigabyte-hours stored. Amounts, no prices.
+
+Each row is a sum, and counting adds to it. The engine counts work in the transaction that stores the work's outcome.
+The project of a session is looked up when usage is read, because a session can move to another project.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, delete, func, insert, or_, select, text, update
+
+from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.sessions import in_project, sessions
+from skyrl.storage.db.tables import CheckpointRow, MeterRow, ModelRow, UsageRow
+from skyrl.storage.db.writer import GroupCommitWriter
+
+usage = UsageRow.__table__  # type: ignore[attr-defined]
+_meters = MeterRow.__table__  # type: ignore[attr-defined]
+_models = ModelRow.__table__  # type: ignore[attr-defined]
+_checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
+
+_COUNTER = "samples "
+"""Prefix of the names of meters that count samples."""
+HOUR_S = 3600
+GIGABYTE = 10**9
+
+
+class UsageKind(StrEnum):
+    """What is counted. Units: tokens; the number of checkpoints; gigabyte-hours for storage."""
+
+    TRAINING = "training"
+    PREFILL = "sampling_prefill"
+    PREFILL_CACHED = "sampling_prefill_cached"
+    SAMPLE = "sampling_sample"
+    CHECKPOINT = "checkpoint"
+    STORAGE = "storage"
+
+
+class UsageKey(NamedTuple):
+    """The key of one sum. `bucket` is the start of an hour in UTC, in seconds since the epoch. `session_id` and
+    `model_id` may be empty, see `UsageRow`."""
+
+    tenant: str
+    bucket: int
+    session_id: str
+    model_id: str
+    base_model: str
+    kind: UsageKind
+
+
+_ADD = text(
+    "INSERT INTO usage (tenant, bucket, session_id, model_id, base_model, kind, amount) "
+    "VALUES (:tenant, :bucket, :session_id, :model_id, :base_model, :kind, :amount) "
+    "ON CONFLICT (tenant, bucket, session_id, model_id, base_model, kind) "
+    "DO UPDATE SET amount = usage.amount + excluded.amount"
+)
+
+
+def bucket_of(seconds: float) -> int:
+    """The start of the hour of a time, both in seconds since the epoch."""
+    return int(seconds // HOUR_S) * HOUR_S
+
+
+def add(connection: Connection, amounts: Mapping[UsageKey, float]) -> None:
+    """Add to the sums. All writers add in the same order of keys, so that they cannot deadlock."""
+    rows = [key._asdict() | {"amount": amount} for key, amount in sorted(amounts.items()) if amount]
+    if rows:
+        connection.execute(_ADD, rows)
+
+
+def count_training(connection: Connection, tokens: Mapping[str, int]) -> None:
+    """Count the tokens of training passes. `tokens` has the numbers by model id."""
+    query = select(_models.c.id, _models.c.tenant, _models.c.session_id, _models.c.base_model)
+    bucket = bucket_of(time.time())
+    counted: dict[UsageKey, float] = {}
+    for row in connection.execute(query.where(_models.c.id.in_(tokens))):
+        key = UsageKey(row.tenant, bucket, row.session_id, row.id, row.base_model, UsageKind.TRAINING)
+        counted[key] = tokens[row.id]
+    add(connection, counted)
+
+
+def count_checkpoint(connection: Connection, tenant: str, session_id: str, model_id: str, base_model: str) -> None:
+    """Count one new checkpoint of the model."""
+    key = UsageKey(tenant, bucket_of(time.time()), session_id, model_id, base_model, UsageKind.CHECKPOINT)
+    add(connection, {key: 1})
+
+
+def sample_amounts(
+    tenant: str, session_id: str, base_model: str, weights: WeightsRef, *, prompt: int, cached: int, sampled: int
+) -> dict[UsageKey, int]:
+    """The amounts of one sample request from these weights. `prompt`, `cached` (the cached part of the prompt) and
+    `sampled` (in all sequences) are numbers of tokens."""
+    model_id = weights.model_id if isinstance(weights, AdapterVersion | FullWeights) else ""
+    prefill, prefill_cached, sample = _sample_keys(tenant, bucket_of(time.time()), session_id, model_id, base_model)
+    return {prefill: prompt - cached, prefill_cached: cached, sample: sampled}
+
+
+@lru_cache(maxsize=1024)
+def _sample_keys(
+    tenant: str, bucket: int, session_id: str, model_id: str, base_model: str
+) -> tuple[UsageKey, UsageKey, UsageKey]:
+    """Kept, because the samples of a sampling session have the same keys for an hour."""
+    prefill = UsageKey(tenant, bucket, session_id, model_id, base_model, UsageKind.PREFILL)
+    return prefill, prefill._replace(kind=UsageKind.PREFILL_CACHED), prefill._replace(kind=UsageKind.SAMPLE)
+
+
+def meter_storage(connection: Connection, now: float) -> None:
+    """Count the storage of live checkpoints from the last call until `now` (seconds since the epoch). Time in which no
+    server runs counts, too.
+
+    The first call on a database counts nothing. A checkpoint that is deleted between two calls is counted until the
+    earlier call.
+    """
+    meter = _meters.c.name == UsageKind.STORAGE
+    since = connection.execute(select(_meters.c.counted_until).where(meter)).scalar()
+    if since is None:
+        connection.execute(insert(_meters), {"name": UsageKind.STORAGE, "counted_until": now})
+        return
+    if now <= since:  # somebody set the clock back
+        return
+    rows = connection.execute(
+        select(_checkpoints).where(
+            _checkpoints.c.created_at < now,
+            or_(_checkpoints.c.expires_at.is_(None), _checkpoints.c.expires_at > since),
+        )
+    )
+    amounts: dict[UsageKey, float] = {}
+    for row in rows:
+        start, end = max(since, row.created_at), min(now, row.expires_at or now)
+        while start < end:
+            bucket = bucket_of(start)
+            part = min(end, bucket + HOUR_S) - start
+            key = UsageKey(row.tenant, bucket, "", "", row.base_model, UsageKind.STORAGE)
+            amounts[key] = amounts.get(key, 0) + row.size_bytes / GIGABYTE * part / HOUR_S
+            start += part
+    add(connection, amounts)
+    connection.execute(update(_meters).where(meter).values(counted_until=now))
+
+
+def add_once(connection: Connection, counter: str, at: float, amounts: Mapping[UsageKey, float]) -> None:
+    """Add the amounts that `counter` has counted until `at`, unless they were added before: a counter repeats this call
+    when it does not know whether its commit succeeded. Forgets counters that have added nothing for a day."""
+    row = _meters.c.name == _COUNTER + counter
+    counted_until = connection.execute(select(_meters.c.counted_until).where(row)).scalar()
+    if counted_until == at:
+        return
+    if counted_until is None:
+        unused = (_meters.c.name.startswith(_COUNTER), _meters.c.counted_until < at - 24 * HOUR_S)
+        connection.execute(delete(_meters).where(*unused))
+        connection.execute(insert(_meters), {"name": _COUNTER + counter, "counted_until": at})
+    else:
+        connection.execute(update(_meters).where(row).values(counted_until=at))
+    add(connection, amounts)
+
+
+class UsageCounter:
+    """Counts samples in memory, so that a sample needs no second write. `flush` adds the counts to the table.
+
+    API processes flush every second and when they stop. A killed process loses the counts since its last flush.
+    """
+
+    def __init__(self, writer: GroupCommitWriter) -> None:
+        self._writer = writer
+        self._name = secrets.token_hex(8)
+        self._amounts: dict[UsageKey, float] = {}
+        self._unsure: tuple[float, dict[UsageKey, float]] | None = None
+        """The amounts of a failed flush, and the time until which they were counted. The flush may have been committed
+        although it failed."""
+
+    def count(self, amounts: Mapping[UsageKey, float]) -> None:
+        for key, amount in amounts.items():
+            self._amounts[key] = self._amounts.get(key, 0) + amount
+
+    async def flush(self) -> None:
+        while self._unsure is not None or self._amounts:
+            if self._unsure is None:
+                self._unsure, self._amounts = (time.time(), self._amounts), {}
+            flushed = self._unsure
+            await self._writer.transact(partial(add_once, counter=self._name, at=flushed[0], amounts=flushed[1]))
+            if self._unsure is flushed:  # another flush may have set it meanwhile
+                self._unsure = None
+
+
+@dataclass(frozen=True, slots=True)
+class UsedAmount:
+    """What one session of the tenant has used: see `UsageKey`."""
+
+    bucket: int
+    session_id: str
+    base_model: str
+    kind: str
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class UsingSession:
+    """A session that has usage."""
+
+    project_id: str | None
+    user_metadata: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoints:
+    """Number and size of the live checkpoints of one project. `project_id` None stands for sessions without project."""
+
+    project_id: str | None
+    checkpoints: int
+    size_bytes: int
+
+
+def _used(row: Any) -> UsedAmount:
+    return UsedAmount(row.bucket, row.session_id, row.base_model, row.kind, row.amount)
+
+
+class Usage:
+    """Reads a tenant's usage."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def between(
+        self, tenant: str, start: datetime, end: datetime
+    ) -> tuple[list[UsedAmount], dict[str, UsingSession]]:
+        """The sums of the hours in [start, end), and their sessions by id. The sums are in the order of the hours, and
+        within an hour the largest first."""
+        wanted = (
+            usage.c.tenant == tenant,
+            usage.c.bucket >= int(start.astimezone(UTC).timestamp()),
+            usage.c.bucket < int(end.astimezone(UTC).timestamp()),
+        )
+        amount = func.sum(usage.c.amount).label("amount")
+        key = (usage.c.bucket, usage.c.session_id, usage.c.base_model, usage.c.kind)
+        query = select(*key, amount).where(*wanted).group_by(*key).order_by(usage.c.bucket, amount.desc(), usage.c.kind)
+        columns = sessions.c.id, sessions.c.project_id, sessions.c.user_metadata
+        with_usage = select(*columns).where(sessions.c.id.in_(select(usage.c.session_id).where(*wanted)))
+
+        def read(connection: Connection) -> tuple[list[UsedAmount], dict[str, UsingSession]]:
+            amounts = [_used(row) for row in connection.execute(query)]
+            by_id = {row.id: UsingSession(row.project_id, row.user_metadata) for row in connection.execute(with_usage)}
+            return amounts, by_id
+
+        return await self._database.read_async(read)
+
+    async def stored(self, tenant: str, project_id: str | None = None) -> list[StoredCheckpoints]:
+        """A tenant's live checkpoints by project. With `project_id`, only of that project."""
+        live = or_(_checkpoints.c.expires_at.is_(None), _checkpoints.c.expires_at > time.time())
+        query = (
+            select(sessions.c.project_id, func.count().label("n"), func.sum(_checkpoints.c.size_bytes).label("size"))
+            .select_from(_checkpoints)
+            .join(_models, _models.c.id == _checkpoints.c.model_id, isouter=True)
+            .join(sessions, sessions.c.id == _models.c.session_id, isouter=True)
+            .where(_checkpoints.c.tenant == tenant, live)
+            .group_by(sessions.c.project_id)
+            .order_by(sessions.c.project_id)
+        )
+        if project_id is not None:
+            query = query.where(in_project(project_id))
+        return await self._database.read_async(
+            lambda c: [StoredCheckpoints(row.project_id, row.n, int(row.size)) for row in c.execute(query)]
+        )

@@ -1,0 +1,65 @@
+"""Notices between the API processes of a database. They are ids; `skyrl.storage.notify.postgres` carries them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class PeerNotices:
+    """Notices of another API process: ids of `requests` that have ended, of the `sampling_sessions` of such requests,
+    and of `sessions` that have ended or changed."""
+
+    requests: list[str] = field(default_factory=list)
+    sampling_sessions: list[str] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, notices: Iterable[str]) -> PeerNotices:
+        """The ids by what they stand for. The id of a sampling session contains a colon, the id of a session begins
+        with s, and the id of a request does neither."""
+        sorted_notices = cls()
+        for notice in notices:
+            if ":" in notice:
+                sorted_notices.sampling_sessions.append(notice)
+            elif notice.startswith("s"):
+                sorted_notices.sessions.append(notice)
+            else:
+                sorted_notices.requests.append(notice)
+        return sorted_notices
+
+
+class PeerNotifier:
+    """Sends notices to the other API processes. `living` has the ids of those that live; while it is empty, nothing is
+    sent. The notices of one turn of the event loop are sent together."""
+
+    def __init__(self) -> None:
+        self.living: frozenset[str] = frozenset()
+        self.send: Callable[[list[str]], None] | None = None
+        self._unsent: dict[str, None] = {}
+
+    @property
+    def alone(self) -> bool:
+        return not self.living
+
+    def request_ended(self, request_id: str, sampling_session_id: str | None = None) -> None:
+        """A request has ended in this process. For a sample give its sampling session."""
+        self._add((request_id,) if sampling_session_id is None else (request_id, sampling_session_id))
+
+    def session_changed(self, session_id: str) -> None:
+        """A session has ended or changed in this process."""
+        self._add((session_id,))
+
+    def _add(self, notices: Iterable[str]) -> None:
+        if self.alone or self.send is None:
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_all)
+        self._unsent.update(dict.fromkeys(notices))
+
+    def _send_all(self) -> None:
+        notices, self._unsent = list(self._unsent), {}
+        if self.send is not None and notices:
+            self.send(notices)
