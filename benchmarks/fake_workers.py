@@ -22,8 +22,8 @@ import httpx
 import uvloop
 
 from benchmarks.null_upstream import Requests, Upstream, http_answer
+from skyrl.inference.vllm_plugin.incarnation import HEADER
 from skyrl.runtime.processes.supervision import dies_with_parent
-from skyrl.vllm_plugin.incarnation import HEADER
 
 _ORDER = re.compile(rb"(kill|revive)=(\d+)")
 HOST = "127.0.0.1"

@@ -47,7 +47,7 @@ def main() -> None:
         warnings.simplefilter("ignore")  # of torch, for what vLLM imports
         from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 
-        from skyrl.vllm_plugin.expert_adapters_cpu import add_experts
+        from skyrl.inference.vllm_plugin.expert_adapters_cpu import add_experts
 
     torch.set_num_threads(1)
     for hidden, size, count, per_token in SHAPES:

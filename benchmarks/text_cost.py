@@ -1,4 +1,4 @@
-"""What the text of samples costs vLLM's API server: answers with text and without (`skyrl.vllm_plugin.tokens_header`),
+"""What the text of samples costs vLLM's API server: answers with text and without (`skyrl.inference.vllm_plugin.tokens_header`),
 in turns. `python -m benchmarks.text_cost [--rounds N]`.
 
 One vLLM with the tiny model. A round sends 24 requests with 8 sequences of 32 tokens, three at a time. Prints the
@@ -22,9 +22,9 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
+from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.runtime.processes.ports import free_port
 from skyrl.sampling import completion
-from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 
 KEY = "benchmark"
 SEQUENCES, TOKENS, TURNS, AT_ONCE = 8, 32, 8, 3

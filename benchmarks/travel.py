@@ -29,7 +29,7 @@ from tinker import types
 
 from benchmarks.machine import facts
 from skyrl.demo.server import DemoServer
-from skyrl.nodes.cache import NodeCache
+from skyrl.inference.remote.cache import NodeCache
 from skyrl.runtime.processes.ports import free_port
 from skyrl.storage.checkpoint_store.adapters import is_adapter
 from skyrl.storage.checkpoint_store.local import LocalStore

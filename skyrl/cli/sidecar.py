@@ -45,10 +45,10 @@ def sidecar(
 ) -> None:
     """Run SGLang's /generate and control routes in front of a vLLM server."""
     from skyrl.base.config.server import ConfigError
+    from skyrl.inference.sidecar.main import run_sidecar
+    from skyrl.inference.sidecar.settings import SidecarSettings
     from skyrl.runtime.metrics.files import FILE_VARIABLE
     from skyrl.runtime.processes.runtime import set_up_process
-    from skyrl.sidecar.main import run_sidecar
-    from skyrl.sidecar.settings import SidecarSettings
 
     named = os.environ.get(FILE_VARIABLE)
     metrics_file = Path(named) if named else None

@@ -17,9 +17,9 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import VersionFiles
+from skyrl.inference.remote.base_model import base_directory
+from skyrl.inference.remote.references import BASE_MODEL, reference_to
 from skyrl.inference.vllm_client import VllmError
-from skyrl.nodes.base_model import base_directory
-from skyrl.nodes.references import BASE_MODEL, reference_to
 from skyrl.storage.checkpoint_store.full_weights import full_directory, full_key
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database

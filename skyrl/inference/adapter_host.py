@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.nodes.references import reference_to
+from skyrl.inference.remote.references import reference_to
 from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.checkpoint_store.directories import fetch
@@ -105,7 +105,7 @@ class SharedDirectory:
 
 class StoredAdapters:
     """The hosts of replicas that run elsewhere: each node fetches a version from the checkpoint store, once
-    (`skyrl.nodes`). This process moves no files."""
+    (`skyrl.inference.remote`). This process moves no files."""
 
     copies = True
 

@@ -20,12 +20,12 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.expert_adapters import memory_hint
 from skyrl.inference.placement import ServerSpec, Spot
+from skyrl.inference.remote.placed_sidecar import PlacedSidecar
+from skyrl.inference.remote.settings import CACHE, default_cache, node_environment
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_client import Probe
 from skyrl.inference.vllm_command import LOGGING_CONFIG, options_named, vllm_spec
 from skyrl.inference.vllm_version import check_vllm, is_tested
-from skyrl.nodes.placed_sidecar import PlacedSidecar
-from skyrl.nodes.settings import CACHE, default_cache, node_environment
 from skyrl.runtime.metrics.adapters import AdapterMetrics
 from skyrl.runtime.processes.log_format import vllm_logging
 from skyrl.runtime.processes.startup import Cause, cause_of_vllm
@@ -168,7 +168,7 @@ class Vllm:
 
 def sidecar_spec(placed: PlacedSidecar, env: Mapping[str, str]) -> ServerSpec:
     """The sidecar as a command. `env` has its settings."""
-    argv = (sys.executable, "-m", "skyrl.nodes.sidecar")
+    argv = (sys.executable, "-m", "skyrl.inference.remote.sidecar")
     return ServerSpec(argv, env, placed.host, placed.port, f"sidecar-{placed.number}.log")
 
 

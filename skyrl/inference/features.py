@@ -9,13 +9,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.inference.vllm_command import plugin_installed
-from skyrl.vllm_plugin.versions import TESTED_VERSIONS
+from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceFeatures:
     """`prompt_scores`: logprobs of named tokens, and tokens drawn in the place of prompt tokens
-    (`skyrl.vllm_plugin.xargs`). `any_temperature`: temperatures above vLLM's own bound of 2.
+    (`skyrl.inference.vllm_plugin.extra_args`). `any_temperature`: temperatures above vLLM's own bound of 2.
     `unembed_prompt_logprobs`: correct prompt logprobs for adapters that train the unembedding; assumed of a server that
     skyrl does not run."""
 

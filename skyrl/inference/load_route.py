@@ -5,14 +5,14 @@ Sends no request: the engine and the forwarding client each have an HTTP client.
 
 from __future__ import annotations
 
-from skyrl.nodes.references import NOT_STORED, STORE_AWAY
+from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
 
 PATH = "/v1/load_lora_adapter"
 
 
 def load_request(name: str, directory: str) -> dict[str, str]:
     """The request body, to be sent as JSON. `directory` is the adapter's directory as vLLM sees it, or a reference
-    to the checkpoint store (`skyrl.nodes`)."""
+    to the checkpoint store (`skyrl.inference.remote`)."""
     return {"lora_name": name, "lora_path": directory}
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import httpx
 
 from skyrl.inference import load_route
-from skyrl.vllm_plugin.incarnation import HEADER
+from skyrl.inference.vllm_plugin.incarnation import HEADER
 
 Probe = Literal["/health", "/is_sleeping", "/statusz"]
 """vLLM's API server answers `/health` by itself. For `/is_sleeping` it asks the engine core, which answers between two

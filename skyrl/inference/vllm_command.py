@@ -23,10 +23,10 @@ from skyrl.base.config.mixtures import experts_of, model_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.expert_adapters import check_layers
 from skyrl.inference.placement import ServerSpec
-from skyrl.nodes.middleware import StoredAdapterLoads
+from skyrl.inference.remote.middleware import StoredAdapterLoads
+from skyrl.inference.vllm_plugin.incarnation import IncarnationHeader
+from skyrl.inference.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
 from skyrl.runtime.tracing.spans import traces_url
-from skyrl.vllm_plugin.incarnation import IncarnationHeader
-from skyrl.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
 
 HOST = "127.0.0.1"
 CPU_LORA_TARGETS = (
@@ -53,7 +53,7 @@ FULL_SETS = frozenset({"enable_lora", "worker_extension_cls"})
 REPEATED = frozenset({"middleware"})
 """Options of vLLM that take one value each, and may be given several times."""
 
-WEIGHT_UPDATES = {"worker_extension_cls": "skyrl.vllm_plugin.weights.worker.WeightUpdates"}
+WEIGHT_UPDATES = {"worker_extension_cls": "skyrl.inference.vllm_plugin.weights.worker.WeightUpdates"}
 """vLLM's options for servers whose weights can be replaced while they serve. On a CPU a large model is half as fast
 with them."""
 
@@ -62,7 +62,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 """For processes whose output goes to a log, where a progress bar would be one line of many kilobytes."""
 
-START, SERVER = "skyrl.vllm_plugin.start", "vllm.entrypoints.openai.api_server"
+START, SERVER = "skyrl.inference.vllm_plugin.start", "vllm.entrypoints.openai.api_server"
 """The first module runs the second. Named, not imported: the plugin is for vLLM's own processes."""
 
 _INCARNATION = f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}"
@@ -251,7 +251,7 @@ def inference_devices(config: ServerConfig, devices: Sequence[str], *, has_train
 
 @cache
 def plugin_installed() -> bool:
-    """Whether vLLM will find `skyrl.vllm_plugin`. Without the plugin, LoRA on a CPU is wrong, and the development
+    """Whether vLLM will find `skyrl.inference.vllm_plugin`. Without the plugin, LoRA on a CPU is wrong, and the development
     endpoints need no key."""
     return any(point.name == "skyrl" for point in entry_points(group="vllm.general_plugins"))
 

@@ -10,7 +10,7 @@ import logging
 from skyrl.base.config.server import ConfigError
 from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import plugin_installed
-from skyrl.vllm_plugin.versions import TESTED_VERSIONS
+from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
 
 logger = logging.getLogger(__name__)
 

@@ -163,7 +163,9 @@ class OwnProcesses:
         """The sidecars of the vLLMs, through which the engine changes their weights."""
         numbers = range(len(self._runtime.sidecar_urls))
         named = {number: {SIDECAR_ENV: str(number)} for number in numbers}
-        made = (self._process(f"{SIDECAR}-{number}", "skyrl.sidecar.of_server", named[number]) for number in numbers)
+        made = (
+            self._process(f"{SIDECAR}-{number}", "skyrl.inference.sidecar.managed", named[number]) for number in numbers
+        )
         return [self._part(process, needs, SIDECAR_GRACE_S) for process in made]
 
     def api(self, slot: int, sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:

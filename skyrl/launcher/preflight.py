@@ -22,11 +22,11 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.expert_adapters import host_memory_warning
 from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import cuda_devices
+from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
 from skyrl.inference.vllm_version import check_vllm
 from skyrl.runtime.processes.ports import LOOPBACK, check_free
 from skyrl.runtime.ray_cluster.connection import NoCluster, check_installed, find_address
 from skyrl.runtime.ray_cluster.facts import ask
-from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 
 from skyrl.inference.plane_kind import PlaneVllm
+from skyrl.inference.remote.placement_route import PATH
 from skyrl.launcher.server_parts import ServerParts, wherever
-from skyrl.nodes.placers_route import PATH
 from skyrl.placer.life import Starts, end, live, run_servers, server_parts
 from skyrl.placer.ray_placement import RayPlacement
 from skyrl.placer.ray_server import RayServer

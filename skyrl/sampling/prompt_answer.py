@@ -12,8 +12,8 @@ import numpy as np
 
 from skyrl.base.wire.results import Alternatives, TopkRow
 from skyrl.base.wire.tensors import WireTensor
+from skyrl.inference.vllm_plugin.extra_args import PromptScores
 from skyrl.sampling.job import SampleJob
-from skyrl.vllm_plugin.xargs import PromptScores
 
 
 class MalformedAnswer(Exception):

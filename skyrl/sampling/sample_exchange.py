@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.sampling import completion
 from skyrl.sampling.answer_bound import answer_bound
 from skyrl.sampling.answer_reader import AnswerReader
@@ -15,7 +16,6 @@ from skyrl.sampling.error_messages import describe, message_of, server_failure
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.served_context import ServedContext
 from skyrl.sampling.transport import Answer, CompletionTransport
-from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 
 
 class SampleExchange:

@@ -9,7 +9,7 @@ from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, hang_up, r
 from replicas import WELL
 
 from skyrl.inference.full_weights import VersionFiles
-from skyrl.vllm_plugin.incarnation import HEADER
+from skyrl.inference.vllm_plugin.incarnation import HEADER
 
 ONE, TWO, BASE = (VersionFiles(name, f"/files/{name}") for name in ("m@1", "m@2", "default"))
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"

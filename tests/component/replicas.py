@@ -14,7 +14,7 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.inference.router_members import Members
-from skyrl.vllm_plugin.incarnation import HEADER
+from skyrl.inference.vllm_plugin.incarnation import HEADER
 
 UNLOAD = "/v1/unload_lora_adapter"
 SOON_S = 0.01

@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 
+from skyrl.inference.sidecar.app import Sidecar, open_sidecar
+from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.runtime.processes.listening import listen
-from skyrl.sidecar.app import Sidecar, open_sidecar
-from skyrl.sidecar.settings import SidecarSettings
 from tests.component.router_world import Exchange, FakeWorker, PromptServer
 
 Completion = Callable[[Exchange], Awaitable[None]]

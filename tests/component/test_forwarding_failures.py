@@ -35,7 +35,7 @@ from loop_clock import LoopClock
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.nodes.references import NOT_STORED, STORE_AWAY
+from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
 from skyrl.sampling import client as client_module
 from skyrl.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
 from skyrl.sampling.completion import SampleAnswer

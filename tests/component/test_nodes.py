@@ -20,11 +20,11 @@ from engine_harness import until
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference import load_route
-from skyrl.nodes import middleware
-from skyrl.nodes.cache import NodeCache
-from skyrl.nodes.middleware import MAX_BODY, StoredAdapterLoads
-from skyrl.nodes.references import key_in, reference_to
-from skyrl.nodes.settings import NodeSettings, node_environment
+from skyrl.inference.remote import middleware
+from skyrl.inference.remote.cache import NodeCache
+from skyrl.inference.remote.middleware import MAX_BODY, StoredAdapterLoads
+from skyrl.inference.remote.references import key_in, reference_to
+from skyrl.inference.remote.settings import NodeSettings, node_environment
 from skyrl.storage.checkpoint_store.adapters import adapter_at, adapter_key, is_adapter
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.registry import store_at

@@ -29,13 +29,13 @@ from openai_requests import (
 from sqlalchemy import delete, select
 
 from skyrl.api.hooks import BodyMemoryHook
+from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.storage.db import keys
 from skyrl.storage.db import quotas as quota_rows
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_url
 from skyrl.storage.db.futures import futures
-from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 
 
 @pytest.fixture(autouse=True)

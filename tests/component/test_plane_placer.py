@@ -14,7 +14,7 @@ import pytest
 from engine_harness import until
 from fake_upstream import FakeUpstream, Received, Reply, fake_upstream, hang_up, reply
 
-from skyrl.nodes.placers_route import PATH
+from skyrl.inference.remote.placement_route import PATH
 from skyrl.placer import plane
 from skyrl.placer.plane import REGISTERED, UPDATED, Workers
 from tests.component.router_world import RunningRouter, running_router

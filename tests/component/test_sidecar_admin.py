@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl.nodes.placers_route import PATH, PlacersRoute
+from skyrl.inference.remote.placement_route import PATH, PlacersRoute
+from skyrl.inference.sidecar.updates import FIRST_WEIGHTS
 from skyrl.runtime.web.admin import AdminKey
-from skyrl.sidecar.updates import FIRST_WEIGHTS
 from tests.component.router_world import Exchange, until
 from tests.component.sidecar_world import FakeVllm, RunningSidecar, answers, choice, completion, sidecar_before
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from yarl import URL
 
-from skyrl.sidecar.completion import Collected
+from skyrl.inference.sidecar.completion import Collected
 from tests.component.router_world import Exchange, until
 from tests.component.sidecar_world import FakeVllm, answers, choice, completion, events, running_sidecar, sidecar_before
 

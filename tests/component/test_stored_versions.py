@@ -14,12 +14,12 @@ from engine_harness import until
 from test_nodes import CountedStore
 
 from skyrl.base.types.weights import FullWeights
-from skyrl.nodes.asgi import answer_json, body_of, fields_of
-from skyrl.nodes.cache import NodeCache
-from skyrl.nodes.files import NodeFiles
-from skyrl.nodes.references import BASE_MODEL, reference_to
-from skyrl.nodes.sidecar import KeyNeeded
-from skyrl.nodes.versions import MAX_BODY, UPDATE, StoredVersions
+from skyrl.inference.remote.asgi import answer_json, body_of, fields_of
+from skyrl.inference.remote.cache import NodeCache
+from skyrl.inference.remote.files import NodeFiles
+from skyrl.inference.remote.references import BASE_MODEL, reference_to
+from skyrl.inference.remote.sidecar import KeyNeeded
+from skyrl.inference.remote.versions import MAX_BODY, UPDATE, StoredVersions
 from skyrl.storage.checkpoint_store.base import StoreError
 from skyrl.storage.checkpoint_store.full_weights import full_key, is_full_version
 from skyrl.storage.checkpoint_store.registry import store_at

@@ -22,8 +22,8 @@ from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.reclaim import FileSweeper
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
+from skyrl.inference.remote.references import reference_to
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
-from skyrl.nodes.references import reference_to
 from skyrl.storage.checkpoint_store.adapters import ADAPTER_FILES, adapter_key
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db import checkpoints

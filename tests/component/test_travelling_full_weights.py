@@ -19,7 +19,7 @@ from skyrl.base.types.weights import BaseWeights, FullWeights
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_full_weights
 from skyrl.engine.publishing import version_files
-from skyrl.nodes.references import BASE_MODEL, reference_to
+from skyrl.inference.remote.references import BASE_MODEL, reference_to
 from skyrl.storage.checkpoint_store.full_weights import full_at, full_directory, full_key, is_full_version
 
 SAVE = Kind.SAVE_WEIGHTS_FOR_SAMPLER

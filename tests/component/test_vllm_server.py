@@ -32,11 +32,12 @@ from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
+from skyrl.inference.remote.references import reference_to
+from skyrl.inference.remote.settings import CACHE, node_environment
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
-from skyrl.nodes.references import reference_to
-from skyrl.nodes.settings import CACHE, node_environment
+from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.control import ControlClient
 from skyrl.router.policies import LeastInFlight
@@ -51,7 +52,6 @@ from skyrl.sampling.job import SampleJob
 from skyrl.storage.checkpoint_store.adapters import adapter_key
 from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.weights.adapters import AdapterFiles
 from tests.weight_media import World, check
 
@@ -112,7 +112,9 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
     logs = tmp_path_factory.mktemp("logs")
     backend = {
         "generator.inference_engine.max_model_len": 1024,
-        "generator.inference_engine.engine_init_kwargs": {"middleware": "skyrl.nodes.middleware.StoredAdapterLoads"},
+        "generator.inference_engine.engine_init_kwargs": {
+            "middleware": "skyrl.inference.remote.middleware.StoredAdapterLoads"
+        },
         "trainer.policy.model.lora": {"max_loras": SLOTS, "max_cpu_loras": 8, "max_lora_rank": 32},
     }
     state_dir = tmp_path_factory.mktemp("state")

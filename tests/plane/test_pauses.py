@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from skyrl.base.tiny import model_path
-from skyrl.sidecar.admin import needs_admin
+from skyrl.inference.sidecar.admin import needs_admin
 from tests.plane.workers import BEGUN_S, Worker, all_computed, all_paused, until_running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -28,7 +28,7 @@ HEAD = "127.0.0.2"
 STORE_BYTES = 80 * 2**20
 WITHIN_S = 120.0
 TRIES = 3
-SIDECAR = "skyrl.nodes.sidecar"
+SIDECAR = "skyrl.inference.remote.sidecar"
 """The module of a placed vLLM's sidecar."""
 
 

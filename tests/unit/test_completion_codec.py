@@ -16,6 +16,7 @@ from tinker.proto.response_conv import deserialize_sample_response
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import to_json
 from skyrl.base.wire.tensors import WireTensor
+from skyrl.inference.vllm_plugin.extra_args import PromptScores
 from skyrl.sampling.completion import (
     AbortedAnswer,
     MalformedAnswer,
@@ -24,7 +25,6 @@ from skyrl.sampling.completion import (
     encode_request,
 )
 from skyrl.sampling.job import SampleJob
-from skyrl.vllm_plugin.xargs import PromptScores
 
 JOB = SampleJob(
     request_id="r1",

@@ -19,9 +19,9 @@ from sqlalchemy import text
 
 from skyrl.cli import doctor
 from skyrl.cli.doctor import Check
+from skyrl.inference.vllm_plugin import TESTED_VERSIONS
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
-from skyrl.vllm_plugin import TESTED_VERSIONS
 
 Install = Callable[..., None]
 

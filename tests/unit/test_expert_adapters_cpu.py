@@ -15,9 +15,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, for what vLLM imports
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    from skyrl.vllm_plugin.expert_adapters_cpu import AdaptedExperts, add_experts
-    from skyrl.vllm_plugin.experts_cpu import check_kernel
-    from skyrl.vllm_plugin.ignored_experts import check_experts
+    from skyrl.inference.vllm_plugin.expert_adapters_cpu import AdaptedExperts, add_experts
+    from skyrl.inference.vllm_plugin.experts_cpu import check_kernel
+    from skyrl.inference.vllm_plugin.ignored_experts import check_experts
 
 EXPERTS, PER_ROW, HIDDEN, SIZE, SLOTS, RANK = 5, 2, 12, 6, 3, 4
 SLOTS_OF_ROWS = [0, 0, -1, 2, 2, -1, 0, 1]

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from skyrl.backends.torch_full.state import tokenizer_files
-from skyrl.nodes.base_model import base_directory
+from skyrl.inference.remote.base_model import base_directory
 
 NAME = "maker/model"
 WEIGHTS = {"config.json", "model.safetensors"}

@@ -11,6 +11,9 @@ from typing import Any, cast
 from prometheus_client.metrics_core import Metric
 
 from skyrl.base.tiny import model_path
+from skyrl.inference.sidecar.in_flight import InFlight
+from skyrl.inference.sidecar.metrics import SidecarMetrics
+from skyrl.inference.sidecar.pause import Pause
 from skyrl.router.connections import Connections
 from skyrl.router.context import RouterContext
 from skyrl.router.metrics import RouterMetrics
@@ -22,9 +25,6 @@ from skyrl.runtime.metrics.processes import ApiMetrics, EngineMetrics, LauncherM
 from skyrl.runtime.metrics.readiness import ReadinessMetrics
 from skyrl.runtime.metrics.storage import show_free_space
 from skyrl.runtime.metrics.vllm import FAMILIES
-from skyrl.sidecar.in_flight import InFlight
-from skyrl.sidecar.metrics import SidecarMetrics
-from skyrl.sidecar.pause import Pause
 from tests.prometheus import RULE_FILES, board_expressions, names_in
 
 PAGE = Path(__file__).parents[2] / "docs/operating/metrics.md"

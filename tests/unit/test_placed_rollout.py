@@ -13,9 +13,9 @@ from skyrl.cli.main import app
 from skyrl.inference import plane_kind
 from skyrl.inference.placement import Spot
 from skyrl.inference.plane_kind import PlaneVllm
+from skyrl.inference.remote.placed_sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
+from skyrl.inference.remote.settings import STORE
 from skyrl.launcher.preflight import Findings
-from skyrl.nodes.placed_sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
-from skyrl.nodes.settings import STORE
 from skyrl.rollout.placed import placed_processes
 from skyrl.runtime.processes.ports import HeldPorts
 from skyrl.runtime.processes.runtime import RUNTIME_ENV

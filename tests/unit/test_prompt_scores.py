@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl.vllm_plugin.prompt_scores import ScoredPrompt, draw, scored_prompt
-from skyrl.vllm_plugin.xargs import PromptScores
+from skyrl.inference.vllm_plugin.extra_args import PromptScores
+from skyrl.inference.vllm_plugin.prompt_scores import ScoredPrompt, draw, scored_prompt
 
 TOKENS, VOCAB = 7, 50
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.sidecar.errors import BadRequest
-from skyrl.sidecar.generate_request import GenerateRequest, Logprobs, read_generate
+from skyrl.inference.sidecar.errors import BadRequest
+from skyrl.inference.sidecar.generate_request import GenerateRequest, Logprobs, read_generate
 
 
 def read(**body: Any) -> GenerateRequest:

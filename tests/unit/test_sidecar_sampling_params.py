@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.sidecar.errors import BadRequest
-from skyrl.sidecar.sampling_params import read_sampling
+from skyrl.inference.sidecar.errors import BadRequest
+from skyrl.inference.sidecar.sampling_params import read_sampling
 
 DEFAULTS = {
     "temperature": 1.0,

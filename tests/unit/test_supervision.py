@@ -369,7 +369,7 @@ from skyrl.runtime.processes.supervision import SupervisedProcess
 
 CHILD = '''
 import os, sys, time
-from skyrl.vllm_plugin import _cover_forks
+from skyrl.inference.vllm_plugin import _cover_forks
 _cover_forks()
 grandchild = os.fork()
 if grandchild == 0:

@@ -14,9 +14,9 @@ from skyrl.inference import vllm_command
 from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.expert_adapters import host_memory_warning, memory_hint, room_bytes
 from skyrl.inference.placement import ServerSpec, Spot
+from skyrl.inference.remote.placed_sidecar import ADMIN_KEY, PlacedSidecar
+from skyrl.inference.remote.settings import NodeSettings
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
-from skyrl.nodes.placed_sidecar import ADMIN_KEY, PlacedSidecar
-from skyrl.nodes.settings import NodeSettings
 
 TINY = {
     "num_hidden_layers": 2,
@@ -55,7 +55,7 @@ def option(server: ServerSpec, name: str) -> list[str]:
 
 def test_a_cpu_server_has_every_setting_that_it_needs(model: Path) -> None:
     server = spec(model)
-    assert server.argv[1:4] == ("-m", "skyrl.vllm_plugin.start", "vllm.entrypoints.openai.api_server")
+    assert server.argv[1:4] == ("-m", "skyrl.inference.vllm_plugin.start", "vllm.entrypoints.openai.api_server")
     for flag in ("enforce-eager", "no-enable-chunked-prefill", "enable-lora", "enable-scale-out"):
         assert option(server, flag) == []
     assert option(server, "dtype") == ["float32"]
@@ -82,7 +82,7 @@ def test_vllm_listens_on_loopback_and_gets_its_key_by_environment(model: Path) -
 
 
 def test_only_with_ray_vllm_fetches_adapters_from_the_checkpoint_store(model: Path) -> None:
-    middleware = "skyrl.nodes.middleware.StoredAdapterLoads"
+    middleware = "skyrl.inference.remote.middleware.StoredAdapterLoads"
     alone = vllm_spec(config_of(model), 9123, "secret", cuda=False)
     assert not any(middleware in word for word in alone.argv)
     assert not any(name.startswith("SKYRL_NODE") for name in alone.env)
@@ -281,7 +281,7 @@ def test_an_operators_middleware_is_added_after_skyrls_own(
 ) -> None:
     argv = spec(model, generator__inference_engine__engine_init_kwargs=given).argv
     middleware = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
-    assert middleware == ["skyrl.vllm_plugin.incarnation.IncarnationHeader", *added]
+    assert middleware == ["skyrl.inference.vllm_plugin.incarnation.IncarnationHeader", *added]
 
 
 def test_values_are_rendered_as_command_line_options() -> None:
@@ -344,7 +344,7 @@ def test_vllm_writes_no_progress_bars_into_the_log(model: Path) -> None:
 @pytest.mark.parametrize("cuda", [False, True])
 def test_a_server_for_full_fine_tuning_takes_new_weights_and_no_adapters(model: Path, cuda: bool) -> None:
     server = spec(model, cuda=cuda, trainer__full_finetuning=True)
-    assert option(server, "worker-extension-cls") == ["skyrl.vllm_plugin.weights.worker.WeightUpdates"]
+    assert option(server, "worker-extension-cls") == ["skyrl.inference.vllm_plugin.weights.worker.WeightUpdates"]
     for name in ("enable-lora", "max-loras", "max-lora-rank", "lora-target-modules"):
         assert option(server, name) == ["absent"]
     assert server.env["SKYRL_VLLM_TELL_VERSIONS"] == "1"

@@ -23,10 +23,10 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-    from skyrl.vllm_plugin import unembedding
-    from skyrl.vllm_plugin.prefix_cache import name_rows_anew
-    from skyrl.vllm_plugin.routed_experts_cpu import _add_rows, _AsVersion2
-    from skyrl.vllm_plugin.unembedding import add_lm_head
+    from skyrl.inference.vllm_plugin import unembedding
+    from skyrl.inference.vllm_plugin.prefix_cache import name_rows_anew
+    from skyrl.inference.vllm_plugin.routed_experts_cpu import _add_rows, _AsVersion2
+    from skyrl.inference.vllm_plugin.unembedding import add_lm_head
 
 BLOCK, SHAPE = 4, (3, 2)
 

@@ -37,7 +37,7 @@ if __name__ == "__main__":
 def test_the_module_runs_as_the_main_module_and_its_imports_are_not_collected(tmp_path: Path) -> None:
     (tmp_path / "imported.py").write_text(IMPORTED)
     (tmp_path / "started.py").write_text(STARTED)
-    command = [sys.executable, "-m", "skyrl.vllm_plugin.start", "started", "--port", "1"]
+    command = [sys.executable, "-m", "skyrl.inference.vllm_plugin.start", "started", "--port", "1"]
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from skyrl.vllm_plugin.weights.checkpoint import entries, tensors
-from skyrl.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
+from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 
 KINDS = {
     "scalar": torch.tensor(2.5),

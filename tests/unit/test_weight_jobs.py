@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.vllm_plugin.weights.errors import WeightsError
-from skyrl.vllm_plugin.weights.jobs import Job, Jobs
+from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs
 
 
 def ended(jobs: Jobs) -> None:

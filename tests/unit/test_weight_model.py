@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, served, tensors
 
-from skyrl.vllm_plugin.weights import model as module
-from skyrl.vllm_plugin.weights.errors import WeightsError
-from skyrl.vllm_plugin.weights.model import Broken, ServedModel
-from skyrl.vllm_plugin.weights.staging import Needed, Staged, is_finite
+from skyrl.inference.vllm_plugin.weights import model as module
+from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
+from skyrl.inference.vllm_plugin.weights.staging import Needed, Staged, is_finite
 
 
 def test_a_full_update_reaches_every_element(tmp_path: Path) -> None:

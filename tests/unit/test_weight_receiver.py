@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, served, tensors
 
-from skyrl.vllm_plugin.weights import receiver as module
-from skyrl.vllm_plugin.weights.receiver import Receiver
+from skyrl.inference.vllm_plugin.weights import receiver as module
+from skyrl.inference.vllm_plugin.weights.receiver import Receiver
 from skyrl.weights.digests import digest
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from skyrl.vllm_plugin.weights.model import ServedModel
+from skyrl.inference.vllm_plugin.weights.model import ServedModel
 
 VOCABULARY, WIDTH = 5, 4
 EMBED, QUERY, KEY, SCALE = "embed_tokens.weight", "attn.q.weight", "attn.k.weight", "scale"

@@ -14,7 +14,7 @@ PREFIX = "SKYRL_"
 OWN = ("SKYRL_RUNTIME_FILE", "SKYRL_API_SLOT", "SKYRL_API_SOCKETS", "SKYRL_VLLM_FORK_ENGINE")
 """Variables by which the processes of a server tell each other something."""
 NODES = ("SKYRL_NODE_STORE", "SKYRL_NODE_STORE_OPTIONS", "SKYRL_NODE_CACHE", "SKYRL_NODE_CACHE_BYTES")
-"""Variables that tell a vLLM where its node's adapters come from and lie (`skyrl.nodes.settings`)."""
+"""Variables that tell a vLLM where its node's adapters come from and lie (`skyrl.inference.remote.settings`)."""
 PLANE = ("SKYRL_ROUTER_API_KEY", "SKYRL_ADMIN_KEY", "SKYRL_VLLM_API_KEY")
 """Variables with keys for `skyrl rollout`, `skyrl router` and `skyrl sidecar`."""
 _TESTS = "SKYRL_TEST_"

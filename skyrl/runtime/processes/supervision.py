@@ -3,7 +3,7 @@
 Does not know whether a child works; the watchdog of vLLM kills a child that hangs.
 
 On Linux the kernel kills the child when the supervisor dies. It does not kill processes that the child has started:
-the child must ask for that itself, as `skyrl.vllm_plugin` does for vLLM.
+the child must ask for that itself, as `skyrl.inference.vllm_plugin` does for vLLM.
 
 If a child cannot be started (no memory, no process id, no file descriptor, no log), the supervisor logs the error,
 waits and tries again, as it does after a child has ended.

@@ -1,0 +1,149 @@
+"""ASGI middleware in vLLM's API server: loads adapters that a request names by a reference to the checkpoint store.
+
+vLLM adds it by `--middleware`. It brings the files to this node, and passes the request on with their directory. Other
+requests pass unchanged. The middleware is outside of vLLM's own check of the API key, so it checks the key before it
+fetches anything; a request without the key goes to vLLM, which refuses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections import Counter
+
+from skyrl.inference.remote.asgi import (
+    App,
+    Message,
+    Receive,
+    Send,
+    answer_json,
+    body_of,
+    fields_of,
+    pass_on,
+    replayed,
+    with_length,
+)
+from skyrl.inference.remote.cache import SCRATCH, NodeCache
+from skyrl.inference.remote.files import NodeFiles
+from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY, is_reference, key_in
+from skyrl.inference.remote.settings import NodeSettings
+from skyrl.storage.checkpoint_store.adapters import is_adapter
+from skyrl.storage.checkpoint_store.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.registry import store_at
+
+logger = logging.getLogger(__name__)
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+MAX_BODY = 2**16
+GRACE_S = 60.0
+"""The time between unloading an adapter and deleting its files: a request that still runs may make vLLM read them."""
+
+
+class StoredAdapterLoads:
+    """`settings` come from the environment. Raises ValueError if they are missing, and StoreError for a store that
+    cannot be used."""
+
+    def __init__(self, app: App, settings: NodeSettings | None = None, grace_s: float = GRACE_S) -> None:
+        settings = settings or NodeSettings.from_environment()
+        store = store_at(settings.store, settings.store_options, settings.cache / SCRATCH)
+        self._app = app
+        self._key_hash = _hash(settings.api_key)
+        self._grace_s = grace_s
+        self._cache = NodeCache(store, settings.cache, settings.cache_bytes, is_adapter)
+        self._files = NodeFiles(self._cache)
+        self._loaded: dict[str, str] = {}
+        """By name of a loaded adapter, the key of its files."""
+        self._used: Counter[str] = Counter()
+        """By key, how many requests load it now, or have ended without an answer."""
+        self._unused_at: dict[str, float] = {}
+        """By key of files that vLLM does not read, when its files may be deleted (`time.monotonic`)."""
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            self._files.open()
+        if self._unused_at:
+            self._release_unused()
+        path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else None
+        if path not in (LOAD, UNLOAD) or not self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        body = await body_of(receive, MAX_BODY)
+        if body is None:
+            await _answer(send, 413, "BadRequestError", f"the body has more than {MAX_BODY} bytes")
+        elif path == LOAD:
+            await self._load(scope, body, receive, send)
+        else:
+            await self._unload(scope, body, receive, send)
+
+    async def _load(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+        request = fields_of(body)
+        reference = request.get("lora_path")
+        if not isinstance(reference, str) or not is_reference(reference):
+            await self._app(scope, replayed(body, receive), send)
+            return
+        key = key_in(reference)
+        if key is None:
+            await _answer(send, 400, "BadRequestError", f"lora_path: {reference!r} names no adapter in the store")
+            return
+        self._used[key] += 1
+        try:
+            self._unused_at.pop(key, None)
+            directory = await self._files.bring(key)
+        except (StoreError, OSError) as error:
+            self._used[key] -= 1
+            await self._refuse(key, error, send)
+            return
+        local = json.dumps(request | {"lora_path": str(directory)}).encode()
+        status = await pass_on(self._app, with_length(scope, len(local)), replayed(local, receive), send)
+        if status == 200:
+            self._loaded[str(request.get("lora_name"))] = key
+        if status is not None:  # else vLLM may have loaded the adapter all the same: the files stay
+            self._used[key] -= 1
+            self._note_unused(key)
+
+    async def _refuse(self, key: str, error: StoreError | OSError, send: Send) -> None:
+        if isinstance(error, NotStored):
+            await _answer(send, 404, NOT_STORED, f"the checkpoint store has no adapter {key}")
+            return
+        logger.warning("adapter %s could not be brought to this node: %s: %s", key, type(error).__name__, error)
+        await _answer(send, 503, STORE_AWAY, f"adapter {key} cannot be brought to this node now")
+
+    async def _unload(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+        status = await pass_on(self._app, scope, replayed(body, receive), send)
+        key = self._loaded.pop(str(fields_of(body).get("lora_name")), None) if status == 200 else None
+        if key is not None:
+            self._note_unused(key)
+
+    def _note_unused(self, key: str) -> None:
+        """Delete the files of a key later, unless vLLM may read them."""
+        if not self._is_used(key):
+            self._unused_at[key] = time.monotonic() + self._grace_s
+
+    def _is_used(self, key: str) -> bool:
+        return self._used[key] > 0 or key in self._loaded.values()
+
+    def _release_unused(self) -> None:
+        """Begin to delete the files of adapters that were unloaded long enough ago."""
+        now = time.monotonic()
+        for key in [key for key, at in self._unused_at.items() if at <= now and key not in self._files.releasing]:
+            del self._unused_at[key]
+            if not self._is_used(key):
+                del self._used[key]
+                self._files.release(key)
+
+    def _has_key(self, scope: Message) -> bool:
+        given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        scheme, _, key = given.decode("latin-1").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(_hash(key), self._key_hash)
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+async def _answer(send: Send, status: int, kind: str, message: str) -> None:
+    """An error in vLLM's form."""
+    await answer_json(send, status, {"error": {"message": message, "type": kind, "param": None, "code": status}})

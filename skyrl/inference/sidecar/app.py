@@ -1,0 +1,141 @@
+"""The sidecar as an ASGI application: finds the route, and maps errors to answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from prometheus_client import CollectorRegistry
+
+from skyrl.inference.sidecar.adapters import Adapters
+from skyrl.inference.sidecar.admin import needs_admin
+from skyrl.inference.sidecar.call import Call, Receive, Scope, Send
+from skyrl.inference.sidecar.control import Control
+from skyrl.inference.sidecar.errors import ClientLeft, Forbidden, SidecarError, Unauthorized
+from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
+from skyrl.inference.sidecar.generate_route import generate
+from skyrl.inference.sidecar.generation import Generation
+from skyrl.inference.sidecar.in_flight import InFlight
+from skyrl.inference.sidecar.memory import Memory
+from skyrl.inference.sidecar.metrics import Figures, SidecarMetrics
+from skyrl.inference.sidecar.pass_through import pass_through
+from skyrl.inference.sidecar.pause import Pause
+from skyrl.inference.sidecar.settings import SidecarSettings
+from skyrl.inference.sidecar.updates import Updates
+from skyrl.inference.sidecar.vllm import Vllm
+from skyrl.inference.sidecar.vllm_config import KnownConfig
+from skyrl.inference.sidecar.vllm_weights import VllmWeights
+from skyrl.inference.sidecar.weight_routes import WeightRoutes
+from skyrl.runtime.metrics.files import publishing
+from skyrl.runtime.metrics.process import LoopLag
+from skyrl.runtime.web.admin import AdminKey
+
+logger = logging.getLogger(__name__)
+
+
+class Sidecar:
+    """An ASGI application. Make it with `open_sidecar`."""
+
+    def __init__(self, settings: SidecarSettings, vllm: Vllm) -> None:
+        self.figures: Figures | None = None
+        facts, version = KnownFacts(vllm), WeightVersion(vllm)
+        self.in_flight = InFlight(vllm, settings.max_in_flight, settings.abort_s)
+        self._settings = settings
+        self._vllm = vllm
+        self._generation = Generation(vllm, facts, version, self.in_flight)
+        self.pause = Pause(vllm, self.in_flight, settings.abort_s, settings.rpc_s)
+        weights = VllmWeights(vllm, settings.rpc_s)
+        self.updates = Updates(settings, vllm, weights, version, self.in_flight, self.pause)
+        config = KnownConfig(vllm)
+        control = Control(settings, vllm, facts, version, config, self.in_flight, self.pause, self.updates)
+        self._routes: dict[str, Callable[[Call], Awaitable[None]]] = {
+            "/health": control.health,
+            "/health_generate": control.health_generate,
+            "/flush_cache": control.flush_cache,
+            "/v1/loads": control.loads,
+            "/get_load": control.old_load,
+            "/server_info": control.server_info,
+            "/get_server_info": control.server_info,
+            "/model_info": control.model_info,
+            "/get_model_info": control.model_info,
+            "/weight_version": control.weight_version,
+            "/get_weight_version": control.weight_version,
+            "/abort_request": control.abort_request,
+            "/remove_worker": control.removed,
+            "/metrics": self._metrics,
+        }
+        self._open_paths = frozenset({*self._routes, "/generate"})
+        memory = Memory(vllm, config, self.in_flight, self.pause, self.updates)
+        admin = WeightRoutes(self.pause, self.updates, memory, Adapters(vllm)).routes()
+        self._routes |= admin
+        self._admin_key = AdminKey(settings.admin_key)
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths that are the sidecar's own. All others are vLLM's."""
+        return frozenset({*self._routes, "/generate"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        call = Call(scope, receive, send, self._settings.max_body_bytes)
+        try:
+            await self._route(call)
+        except ClientLeft:
+            pass
+        except SidecarError as error:
+            if call.answered:
+                logger.warning("an answer of %s ended early: %s", call.path, error)
+                return
+            await call.answer_error(error)
+
+    async def _route(self, call: Call) -> None:
+        if needs_admin(call.path, self._open_paths) and (refusal := self._admin_key.refusal(call.scope)) is not None:
+            raise Unauthorized(refusal[1]) if refusal[0] == 401 else Forbidden(refusal[1])
+        if call.path == "/generate" and call.method in ("POST", "PUT"):
+            await generate(call, self._generation)
+        elif (route := self._routes.get(call.path)) and call.method in ("GET", "POST"):
+            await route(call)
+        else:
+            await pass_through(call, self._vllm, self.in_flight)
+
+    async def _metrics(self, call: Call) -> None:
+        assert self.figures is not None
+        await self.figures.answer(call)
+
+    async def drain(self) -> None:
+        """Take no more samples. Give those in flight time to end, then abort them, and give that time to end."""
+        self.in_flight.draining = True
+        if not await self._idle_within(self._settings.drain_s):
+            try:
+                await self.in_flight.abort_all()
+            except SidecarError as error:
+                logger.warning("samples that pass through were not aborted: %s", error)
+            await self._idle_within(self._settings.abort_s + 1)
+
+    async def _idle_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.in_flight.idle.wait()
+        return self.in_flight.idle.is_set()
+
+
+@contextlib.asynccontextmanager
+async def open_sidecar(settings: SidecarSettings) -> AsyncIterator[Sidecar]:
+    """The sidecar with its connections to vLLM and its background work, which end with it."""
+    vllm = Vllm(settings)
+    sidecar, registry = Sidecar(settings, vllm), CollectorRegistry()
+    registry.register(SidecarMetrics(sidecar.in_flight, sidecar.pause))
+    async with publishing(registry, f"sidecar-{settings.number}", settings.metrics_directory) as published:
+        sidecar.figures = figures = Figures(vllm, settings.number, published)
+        work = (sidecar.in_flight.run, sidecar.pause.run, sidecar.updates.run, figures.run, LoopLag(registry).run)
+        background = [asyncio.create_task(run()) for run in work]
+        try:
+            yield sidecar
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.wait(background)
+            await vllm.close()

@@ -1,0 +1,173 @@
+"""vLLM's answers of `/v1/completions` for one sample: a whole answer, or the chunks of a stream.
+
+Every number is checked. What is missing, too short, or not a number is an error, because a client would train on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl.inference.sidecar.errors import VllmBroke
+
+Rows = list[list[tuple[float, int]]]
+"""For each token, pairs of a logprob and a token id."""
+LOWEST = -9999.0
+"""vLLM's number for "impossible"."""
+HIGHEST = 1e-3
+"""A probability is at most 1, but for rounding."""
+FINISHES = ("stop", "length", "abort")
+
+
+@dataclass(slots=True)
+class Collected:
+    """What vLLM has sampled so far. `prompt` holds a row for each prompt token; its first row is empty."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    alternatives: Rows = field(default_factory=list)
+    prompt: list[dict[int, float]] | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    routed_experts: str | None = None
+    versions: list[dict[str, Any]] | None = None
+    """Which weights sampled which tokens: `{"version", "start", "end"}`, in order. None if vLLM does not tell."""
+    finish: str | None = None
+    """One of FINISHES; None while vLLM samples."""
+    matched: int | str | None = None
+
+    def add_answer(self, answer: Any, *, logprobs: bool, prompt: list[int] | None) -> None:
+        """Read the whole answer. `prompt` is given if its logprobs are wanted. Raises VllmBroke."""
+        choice = _choice(answer)
+        self._add_choice(choice, logprobs)
+        if self.finish is None:
+            raise VllmBroke("vLLM's answer has no finish_reason")
+        if prompt is not None and not (self.finish == "abort" and choice.get("prompt_logprobs") is None):
+            self.prompt = _prompt_rows(choice.get("prompt_logprobs"), prompt)
+        self.routed_experts = choice.get("routed_experts")
+        self._add_usage(answer.get("usage"))
+
+    def add_chunk(self, chunk: Any, *, logprobs: bool) -> None:
+        """Read one chunk of a stream. The last one has the usage and no choice. Raises VllmBroke."""
+        if not isinstance(chunk, dict):
+            raise VllmBroke("vLLM's stream has a chunk that is no object")
+        if "error" in chunk:
+            error = chunk["error"]
+            raise VllmBroke(f"vLLM: {error.get('message', error) if isinstance(error, dict) else error}")
+        if chunk.get("choices"):
+            self._add_choice(_choice(chunk), logprobs)
+        if chunk.get("usage"):
+            self._add_usage(chunk["usage"])
+
+    def _add_choice(self, choice: dict[str, Any], logprobs: bool) -> None:
+        tokens, text = choice.get("token_ids") or [], choice.get("text") or ""
+        if not all(type(token) is int for token in tokens):
+            raise VllmBroke("vLLM's token_ids are not token ids")
+        if not tokens and text and not self.tokens:
+            raise VllmBroke("vLLM's answer has text without token_ids")
+        if logprobs and tokens:
+            self._add_logprobs(choice.get("logprobs"), tokens)
+        self.text += text
+        self.tokens += tokens
+        finish = choice.get("finish_reason")
+        if finish is None:
+            return
+        if finish not in FINISHES:
+            raise VllmBroke(f"vLLM ended the sample with the finish_reason {finish!r}")
+        if not self.tokens and finish != "abort":
+            raise VllmBroke(f"vLLM's answer has no tokens, and the finish_reason {finish!r}")
+        self.finish, self.matched = finish, choice.get("stop_reason")
+        self.versions = _versions(choice.get("weight_versions"), len(self.tokens))
+
+    def _add_logprobs(self, given: Any, tokens: list[int]) -> None:
+        if not isinstance(given, dict) or not isinstance(given.get("token_logprobs"), list):
+            raise VllmBroke("vLLM's answer has no logprobs, though they were asked for")
+        values, tops = given["token_logprobs"], given.get("top_logprobs")
+        if len(values) != len(tokens):
+            raise VllmBroke(f"vLLM's answer has {len(values)} logprobs for {len(tokens)} tokens")
+        if not isinstance(tops, list) or len(tops) != len(tokens):
+            raise VllmBroke("vLLM's answer has no top_logprobs for some tokens")
+        self.logprobs += [_logprob(value) for value in values]
+        self.alternatives += [_alternatives(row) for row in tops]
+
+    def _add_usage(self, usage: Any) -> None:
+        if not isinstance(usage, dict) or type(usage.get("prompt_tokens")) is not int:
+            raise VllmBroke("vLLM's answer has no usage")
+        self.prompt_tokens = usage["prompt_tokens"]
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        self.cached_tokens = cached if type(cached) is int else None
+
+
+def _choice(answer: Any) -> dict[str, Any]:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise VllmBroke("vLLM's answer does not have one choice")
+    return choices[0]
+
+
+def _versions(given: Any, tokens: int) -> list[dict[str, Any]] | None:
+    """The spans, which must cover all tokens, each once."""
+    if given is None or given == []:
+        return None
+    end = 0
+    try:
+        for span in given:
+            if type(span["start"]) is not int or type(span["end"]) is not int or not isinstance(span["version"], str):
+                raise VllmBroke(f"vLLM's weight_versions have the span {span!r}")
+            if span["start"] != end or not end < span["end"]:
+                raise VllmBroke(f"vLLM's weight_versions have the span {span!r} after token {end}")
+            end = span["end"]
+    except (TypeError, KeyError) as error:
+        raise VllmBroke(f"vLLM's weight_versions are no spans of tokens: {given!r}") from error
+    if end != tokens:
+        raise VllmBroke(f"vLLM's weight_versions cover {end} of {tokens} tokens")
+    return given
+
+
+def _logprob(value: Any) -> float:
+    """A sampled token, or a token of the prompt, has a finite logprob."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not LOWEST < value <= HIGHEST:
+        raise VllmBroke(f"vLLM's answer has the logprob {value!r}")
+    return float(value)
+
+
+def _is_impossible(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and value <= LOWEST)
+
+
+def _alternatives(row: Any) -> list[tuple[float, int]]:
+    """Pairs from {"token_id:5": -0.1}, likely ones first. Impossible tokens are left out: vLLM masks the tokens that
+    top_k or top_p exclude."""
+    if not isinstance(row, dict):
+        raise VllmBroke("vLLM's answer has no top_logprobs for some tokens")
+    pairs = []
+    for key, value in row.items():
+        token = key.removeprefix("token_id:")
+        if token == key or not token.isdigit():
+            raise VllmBroke(f"vLLM's top_logprobs have the key {key!r}")
+        if _is_impossible(value):
+            continue
+        pairs.append((_logprob(value), int(token)))
+    return sorted(pairs, key=lambda pair: -pair[0])
+
+
+def _prompt_rows(given: Any, prompt: list[int]) -> list[dict[int, float]]:
+    if not isinstance(given, list) or len(given) != len(prompt):
+        count = len(given) if isinstance(given, list) else None
+        raise VllmBroke(f"vLLM's answer has {count} prompt logprobs for {len(prompt)} prompt tokens")
+    rows: list[dict[int, float]] = [{}]
+    for token, row in zip(prompt[1:], given[1:], strict=True):
+        if not isinstance(row, dict) or str(token) not in row:
+            raise VllmBroke(f"vLLM's prompt logprobs do not have the prompt's token {token}")
+        read = {}
+        for key, cell in row.items():
+            value = cell.get("logprob") if isinstance(cell, dict) else None
+            if not key.isdigit():
+                raise VllmBroke(f"vLLM's prompt logprobs have the key {key!r}")
+            if key != str(token) and _is_impossible(value):
+                continue
+            read[int(key)] = _logprob(value)
+        rows.append(read)
+    return rows

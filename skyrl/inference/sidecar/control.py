@@ -1,0 +1,197 @@
+"""SGLang's control routes: health, load, cache, aborts, and what the server is. Each answers GET and POST."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from skyrl import __version__
+from skyrl.inference.sidecar.call import PLAIN, Call
+from skyrl.inference.sidecar.errors import BadRequest, SidecarError, VllmAway
+from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion, is_paused
+from skyrl.inference.sidecar.fields import boolean, mapping, string
+from skyrl.inference.sidecar.in_flight import InFlight
+from skyrl.inference.sidecar.pause import Pause, PauseMode
+from skyrl.inference.sidecar.settings import SidecarSettings
+from skyrl.inference.sidecar.updates import Updates
+from skyrl.inference.sidecar.vllm import Vllm
+from skyrl.inference.sidecar.vllm_config import KnownConfig
+
+FLUSHED = b"Cache flushed.\n"
+BUSY = "Flush cache failed: requests are running or waiting."
+
+
+class Control:
+    def __init__(
+        self,
+        settings: SidecarSettings,
+        vllm: Vllm,
+        facts: KnownFacts,
+        version: WeightVersion,
+        config: KnownConfig,
+        in_flight: InFlight,
+        pause: Pause,
+        updates: Updates,
+    ) -> None:
+        self._settings = settings
+        self._vllm = vllm
+        self._facts = facts
+        self._version = version
+        self._in_flight = in_flight
+        self._pause = pause
+        self._updates = updates
+        self._config = config
+
+    async def health(self, call: Call) -> None:
+        """vLLM's own answer, or 503. Also 503 while its weights are not whole."""
+        body = await self._healthy()
+        await call.answer(200, body, PLAIN if body else None)
+
+    async def _healthy(self) -> bytes:
+        """The body of vLLM's answer. Raises VllmAway."""
+        if self._in_flight.draining:
+            raise VllmAway("the sidecar is stopping")
+        try:
+            health = await self._vllm.health()
+            if health.status == 200:
+                await self._updates.see_start(health.start)
+        except SidecarError as error:
+            raise VllmAway(error.message) from error
+        if self._updates.trouble is not None:
+            raise VllmAway(self._updates.trouble)
+        if health.status != 200:
+            raise VllmAway(f"vLLM is not healthy: {health.body.decode('utf-8', 'replace') or health.status}")
+        return health.body
+
+    async def health_generate(self, call: Call) -> None:
+        """Whether vLLM can sample a token. While it is paused it cannot, and yet is healthy."""
+        try:
+            body = await self._healthy()
+            if await is_paused(self._vllm):
+                await call.answer(200, body, PLAIN if body else None)
+                return
+            facts = await self._facts.get()
+            body = {"model": facts.model, "prompt": [0], "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+            async with asyncio.timeout(self._settings.health_token_s):
+                await self._vllm.complete(body, "sidecar-health")
+        except TimeoutError:
+            raise VllmAway(f"vLLM sampled no token within {self._settings.health_token_s:g} s") from None
+        except SidecarError as error:
+            self._facts.forget()
+            raise VllmAway(error.message) from error
+        await call.answer(200)
+
+    async def loads(self, call: Call) -> None:
+        running, waiting = self._in_flight.running, self._in_flight.waiting
+        total = {"total_running_reqs": running, "total_waiting_reqs": waiting, "total_reqs": running + waiting}
+        await call.answer_json({"version": __version__, "loads": [self._load()], "aggregate": total})
+
+    async def old_load(self, call: Call) -> None:
+        await call.answer_json([self._load()])
+
+    def _load(self) -> dict[str, int]:
+        running, waiting = self._in_flight.running, self._in_flight.waiting
+        return {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_total_reqs": running + waiting,
+            "num_reqs": running + waiting,
+        }
+
+    async def flush_cache(self, call: Call) -> None:
+        """`?timeout=s` waits for the end of what is in flight. 400 if something is, or is frozen."""
+        try:
+            timeout_s = float(parse_qs(call.query.decode("latin-1")).get("timeout", ["0"])[0])
+        except ValueError:
+            raise BadRequest("timeout: must be a number of seconds") from None
+        if timeout_s > 0:
+            try:
+                async with asyncio.timeout(min(timeout_s, 3600)):
+                    await call.while_connected(self._in_flight.quiet.wait())
+            except TimeoutError:
+                raise BadRequest(BUSY) from None
+        retracted = self._pause.mode is PauseMode.RETRACT
+        if not self._in_flight.quiet.is_set() and not retracted:
+            raise BadRequest(BUSY)
+        query = "?reset_running_requests=true" if retracted else ""
+        answer = await self._vllm.call("POST", f"/reset_prefix_cache{query}")
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise BadRequest(BUSY)
+        await call.answer(200, FLUSHED, PLAIN)
+
+    async def abort_request(self, call: Call) -> None:
+        """The aborted requests answer by themselves. An unknown rid is no error: the request may just have ended."""
+        body = await call.body()
+        try:
+            given = mapping("body", json.loads(body) if body.strip() else {})
+        except ValueError as error:
+            raise BadRequest(f"body: is not JSON: {error}") from error
+        rid = given.get("rid")
+        if boolean("abort_all", given.get("abort_all") or False):
+            await self._in_flight.abort_all()
+        elif rid is not None and string("rid", rid):
+            self._in_flight.abort(rid)
+        await call.answer(200)
+
+    async def weight_version(self, call: Call) -> None:
+        await call.answer_json({"weight_version": await self._known_version()})
+
+    async def model_info(self, call: Call) -> None:
+        facts = await self._facts.get()
+        config = await asyncio.to_thread(_model_config, facts.root)
+        await call.answer_json(
+            {
+                "model_path": facts.root,
+                "tokenizer_path": facts.root,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": await self._known_version(),
+                "has_image_understanding": None if config is None else "vision_config" in config,
+                "has_audio_understanding": None if config is None else "audio_config" in config,
+                "model_type": None if config is None else config.get("model_type"),
+                "architectures": None if config is None else config.get("architectures"),
+            }
+        )
+
+    async def server_info(self, call: Call) -> None:
+        """What this server knows. SGLang's other arguments have no meaning for vLLM."""
+        facts = await self._facts.get()
+        await call.answer_json(
+            {
+                "model_path": facts.root,
+                "tokenizer_path": facts.root,
+                "served_model_name": facts.model,
+                "host": self._settings.host,
+                "port": self._settings.port,
+                "context_length": facts.context,
+                "weight_version": await self._known_version(),
+                "skip_tokenizer_init": False,
+                "max_running_requests": self._settings.max_in_flight,
+                **await self._config.get(),
+                "internal_states": [],
+                "version": __version__,
+            }
+        )
+
+    async def removed(self, call: Call) -> None:
+        """Clients of some routers send `/remove_worker` to the worker itself. There is nothing to do."""
+        await call.answer_json({"success": True, "message": "this server keeps no workers"})
+
+    async def _known_version(self) -> str:
+        version = await self._version.get()
+        if version is None:
+            raise VllmAway("vLLM did not answer the version of its weights")
+        return version
+
+
+def _model_config(root: str) -> dict[str, Any] | None:
+    """The model's `config.json`; None if the model is not a directory of this machine."""
+    try:
+        read = json.loads((Path(root) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) else None

@@ -1,0 +1,203 @@
+"""SGLang's `/generate`: from a read request to its answer, whole or in a stream. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from skyrl.inference.sidecar.completion import Collected
+from skyrl.inference.sidecar.errors import NotOffered, VllmAway, VllmBroke
+from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
+from skyrl.inference.sidecar.generate_request import GenerateRequest, Prompt
+from skyrl.inference.sidecar.in_flight import InFlight, Sample
+from skyrl.inference.sidecar.meta_info import finish_reason, logprob_lists
+from skyrl.inference.sidecar.routed_experts import to_int32
+from skyrl.inference.sidecar.sampling import Job, collect, new_tokens
+from skyrl.inference.sidecar.token_texts import TokenTexts
+from skyrl.inference.sidecar.vllm import Vllm
+
+T = TypeVar("T")
+
+
+class Generation:
+    def __init__(self, vllm: Vllm, facts: KnownFacts, version: WeightVersion, in_flight: InFlight) -> None:
+        self._vllm = vllm
+        self._facts = facts
+        self._version = version
+        self._in_flight = in_flight
+        self._texts = TokenTexts(vllm)
+
+    async def whole(self, request: GenerateRequest) -> Any:
+        """The answer: an object, or a list of objects, one for each sample. Raises SidecarError."""
+        started = time.monotonic()
+        samples = self._admit(request)
+        try:
+            jobs = await self._jobs(request, samples)
+            answers = await all_of(self._sampled(job, started) for job in jobs)
+        except (VllmAway, VllmBroke):
+            self._forget()
+            raise
+        finally:
+            for sample in samples:
+                self._in_flight.end(sample)
+        return answers[0] if request.single else answers
+
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Any]:
+        """The chunks of the stream. Each has all that its sample has so far. What is sampled while the reader is busy
+        comes in one chunk. Raises SidecarError."""
+        started = time.monotonic()
+        samples = self._admit(request)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            jobs = await self._jobs(request, samples)
+            version = await self._version.get()
+            collecteds = [Collected() for _ in jobs]
+            changed, news, ended = asyncio.Event(), set[int](), set[int]()
+
+            def tell(index: int) -> None:
+                news.add(index)
+                changed.set()
+
+            async def sample(index: int) -> None:
+                try:
+                    await collect(jobs[index], self._vllm, self._in_flight, collecteds[index], lambda: tell(index))
+                finally:
+                    self._in_flight.end(jobs[index].sample)
+                    ended.add(index)
+                    tell(index)
+
+            tasks += [asyncio.create_task(sample(index)) for index in range(len(jobs))]
+            unsent = len(jobs)
+            while unsent:
+                await changed.wait()
+                changed.clear()
+                for index in sorted(news):
+                    news.discard(index)
+                    is_last = index in ended
+                    if is_last:
+                        await tasks[index]
+                        version = await self._version_of(collecteds[index])
+                        unsent -= 1
+                    elif collecteds[index].finish is not None:
+                        continue  # the usage is still to come
+                    chunk = await self._answer(jobs[index], collecteds[index], version, started)
+                    yield chunk if request.single else chunk | {"index": index}
+        except (VllmAway, VllmBroke):
+            self._forget()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            for one in samples:
+                self._in_flight.end(one)
+
+    def _admit(self, request: GenerateRequest) -> list[Sample]:
+        samples = [Sample(prompt.rid, name) for prompt in request.prompts for name in prompt.sample_ids()]
+        self._in_flight.admit(samples)
+        return samples
+
+    def _forget(self) -> None:
+        self._facts.forget()
+        self._texts.forget()
+
+    async def _jobs(self, request: GenerateRequest, samples: list[Sample]) -> list[Job]:
+        """All n samples of the first prompt, then those of the next. Raises SidecarError."""
+        facts = await self._facts.get()
+        prompts = await all_of(self._tokens(prompt) for prompt in request.prompts)
+        jobs, rest = [], iter(samples)
+        for prompt, tokens in zip(request.prompts, prompts, strict=True):
+            wanted = new_tokens(prompt, len(tokens), facts.context)
+            for child in range(prompt.sampling.n):
+                jobs.append(Job(request, prompt, tokens, child, wanted, next(rest), facts))
+        return jobs
+
+    async def _tokens(self, prompt: Prompt) -> list[int]:
+        """The prompt's tokens. vLLM adds the tokenizer's special tokens to a text, as SGLang does."""
+        if not isinstance(prompt.tokens, str):
+            return prompt.tokens
+        body = {"prompt": prompt.tokens, "add_special_tokens": True}
+        answer = await self._vllm.call("POST", "/tokenize", body)
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+            raise VllmBroke("vLLM's /tokenize answered no tokens")
+        return tokens
+
+    async def _sampled(self, job: Job, started: float) -> dict[str, Any]:
+        collected = Collected()
+        try:
+            await collect(job, self._vllm, self._in_flight, collected, lambda: None)
+        finally:
+            self._in_flight.end(job.sample)
+        return await self._answer(job, collected, await self._version_of(collected), started)
+
+    async def _version_of(self, collected: Collected) -> str | None:
+        """The version of the weights at the end of the sample."""
+        return collected.versions[-1]["version"] if collected.versions else await self._version.get()
+
+    async def _answer(self, job: Job, collected: Collected, version: str | None, started: float) -> dict[str, Any]:
+        finish = finish_reason(collected, aborted=job.sample.aborted.is_set(), scoring=job.scoring)
+        output = [] if job.scoring else [*collected.tokens]
+        meta: dict[str, Any] = {
+            "id": job.sample.id,
+            "finish_reason": finish,
+            "prompt_tokens": len(job.tokens),
+            "completion_tokens": len(output),
+        }
+        if collected.cached_tokens is not None:
+            meta["cached_tokens"] = collected.cached_tokens
+        if version is not None:
+            meta["weight_version"] = version
+        if collected.versions is not None and not job.scoring:
+            meta["weight_versions"] = collected.versions
+        meta["e2e_latency"] = time.monotonic() - started
+        if finish is not None:
+            meta["response_sent_to_client_ts"] = time.time()
+        wanted = job.prompt.logprobs
+        if wanted is not None:
+            texts = await self._texts.of(_named(job, collected)) if job.request.text_in_logprobs else None
+            meta |= logprob_lists(wanted, collected, job.tokens, texts, scoring=job.scoring)
+        if job.request.routed_experts_start is not None and finish is not None:
+            meta |= _routed(job, collected, job.request.routed_experts_start)
+        if job.request.return_prompt_tokens:
+            meta["prompt_token_ids"] = job.tokens
+        return {"text": "" if job.scoring else collected.text, "output_ids": output, "meta_info": meta}
+
+
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in order. The first error cancels the others."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _named(job: Job, collected: Collected) -> set[int]:
+    """The tokens whose text the logprobs need."""
+    named = {*job.tokens, *collected.tokens, *(job.prompt.logprobs.ids if job.prompt.logprobs else ())}
+    named |= {token for row in collected.alternatives for _, token in row}
+    return named | {token for row in collected.prompt or [] for token in row}
+
+
+def _routed(job: Job, collected: Collected, start: int) -> dict[str, Any]:
+    """Nothing if no token has been computed. Raises NotOffered if vLLM does not record the experts, VllmBroke if they
+    do not fit the tokens."""
+    if collected.routed_experts is None:
+        if collected.tokens:
+            raise NotOffered("return_routed_experts: vLLM was started without --enable-return-routed-experts")
+        return {}
+    rows = len(job.tokens) + len(collected.tokens) - 1 - start
+    kept = rows - len(collected.tokens) if job.scoring else rows
+    try:
+        experts = to_int32(collected.routed_experts, rows, kept)
+    except VllmBroke:
+        if collected.finish != "abort":
+            raise
+        return {}  # an aborted request is always answered: a client would sample it again after an error
+    return {"routed_experts": experts, "routed_experts_start_len": start}

@@ -1,0 +1,39 @@
+"""A sidecar of `skyrl serve`: the process through which the engine changes the weights of one vLLM.
+
+Takes its settings from the launcher's runtime file. Samples do not pass through it.
+"""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import urlsplit
+
+from skyrl.inference.sidecar.main import run_sidecar
+from skyrl.inference.sidecar.settings import SidecarSettings
+from skyrl.runtime.processes.runtime import SIDECAR_ENV, Runtime, run_process, set_up_process
+
+
+def settings_of(runtime: Runtime, number: int) -> SidecarSettings:
+    address = urlsplit(runtime.sidecar_urls[number])
+    assert address.hostname is not None
+    assert address.port is not None
+    return SidecarSettings(
+        vllm_url=runtime.replica_urls[number],
+        vllm_api_key=runtime.inference_api_key,
+        admin_key=runtime.inference_api_key,  # the server itself, and nobody else
+        number=number,
+        host=address.hostname,
+        port=address.port,
+        drain_s=0.0,
+    )
+
+
+def main() -> None:
+    runtime = Runtime.from_environment()
+    set_up_process(runtime.config.log_level, runtime.config.log_format, "sidecar")
+    settings = settings_of(runtime, int(os.environ[SIDECAR_ENV]))
+    run_process("the sidecar", lambda: run_sidecar(settings), lambda _: None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""SGLang's requests for new weights, read and checked. Each function raises BadRequest, which names the field."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl.inference.sidecar.errors import BadRequest
+from skyrl.inference.sidecar.fields import boolean, integer, mapping, number, string
+
+DEFAULT_GROUP = "weight_update_group"
+LOAD_FORMATS = (None, "auto", "safetensors")
+MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What both kinds of update have. `version` None: the version stays. `partial`: not all tensors are sent."""
+
+    version: str | None
+    flush_cache: bool
+    abort_all: bool
+    keep_pause: bool
+    partial: bool
+    checksums: dict[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class FromDisk:
+    """`stage_only`: read and check now, and apply when the same request comes without this field."""
+
+    model_path: str
+    change: Change
+    stage_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FromGroup:
+    """One bucket."""
+
+    group: str
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class NewGroup:
+    """`timeout_s` bounds the forming, and each broadcast later."""
+
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    name: str
+    backend: str
+    timeout_s: float | None
+
+
+def read_body(body: bytes) -> dict[str, Any]:
+    """The JSON object; an empty body is an empty object."""
+    try:
+        return mapping("body", json.loads(body) if body.strip() else {})
+    except ValueError as error:
+        raise BadRequest(f"body: is not JSON: {error}") from error
+    except RecursionError as error:
+        raise BadRequest("body: is nested too deeply") from error
+
+
+def from_disk(given: dict[str, Any]) -> FromDisk:
+    load_format = given.get("load_format")
+    if load_format not in LOAD_FORMATS:
+        raise BadRequest(f"load_format: {load_format!r} is not offered; the files must be safetensors")
+    path = string("model_path", given.get("model_path"))
+    if not path.startswith("/"):
+        raise BadRequest(f"model_path: {path!r} is not an absolute path on the worker's machine")
+    return FromDisk(path, _change(given), _flag(given, "stage_only", default=False))
+
+
+def from_group(given: dict[str, Any]) -> FromGroup:
+    load_format = given.get("load_format")
+    if load_format is not None:
+        raise BadRequest(f"load_format: {load_format!r} is not offered: each tensor is broadcast under its own name")
+    names, dtypes = (_strings(field, given.get(field)) for field in ("names", "dtypes"))
+    shapes = given.get("shapes")
+    if not names:
+        raise BadRequest("names: must be a list of names that is not empty")
+    if not isinstance(shapes, list) or not all(isinstance(shape, list) for shape in shapes):
+        raise BadRequest("shapes: must be a list of lists of integers")
+    sizes = [[integer("shapes", size, 0) for size in shape] for shape in shapes]
+    if not len(names) == len(dtypes) == len(sizes):
+        raise BadRequest(f"names, dtypes, shapes: have {len(names)}, {len(dtypes)} and {len(sizes)} entries")
+    return FromGroup(
+        string("group_name", given.get("group_name") or DEFAULT_GROUP), names, dtypes, sizes, _change(given)
+    )
+
+
+def new_group(given: dict[str, Any]) -> NewGroup:
+    port = given.get("master_port")
+    if isinstance(port, str) and port.isdigit():  # one of the clients sends it so
+        port = int(port)
+    backend = string("backend", given.get("backend") or "nccl")
+    if backend not in ("nccl", "gloo"):
+        raise BadRequest(f"backend: {backend!r} is not one of nccl, gloo")
+    timeout_s = given.get("timeout_s")
+    return NewGroup(
+        address=string("master_address", given.get("master_address")),
+        port=integer("master_port", port, 1, 65535),
+        rank_offset=integer("rank_offset", given.get("rank_offset"), 1, MAX_RANKS),
+        world_size=integer("world_size", given.get("world_size"), 2, MAX_RANKS),
+        name=string("group_name", given.get("group_name") or DEFAULT_GROUP),
+        backend=backend,
+        timeout_s=None if timeout_s is None else number("timeout_s", timeout_s, 0, 3600, above=True),
+    )
+
+
+def _change(given: dict[str, Any]) -> Change:
+    version = given.get("weight_version")
+    checksums = given.get("checksums")
+    if checksums is not None:
+        checksums = {name: string("checksums", value) for name, value in mapping("checksums", checksums).items()}
+    return Change(
+        version=None if version is None else string("weight_version", version),
+        flush_cache=_flag(given, "flush_cache", default=True),
+        abort_all=_flag(given, "abort_all_requests", default=False),
+        keep_pause=_flag(given, "keep_pause", default=False),
+        partial=_flag(given, "partial", default=False),
+        checksums=checksums,
+    )
+
+
+def _flag(given: dict[str, Any], field: str, *, default: bool) -> bool:
+    value = given.get(field)
+    return default if value is None else boolean(field, value)
+
+
+def _strings(field: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise BadRequest(f"{field}: must be a list of strings")
+    return value

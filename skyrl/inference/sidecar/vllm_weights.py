@@ -1,0 +1,104 @@
+"""Calls to the worker extension inside vLLM, which stages, applies and checks weights. Each rank answers each call.
+
+Knows the extension's calls; knows nothing of SGLang's routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, SidecarError, VllmBroke, VllmInterrupted
+from skyrl.inference.sidecar.vllm import Vllm
+
+METHOD = "skyrl_weights"
+NO_EXTENSION = (
+    "vLLM was started without --worker-extension-cls skyrl.inference.vllm_plugin.weights.worker.WeightUpdates; "
+    "`skyrl rollout` starts it so"
+)
+FIRST_POLL_S, LAST_POLL_S = 0.005, 0.2
+"""Between two questions for the state of a job. Each question waits for the engine's present step."""
+
+Ranks = list[dict[str, Any]]
+
+
+class VllmWeights:
+    """`call_s` bounds a call that returns at once; a call waits for the end of vLLM's present step."""
+
+    def __init__(self, vllm: Vllm, call_s: float) -> None:
+        self._vllm = vllm
+        self._call_s = call_s
+
+    async def call(self, name: str, arguments: dict[str, Any] | None = None, timeout_s: float | None = None) -> Ranks:
+        """The answer of each rank. Raises BadRequest when a rank refuses, Busy when another call still runs,
+        NotOffered, and VllmAway or VllmBroke when vLLM fails."""
+        ranks = await self.outcomes(name, arguments, timeout_s)
+        if (refused := refusal(ranks)) is not None:
+            raise refused
+        return ranks
+
+    async def outcomes(
+        self, name: str, arguments: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> Ranks:
+        """As `call`, for a caller that must know which ranks refused: those have `ok` false."""
+        body = {"method": METHOD, "args": [name, arguments or {}]}
+        try:
+            answer = await self._vllm.call("POST", "/collective_rpc", body, timeout_s or self._call_s)
+        except VllmInterrupted as error:
+            if METHOD in error.message:
+                raise NotOffered(NO_EXTENSION) from error
+            raise
+        ranks = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, dict) for rank in ranks):
+            raise VllmBroke("vLLM's /collective_rpc answered no results")
+        return ranks
+
+    async def job(self, name: str, arguments: dict[str, Any] | None, timeout_s: float) -> Ranks:
+        """Start a job, and wait for its end. After `timeout_s`, and when this is cancelled, the job is told to stop.
+        Raises as `call`."""
+        started = await self.call(name, arguments)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._until_ended(started[0]["job"])
+        except TimeoutError:
+            await self._stop()
+            raise BadRequest(f"it took longer than {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            await asyncio.shield(self._stop())
+            raise
+
+    async def _until_ended(self, number: int) -> Ranks:
+        pause_s = FIRST_POLL_S
+        while True:
+            ranks = await self.call("job", {"number": number})
+            if not any(rank.get("running") for rank in ranks):
+                return ranks
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+
+    async def _stop(self) -> None:
+        try:
+            await self.call("stop")
+        except SidecarError:
+            return  # vLLM is gone, and the job with it
+
+
+def refusal(ranks: Ranks) -> SidecarError | None:
+    """The error of the first rank that refused; None if none did."""
+    for number, rank in enumerate(ranks):
+        if rank.get("ok") is not True:
+            return _refusal(rank, f"rank {number}: " if len(ranks) > 1 else "")
+    return None
+
+
+def _refusal(rank: dict[str, Any], where: str) -> SidecarError:
+    message = f"{where}{rank.get('error')}"
+    match rank.get("status"):
+        case 409:
+            return Busy(message)
+        case 501:
+            return NotOffered(message)
+        case 500:
+            return VllmBroke(message)
+        case _:
+            return BadRequest(message)

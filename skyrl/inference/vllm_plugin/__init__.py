@@ -1,0 +1,98 @@
+"""vLLM general plugin: vLLM loads it in its API server, engine core and workers.
+
+Changes thirteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens (see
+`token_versions`); clients may do without the text of completions (see `tokens_only`); adapters on lm_head work in more
+architectures (see `unembedding`); adapters whose experts vLLM would ignore are refused (see `ignored_experts`); on a
+CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs than vLLM's own (see `xargs`), routed
+experts can be returned (see `routed_experts_cpu`), mixtures of experts can be served with adapters, on experts too (see
+`experts_cpu`), and the engine core is forked from the API server, which saves its imports.
+
+Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
+nothing of the rest of skyrl.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+
+from skyrl.inference.vllm_plugin.versions import TELL_VERSIONS_VARIABLE, TESTED_VERSIONS
+
+logger = logging.getLogger("vllm.skyrl_plugin")
+
+FORK_ENGINE_VARIABLE = "SKYRL_VLLM_FORK_ENGINE"
+"""Environment variable; "1" forks the engine core (only on a CPU with a single-process executor)."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Entry point (`vllm.general_plugins`). vLLM calls it once per process, also in spawned children."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        _die_with(parent.pid)
+    _cover_forks()
+
+    import vllm
+    from vllm.platforms import current_platform
+
+    if not vllm.__version__.startswith(TESTED_VERSIONS):
+        logger.error(
+            "skyrl's plugin is for vLLM %s*, this is %s: nothing is patched. On a CPU, base-model requests in a batch "
+            "with LoRA requests may get an adapter's weights, and prompt logprobs may stop the engine. On all devices, "
+            "development endpoints (/pause, /collective_rpc) are open to every user of this machine.",
+            TESTED_VERSIONS[0],
+            vllm.__version__,
+        )
+        return
+    from skyrl.inference.vllm_plugin.ignored_experts import refuse_ignored_experts
+    from skyrl.inference.vllm_plugin.prefix_cache import forget_with_weights
+    from skyrl.inference.vllm_plugin.temperature import allow_any_temperature
+    from skyrl.inference.vllm_plugin.unembedding import serve_lm_head
+
+    allow_any_temperature()
+    forget_with_weights()
+    serve_lm_head()
+    refuse_ignored_experts()
+    if parent is None:
+        from skyrl.inference.vllm_plugin.token_versions import tell_versions
+        from skyrl.inference.vllm_plugin.tokens_only import allow_tokens_only
+
+        allow_tokens_only()
+        tell_versions(early=os.environ.get(TELL_VERSIONS_VARIABLE) == "1")
+        _guard_all_endpoints()
+    if current_platform.is_cpu():
+        from skyrl.inference.vllm_plugin.cpu_patches import apply
+
+        apply(fork_engine=os.environ.get(FORK_ENGINE_VARIABLE) == "1")
+
+
+def _die_with(parent_pid: int) -> None:
+    """Let the kernel kill this process when its parent ends. Exit at once if the parent has ended already."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _cover_forks() -> None:
+    """Call `_die_with` in all forked descendants, because a fork does not inherit the setting."""
+    forking = [0]
+
+    def before() -> None:
+        forking[0] = os.getpid()
+
+    os.register_at_fork(before=before, after_in_child=lambda: _die_with(forking[0]))
+
+
+def _guard_all_endpoints() -> None:
+    """Require the API key on every path. vLLM leaves /pause, /sleep and /collective_rpc open."""
+    from vllm.entrypoints.serve.middleware import authenticate
+
+    authenticate.GUARDED_PREFIX = "/"

@@ -1,0 +1,175 @@
+"""The model inside a vLLM worker: which tensors it has, and how new ones get into it. Knows nothing of transports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl.inference.vllm_plugin.weights.checkpoint import entries
+from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.staging import Needed, is_finite, named
+from skyrl.weights.digests import digests
+
+LORA_INFIX = "base_layer."
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+MOST_SHOWN = 1 << 20
+"""Numbers in one answer; the engine stops while they are collected."""
+PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
+"""Kernels of mixture-of-experts layers that use the weights as they are loaded."""
+
+
+class Broken(Exception):
+    """The model has neither its old nor its new weights. Nobody may sample from it."""
+
+
+class ServedModel:
+    """`model` is vLLM's. `checkpoint` is the directory from which vLLM loaded it first."""
+
+    def __init__(self, model: Any, checkpoint: str, hf_config: Any, quantization: object, tensor_parallel: int) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        self._hf_config = hf_config
+        self._quantization = quantization
+        self._tensor_parallel = tensor_parallel
+        self._needed: Needed | None = None
+
+    def needed(self) -> Needed:
+        """Raises WeightsError (501) for a model whose weights cannot be replaced."""
+        if self._needed is None:
+            self._check_layout()
+            try:
+                found = entries(self._directory())
+            except WeightsError as error:
+                raise WeightsError(f"the model's own checkpoint cannot be read: {error}", 501) from error
+            tied = bool(getattr(self._hf_config.get_text_config(), "tie_word_embeddings", False))
+            optional = frozenset({HEAD} if tied else ())
+            kept = {name: entry for name, entry in found.items() if name not in optional}
+            self._needed = Needed(
+                {name: entry.shape for name, entry in kept.items()},
+                {name: entry.dtype.is_floating_point for name, entry in kept.items()},
+                optional,
+                min(
+                    (torch.finfo(one.dtype).max for _, one in self._parameters() if one.is_floating_point()), default=0
+                ),
+            )
+        return self._needed
+
+    def _check_layout(self) -> None:
+        if self._quantization is not None:
+            raise WeightsError("the model is quantized; its weights cannot be replaced while it serves", 501)
+        if packed := [name for name, tensor in self._parameters() if not tensor.numel()]:
+            raise WeightsError(
+                f"vLLM keeps {named(packed)} in a packed form that cannot be replaced: start vLLM with "
+                "--worker-extension-cls skyrl.inference.vllm_plugin.weights.worker.WeightUpdates",
+                501,
+            )
+
+        for module in self._model.modules():
+            if kept := _converted(module):
+                raise WeightsError(f"vLLM keeps {kept} in a form of its own, which an update would not reach", 501)
+
+    def _directory(self) -> Path:
+        if Path(self._checkpoint).is_dir():
+            return Path(self._checkpoint)
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.safetensors", "*.safetensors.index.json"]
+        try:
+            return Path(snapshot_download(self._checkpoint, allow_patterns=patterns, local_files_only=True))
+        except Exception as error:
+            raise WeightsError(f"the files of {self._checkpoint} are not on this machine: {error}", 501) from error
+
+    def apply(self, tensors: Mapping[str, torch.Tensor], *, full: bool) -> None:
+        """Put checked tensors into the model. The engine must not run meanwhile. `full`: they are all that the model
+        needs; then every element of the model is proved to be new. Raises Broken."""
+        parameters = dict(self._parameters())
+        try:
+            with torch.no_grad():
+                if full:
+                    for parameter in parameters.values():
+                        if parameter.is_floating_point():
+                            parameter.fill_(torch.nan)
+                self._model.load_weights(iter(tensors.items()))
+                old = [name for name, parameter in parameters.items() if not is_finite(parameter)]
+        except Exception as error:
+            raise Broken(f"{str(error) or type(error).__name__}") from error
+        if old:
+            raise Broken(f"the new tensors did not reach {named(old)}")
+
+    def reset(self) -> None:
+        """Overwrite every parameter with random numbers."""
+        with torch.no_grad():
+            for _, parameter in self._parameters():
+                if parameter.is_floating_point():
+                    parameter.uniform_(-1, 1)
+
+    def digests(self) -> dict[str, str]:
+        """Of every parameter and buffer, by vLLM's names without the part that LoRA adds. vLLM joins some tensors of a
+        checkpoint, so the names are not the checkpoint's. Raises WeightsError for packed layers."""
+        if packed := [name for name, tensor in self._parameters() if not tensor.numel()]:
+            raise WeightsError(f"vLLM keeps {named(packed)} in a packed form that cannot be read", 501)
+        return digests([*self._parameters(), *self._buffers()])
+
+    def has_embedding(self, tensor: torch.Tensor) -> bool:
+        """Whether the model's input embedding has these values. vLLM's has more rows."""
+        for name, parameter in self._parameters():
+            if name.endswith(EMBEDDING) and parameter.shape[1:] == tensor.shape[1:]:
+                rows = parameter.detach()[: tensor.shape[0]].cpu()
+                return bool(torch.equal(rows, tensor.to(rows.dtype)))
+        return False
+
+    def read(self, name: str, most: int) -> list[Any]:
+        """The first `most` rows of a tensor by its checkpoint name, as float32. Raises WeightsError."""
+        if self._tensor_parallel > 1:
+            raise WeightsError("a tensor is divided over several ranks, and cannot be read here", 501)
+        needed = self.needed()
+        if name in needed.optional:
+            name = next((one for one in needed.shapes if one.endswith(EMBEDDING)), name)
+        if name not in needed.shapes:
+            raise WeightsError(f"name: the model has no {name}")
+        rows = self._rows(name, needed.shapes)
+        if not rows.ndim:
+            rows = rows.reshape(1)
+        if (size := min(most, len(rows)) * math.prod(rows.shape[1:])) > MOST_SHOWN:
+            raise WeightsError(f"truncate_size: {size} numbers are more than the {MOST_SHOWN} that an answer may have")
+        shown = rows[: max(0, most)].detach().to("cpu", torch.float32)
+        return shown.tolist()
+
+    def _rows(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
+        parameters = dict(self._parameters())
+        if name in parameters:
+            return parameters[name][: shapes[name][0]] if shapes[name] else parameters[name]
+        for joined, parts in (getattr(self._model, "packed_modules_mapping", None) or {}).items():
+            for part in parts:
+                whole = name.replace(f".{part}.", f".{joined}.")
+                if whole != name and whole in parameters:
+                    before = parts[: parts.index(part)]
+                    start = sum(shapes[name.replace(f".{part}.", f".{one}.")][0] for one in before)
+                    return parameters[whole][start : start + shapes[name][0]]
+        raise WeightsError(f"name: {name} has another name inside vLLM", 501)
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name.replace(LORA_INFIX, ""), tensor) for name, tensor in self._model.named_parameters())
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name.replace(LORA_INFIX, ""), tensor) for name, tensor in self._model.named_buffers())
+
+
+def _converted(module: Any) -> str | None:
+    """Which weights of this layer vLLM computes with in another form than it loads them. They have all their elements,
+    so nothing else shows that an update did not reach the copy, or was written over it in the wrong order."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    if "MLAAttention" in kinds:
+        return "the projections of latent attention"
+    if "RoutedExperts" in kinds:
+        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        if getattr(backend, "name", None) not in PLAIN_EXPERTS:
+            return "the weights of experts"
+    if hasattr(module, "_cpu_unpacked_conv_weight"):
+        return "the weights of convolutions"
+    return None

@@ -1,0 +1,387 @@
+"""The calls about weights that one vLLM worker answers. One worker is one rank: a vLLM with tensor parallelism has
+several, and each answers each call.
+
+Calls return at once. What takes time is a job; the caller asks for its state. Order of an update from disk: `read`,
+`job` until it has ended, `apply`. From a group: `join`, then for each bucket `receive`, and `apply` after the last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
+from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs
+from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
+from skyrl.inference.vllm_plugin.weights.staging import SHOWN, Staged, named
+from skyrl.weights.digests import checksum
+
+logger = logging.getLogger("vllm.skyrl_plugin")
+
+FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
+MOST_GROUPS = 8
+"""Of trainers that ended without a word, a group is left each time."""
+
+
+class Group(Protocol):
+    """A torch.distributed group of a trainer (rank 0) and all workers."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill `tensor` with rank 0's. Raises RuntimeError when the group fails or its time is over."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Join = Callable[..., Group]
+
+
+class Receiver:
+    """`join(address, port, rank, world, name, backend, timeout_s)` forms a group. `prepare` runs at the start of each
+    job's thread."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        join: Join,
+        device: torch.device,
+        ranks: dict[str, int],
+        rank: int,
+        prepare: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._join = join
+        self._device = device
+        self._ranks = ranks
+        self._rank = rank
+        self._prepare = prepare
+        self._jobs = Jobs()
+        self._staged: Staged | None = None
+        self._groups: dict[str, Group] = {}
+        self._failed: dict[str, str] = {}
+        """Groups that can no longer be used, and why."""
+        self._receiving: Group | None = None
+        """The group that a running job receives from."""
+        self._snapshot: dict[str, str] | None = None
+        self._broken: str | None = None
+        self._calls: dict[str, Callable[..., dict[str, Any]]] = {
+            "state": self.state,
+            "job": self._jobs.state,
+            "stop": self.stop,
+            "read": self.read,
+            "join_group": self.join_group,
+            "leave_group": self.leave_group,
+            "receive": self.receive,
+            "discard": self.discard,
+            "apply": self.apply,
+            "mark_broken": self.mark_broken,
+            "checksum": self.checksum,
+            "snapshot": self.snapshot,
+            "compare": self.compare,
+            "reset_tensors": self.reset_tensors,
+            "weight": self.weight,
+        }
+
+    def answer(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """`{"ok": true, ...}`, or `{"ok": false, "error", "status"}`."""
+        try:
+            return {"ok": True, **self._calls[call](**arguments)}
+        except WeightsError as error:
+            return {"ok": False, "error": str(error), "status": error.status}
+
+    def state(self) -> dict[str, Any]:
+        """`broken`: why nobody may sample from the model; null for a whole model."""
+        staged = self._staged
+        return {
+            "broken": self._broken,
+            "groups": sorted(self._groups),
+            "staged": 0 if staged is None else len(staged.tensors),
+            "staged_bytes": 0 if staged is None else staged.bytes,
+            "version": None if staged is None else staged.version,
+            "missing": None if staged is None else staged.missing(self._model.needed())[:SHOWN],
+        }
+
+    def stop(self) -> dict[str, Any]:
+        self._jobs.stop()
+        return {}
+
+    def discard(self) -> dict[str, Any]:
+        """Forget what was staged. The model is as it was."""
+        self._jobs.stop()
+        self._staged = None
+        return {}
+
+    def read(
+        self, directory: str, version: str | None, checksums: dict[str, str] | None, partial: bool
+    ) -> dict[str, Any]:
+        """Stage a checkpoint of this machine. The job ends with `tensors` and `bytes`."""
+        needed = self._model.needed()
+        self._jobs.check_idle()
+        self._staged = None
+
+        def work(job: Job) -> dict[str, Any]:
+            found = entries(Path(directory))
+            staged = Staged(version)
+            for name, entry in found.items():  # all headers first: reading takes long
+                needed.check(name, entry.shape, entry.dtype)
+            if not partial and (missing := [n for n in needed.shapes if n not in found and n not in needed.optional]):
+                raise WeightsError(f"model_path: {directory} lacks {named(missing)}")
+            if unknown := [name for name in checksums or () if name not in found]:
+                raise WeightsError(f"checksums: {directory} has no {named(unknown)}")
+            own = {name: entry for name, entry in found.items() if name not in needed.optional}
+            tied = {name: entry for name, entry in found.items() if name in needed.optional}
+            for name, tensor in chain(tensors(own, job.stopped), tensors(tied, job.stopped)):
+                staged.add(needed, name, tensor, (checksums or {}).get(name), self._model.has_embedding)
+            self._staged = staged
+            if job.stopped():  # asked after the line above: a stop in between must not leave anything staged
+                self._staged = None
+                raise WeightsError("reading was stopped")
+            return {"tensors": len(staged.tensors), "bytes": staged.bytes}
+
+        return {"job": self._start("reading the new weights", work)}
+
+    def join_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> dict[str, Any]:
+        """Form a group. The job ends when all members are there. What was staged before is forgotten."""
+        self._model.needed()
+        self._jobs.check_idle()
+        if name in self._groups:
+            raise WeightsError(f"group_name: there is a group {name!r} already; destroy it first")
+        rank = rank_offset + self._rank
+        if not 0 < rank < world_size:
+            raise WeightsError(
+                f"rank_offset: this rank would be {rank}, in a group of {world_size} with the trainer at 0"
+            )
+        self._staged = None
+
+        def work(job: Job) -> dict[str, Any]:
+            try:
+                group = self._join(
+                    address=address, port=port, rank=rank, world=world_size, name=name, backend=backend,
+                    timeout_s=timeout_s,
+                )  # fmt: skip
+            except Exception as error:
+                raise WeightsError(f"the group {name!r} was not formed: {error}") from error
+            if len(self._groups) >= MOST_GROUPS:
+                self._fail(next(iter(self._groups)), "its trainer did not leave it, and there are too many groups")
+            self._groups[name] = group
+            self._failed.pop(name, None)
+            if job.stopped():
+                self._fail(name, "it was formed after the time for it")
+                raise WeightsError(f"the group {name!r} was formed after the time for it")
+            return {"rank": rank}
+
+        return {"job": self._start(f"joining the group {name!r}", work)}
+
+    def leave_group(self, name: str) -> dict[str, Any]:
+        """Also forgets what was staged. Raises WeightsError for a group that is not there."""
+        self._jobs.check_idle()
+        self._staged = None
+        known = self._failed.pop(name, None)
+        group = self._groups.pop(name, None)
+        if group is None and known is None:
+            raise WeightsError(f"group_name: there is no group {name!r}")
+        if group is not None:
+            group.close()
+        return {}
+
+    def receive(self, group: str, **bucket: Any) -> dict[str, Any]:
+        """Stage one bucket: rank 0 broadcasts each tensor in this order. The job ends with `missing`, the number of
+        tensors that a full update still needs, and the names of some. After an error the whole update must be sent
+        again. A tensor that the model cannot take is received all the same, so that the trainer does not hang.
+
+        A group whose bucket is not received whole has failed: what the trainer sent for it would be taken for tensors
+        of the next bucket."""
+        try:
+            return self._receive(group, **bucket)
+        except WeightsError as error:
+            self._fail(group, str(error))
+            raise
+
+    def _receive(
+        self,
+        group: str,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        version: str | None,
+        checksums: dict[str, str] | None,
+    ) -> dict[str, Any]:
+        needed = self._model.needed()
+        self._jobs.check_idle()
+        if group in self._failed:
+            raise WeightsError(f"the group {group!r} has failed ({self._failed[group]}); form it again")
+        if group not in self._groups:
+            raise WeightsError(f"group_name: there is no group {group!r}; call /init_weights_update_group first")
+        plan = _plan(names, dtypes, shapes)
+        total = sum(tensor_bytes for *_, tensor_bytes in plan)
+        most = 2 * sum(_numel(shape) for shape in needed.shapes.values()) * 8
+        if total > most:
+            raise WeightsError(f"shapes: a bucket of {total} bytes is more than this model can have")
+        if self._staged is None or (self._staged.tensors and self._staged.version != version):
+            if self._staged is not None:
+                logger.warning("an update to %r was not finished: it is forgotten", self._staged.version)
+            self._staged = Staged(version)
+        staged, members = self._staged, self._groups[group]
+
+        def work(job: Job) -> dict[str, Any]:
+            wrong: WeightsError | None = None
+            received = False
+            try:
+                for name, dtype, shape, _ in plan:
+                    if job.stopped() or self._groups.get(group) is not members:
+                        raise WeightsError(f"the update was stopped before {name}")
+                    try:
+                        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                        members.broadcast(tensor)
+                    except Exception as error:
+                        why = str(error) or type(error).__name__
+                        raise WeightsError(f"the group {group!r} failed at {name}: {why}") from error
+                    try:
+                        if wrong is None:
+                            given = (checksums or {}).get(name)
+                            staged.add(needed, name, tensor.cpu(), given, self._model.has_embedding)
+                    except WeightsError as error:
+                        wrong = error
+                received = True
+                if wrong is not None:
+                    raise wrong
+                if self._staged is not staged or job.stopped():
+                    raise WeightsError("the update was stopped")
+            except Exception as error:
+                if self._staged is staged:
+                    self._staged = None
+                if not received:
+                    self._fail(group, str(error) or type(error).__name__)
+                raise
+            finally:
+                self._receiving = None
+                if self._groups.get(group) is not members:
+                    members.close()
+            missing = staged.missing(needed)
+            return {
+                "missing": len(missing),
+                "some": missing[:SHOWN],
+                "bytes": staged.bytes,
+                "new": bool(staged.tensors),
+            }
+
+        self._receiving = members
+        return {"job": self._start("receiving a bucket", work)}
+
+    def _fail(self, name: str, why: str) -> None:
+        """A group can no longer be used. A job that receives from it closes it at its end."""
+        group = self._groups.pop(name, None)
+        if group is None:
+            return
+        self._failed[name] = why
+        if len(self._failed) > MOST_GROUPS:
+            del self._failed[next(iter(self._failed))]
+        if self._receiving is not group:
+            group.close()
+
+    def apply(self, partial: bool) -> dict[str, Any]:
+        """Put what is staged into the model. The engine stops until this returns. A full update also repairs a broken
+        model. `broken` in the answer: the model is now neither old nor new."""
+        self._jobs.check_idle()
+        staged = self._staged
+        if staged is None or not staged.tensors:
+            raise WeightsError("there is nothing to apply")
+        missing = staged.missing(self._model.needed())
+        if missing and not partial:
+            raise WeightsError(f"the update lacks {named(missing)}")
+        if missing and self._broken is not None:
+            raise WeightsError(f"the model is broken ({self._broken}): it needs all its tensors")
+        self._staged = None
+        try:
+            self._model.apply(staged.tensors, full=not missing)
+        except Broken as broken:
+            self._broken = f"an update failed while it changed the model: {broken}"
+            logger.error("%s", self._broken)
+        else:
+            self._broken = None
+        return {"broken": self._broken, "tensors": len(staged.tensors), "bytes": staged.bytes}
+
+    def mark_broken(self, reason: str) -> dict[str, Any]:
+        self._broken = reason
+        return {}
+
+    def checksum(self) -> dict[str, Any]:
+        """The job ends with `checksums` (of each tensor), `per_gpu_checksum`, `parallelism_info`."""
+        return {"job": self._start("computing checksums", lambda _: self._payload(self._model.digests()))}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Remember the checksums for `compare`."""
+
+        def work(_: Job) -> dict[str, Any]:
+            self._snapshot = self._model.digests()
+            return {"tensors": len(self._snapshot)}
+
+        return {"job": self._start("taking a snapshot", work)}
+
+    def compare(self) -> dict[str, Any]:
+        """The job ends with `differing`, the names of the tensors that are not as in the snapshot."""
+        if self._snapshot is None:
+            raise WeightsError("action: compare needs a snapshot first")
+        before = self._snapshot
+
+        def work(_: Job) -> dict[str, Any]:
+            now = self._model.digests()
+            return {"differing": sorted(name for name in before.keys() | now if before.get(name) != now.get(name))}
+
+        return {"job": self._start("comparing with the snapshot", work)}
+
+    def reset_tensors(self) -> dict[str, Any]:
+        """Random numbers instead of the weights, so that a test sees whether an update replaces all of them."""
+        self._jobs.check_idle()
+        self._model.needed()
+        self._broken = "its tensors were reset by /weights_checker"
+        self._model.reset()
+        return {}
+
+    def weight(self, name: str, most: int) -> dict[str, Any]:
+        return {"rows": self._model.read(name, most)}
+
+    def _payload(self, digests: dict[str, str]) -> dict[str, Any]:
+        return {"checksums": digests, "per_gpu_checksum": checksum(digests), "parallelism_info": self._ranks}
+
+    def _start(self, name: str, work: Callable[[Job], dict[str, Any]]) -> int:
+        def prepared(job: Job) -> dict[str, Any]:
+            self._prepare()
+            return work(job)
+
+        return self._jobs.start(name, prepared)
+
+
+def _plan(
+    names: list[str], dtypes: list[str], shapes: list[list[int]]
+) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
+    if not len(names) == len(dtypes) == len(shapes):
+        raise WeightsError(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: the numbers must be equal"
+        )
+    if len(set(names)) != len(names):
+        raise WeightsError("names: a name occurs twice")
+    plan = []
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        short = dtype.removeprefix("torch.")
+        if short not in FLOATS + INTEGERS:
+            raise WeightsError(f"dtypes: {dtype!r} is not a dtype of torch")
+        kind: torch.dtype = getattr(torch, short)
+        plan.append((name, kind, tuple(shape), _numel(shape) * kind.itemsize))
+    return plan
+
+
+def _numel(shape: list[int] | tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,107 @@
+"""Tensors for the model that have arrived and are not in the model yet, and what the model needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.weights.digests import digest, dtype_name
+
+SHOWN = 5
+"""How many names an error shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """The tensors of a full update, with the names and shapes of the model's checkpoint. `optional`: names that may be
+    left out, because the model has one tensor under two names. `largest`: the model's dtype holds no larger number."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    floats: Mapping[str, bool]
+    optional: frozenset[str]
+    largest: float = math.inf
+
+    def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raises WeightsError for a tensor that the model does not have in this form."""
+        wanted = self.shapes.get(name)
+        if wanted is None:
+            if name in self.optional:
+                return
+            raise WeightsError(f"names: the model has no {name}")
+        if shape != wanted:
+            raise WeightsError(f"shapes: {name} has the shape {list(shape)}, the model's is {list(wanted)}")
+        if dtype.is_floating_point != self.floats[name]:
+            kind = "a floating-point" if self.floats[name] else "an integer"
+            raise WeightsError(f"dtypes: {name} is {dtype_name(dtype)}, the model has {kind} tensor")
+
+
+@dataclass(slots=True)
+class Staged:
+    """`version` belongs to the whole update. `checksums`: digests that the sender gave."""
+
+    version: str | None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    bytes: int = 0
+
+    def add(
+        self,
+        needed: Needed,
+        name: str,
+        tensor: torch.Tensor,
+        checksum: str | None,
+        in_model: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """`in_model`: whether the model has a tied tensor with these values. Raises WeightsError for a tensor that must
+        not get into the model."""
+        needed.check(name, tuple(tensor.shape), tensor.dtype)
+        if checksum is not None and checksum != (found := digest(name, tensor)):
+            raise WeightsError(f"checksums: {name} arrived with the digest {found}, not with {checksum}")
+        if not is_finite(tensor):
+            raise WeightsError(f"{name} has a value that is not a finite number")
+        if not _fits(tensor, needed.largest):
+            raise WeightsError(f"{name} has a value larger than {needed.largest:g}, the largest of the model's dtype")
+        if name not in needed.shapes:
+            if not self._has(tensor) and not in_model(tensor):
+                raise WeightsError(
+                    f"names: the model's {name} is tied to another tensor, which has other values: send that one before"
+                )
+            return
+        old = self.tensors.get(name)
+        self.bytes += tensor.nbytes - (0 if old is None else old.nbytes)
+        self.tensors[name] = tensor
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        same = (other for other in self.tensors.values() if other.shape == tensor.shape and other.dtype == tensor.dtype)
+        return any(torch.equal(other, tensor) for other in same)
+
+    def missing(self, needed: Needed) -> list[str]:
+        """Names that a full update still needs."""
+        return [name for name in needed.shapes if name not in self.tensors and name not in needed.optional]
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is infinite or not a number. A sum shows it with one pass and no memory; a sum that overflows
+    is looked at again."""
+    if not tensor.dtype.is_floating_point:
+        return True
+    if tensor.dtype.itemsize == 1:
+        return bool(torch.isfinite(tensor.to(torch.float32)).all())
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+
+
+def _fits(tensor: torch.Tensor, largest: float) -> bool:
+    """Whether no element becomes infinite in a dtype whose largest number is `largest`."""
+    if not tensor.dtype.is_floating_point or not tensor.numel() or torch.finfo(tensor.dtype).max <= largest:
+        return True
+    least, most = (tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor).aminmax()
+    return -largest <= float(least) and float(most) <= largest
+
+
+def named(names: list[str]) -> str:
+    """A few of the names, for an error."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
