@@ -3,7 +3,7 @@
 `each`: one long poll for each sample (`retrieve_future`). `memory`: one long poll for all samples of a client, answered
 from a list in memory. A restart would lose the list, so this way only shows the lowest possible cost. `stored`: one
 long poll for all samples of a client, answered from the database. The server does this
-(`skyrl/futures/stored_ends.py`).
+(`skyrl/server/futures/stored_ends.py`).
 
 Everything runs in this process, on a new SQLite file, without HTTP and without an inference server. A sample is
 recorded, ends after about UPSTREAM_S, and is settled; then the client learns of it, reads the result and sends the next
@@ -38,8 +38,8 @@ from benchmarks.stage import NullUpstream, Stage, gateway
 from skyrl.base.types.ids import new_request_id
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
-from skyrl.futures.completions import Completion, Target
-from skyrl.futures.store import FutureStore
+from skyrl.server.futures.completions import Completion, Target
+from skyrl.server.futures.store import FutureStore
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome

@@ -22,13 +22,13 @@ from uvicorn.server import ServerState
 
 from benchmarks import null_upstream
 from benchmarks.prompts import VARIANTS, prompt
-from skyrl.api.app import create_app
-from skyrl.api.server import open_services
-from skyrl.api.whole_request import protocol_with
 from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.web.server import tune_garbage_collection
-from skyrl.sampling.http import HttpTransport
+from skyrl.server.api.app import create_app
+from skyrl.server.api.server import open_services
+from skyrl.server.api.whole_request import protocol_with
+from skyrl.server.sampling.http import HttpTransport
 from skyrl.storage.db import migrate
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training, publish_url

@@ -18,14 +18,14 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from skyrl.api.call import Call
-from skyrl.api.hooks import RequestMetrics
-from skyrl.api.route import Route
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.runtime.metrics.outcomes import outcome_label
 from skyrl.runtime.metrics.process import show_process
 from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.metrics.samples import DURATION_BOUNDS
+from skyrl.server.api.call import Call
+from skyrl.server.api.hooks import RequestMetrics
+from skyrl.server.api.route import Route
 
 SAMPLE_US = 350.0
 SAMPLES_PER_S = 2_500

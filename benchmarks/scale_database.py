@@ -25,12 +25,12 @@ from sqlalchemy import insert
 from benchmarks.processes import cpu_seconds, parts_of, peak_resident_mb, resident_mb
 from benchmarks.router_load import Load, measure, request_of
 from benchmarks.series import quantile
-from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.ids import new_session_id
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.demo.server import DemoServer
+from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import adapter_versions, quotas, retention, runs, session_ends, usage
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.migrate import migrate

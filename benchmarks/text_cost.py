@@ -24,7 +24,7 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.runtime.processes.ports import free_port
-from skyrl.sampling import completion
+from skyrl.server.sampling import completion
 
 KEY = "benchmark"
 SEQUENCES, TOKENS, TURNS, AT_ONCE = 8, 32, 8, 3

@@ -25,8 +25,8 @@ import uvloop
 
 from benchmarks.prompts import prompt
 from skyrl.runtime.processes.ports import free_port
-from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.transport import Answer
+from skyrl.server.sampling.http import HttpTransport
+from skyrl.server.sampling.transport import Answer
 
 HEADERS = {"Content-Type": "application/json"}
 

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from skyrl.standing.standing import duration
+from skyrl.server.request_status.status import duration
 
 LAST_STEPS = 10
 MARKS = {

@@ -46,9 +46,9 @@ from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.runtime.ray_cluster.connection import connect
 from skyrl.runtime.ray_cluster.rank_actors import RankActors
 from skyrl.runtime.tracing.opening import open_spans
-from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.endpoint import FixedEndpoint
-from skyrl.sampling.http import HttpTransport
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.endpoint import FixedEndpoint
+from skyrl.server.sampling.http import HttpTransport
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import adapter_versions, full_weights

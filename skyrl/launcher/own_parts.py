@@ -172,7 +172,7 @@ class OwnProcesses:
         """The API process of this slot. It inherits the sockets and accepts connections from them."""
         descriptors = [listener.fileno() for listener in sockets]
         own_environment = {SLOT_ENV: str(slot), SOCKETS_ENV: ",".join(map(str, descriptors))}
-        process = self._process(api_name(slot), "skyrl.api.server", own_environment, descriptors)
+        process = self._process(api_name(slot), "skyrl.server.api.server", own_environment, descriptors)
         return self._part(process, needs, API_GRACE_S)
 
     def _process(

@@ -22,9 +22,9 @@ from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.results import encode_json
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.endpoint import FixedEndpoint
-from skyrl.sampling.http import HttpTransport
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.endpoint import FixedEndpoint
+from skyrl.server.sampling.http import HttpTransport
 from skyrl.storage.db.samplers import Sampler, Samplers
 
 NEVER_S = 1000.0

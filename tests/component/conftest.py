@@ -15,12 +15,12 @@ from checkpoint_world import World, world_in
 from engine_harness import NEVER_S
 from fake_upstream import FakeUpstream, fake_upstream
 
-import skyrl.api.server
-from skyrl.api.app import create_app
-from skyrl.api.server import open_services
+import skyrl.server.api.server
 from skyrl.base.config.server import ServerConfig
 from skyrl.engine import sweeping
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.server.api.app import create_app
+from skyrl.server.api.server import open_services
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training, publish_url
 
@@ -101,4 +101,4 @@ async def api(serve: Serve) -> AsyncIterator[Api]:
 @pytest.fixture
 def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process ends without waiting for running samples."""
-    monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)
+    monkeypatch.setattr(skyrl.server.api.server, "DRAIN_S", 0.05)

@@ -35,8 +35,8 @@ from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.threads import EngineThreads
 from skyrl.engine.tracing import CommandTracing
-from skyrl.futures.store import FutureStore
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.server.futures.store import FutureStore
 from skyrl.storage.checkpoint_store.adapters import adapter_directory
 from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored
 from skyrl.storage.checkpoint_store.registry import open_store

@@ -13,11 +13,11 @@ from api_harness import BASE, LONG_S, Api
 from fake_upstream import Received, Reply, reply
 from sqlalchemy import insert, select
 
-from skyrl.api.app import create_app
-from skyrl.api.http_table import HttpTable
-from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.server.api.app import create_app
+from skyrl.server.api.http_table import HttpTable
+from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database

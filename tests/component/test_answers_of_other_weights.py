@@ -15,10 +15,10 @@ from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.results import to_json
-from skyrl.sampling import client as client_module
-from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.endpoint import FixedEndpoint
-from skyrl.sampling.http import HttpTransport
+from skyrl.server.sampling import client as client_module
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.endpoint import FixedEndpoint
+from skyrl.server.sampling.http import HttpTransport
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.full_weights import replaced_sentence
 

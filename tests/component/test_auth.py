@@ -13,9 +13,9 @@ import jwt
 import pytest
 from api_harness import Api, Serve
 
-from skyrl.api import tokens
-from skyrl.api.hooks import MAX_KEY
-from skyrl.api.tokens import Tokens, tenant_of_key, user_urn
+from skyrl.server.api import tokens
+from skyrl.server.api.hooks import MAX_KEY
+from skyrl.server.api.tokens import Tokens, tenant_of_key, user_urn
 
 
 def claims(token: str) -> dict[str, object]:

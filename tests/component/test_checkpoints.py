@@ -11,10 +11,10 @@ from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path
 from engine_harness import Trainer, files_in
 from sqlalchemy import select
 
-from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine import reclaim
+from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.futures import futures
 
 SOON_S = -3600.0

@@ -10,7 +10,7 @@ from colocated_world import world
 from engine_harness import until
 from sqlalchemy import select
 
-from skyrl.sampling.service import CANCELLED
+from skyrl.server.sampling.service import CANCELLED
 from skyrl.storage.db.usage import usage
 
 TURN = ["/wake_up", "sample", "/sleep"]

@@ -42,7 +42,7 @@ from skyrl.base.wire.results import encode_forward_backward, encode_json
 from skyrl.engine import loop as engine_loop
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME
 from skyrl.engine.recovery import SKIPPED
-from skyrl.futures.store import FutureStore, NewRequest
+from skyrl.server.futures.store import FutureStore, NewRequest
 from skyrl.storage.db import commands
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database

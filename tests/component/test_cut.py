@@ -11,7 +11,7 @@ from api_harness import Api, sample_body
 from fake_upstream import FakeUpstream
 from tinker._base_client import _log_deprecation_note
 
-from skyrl.sampling import cut
+from skyrl.server.sampling import cut
 
 NOTE = "x-deprecation-note"
 CONTEXT, PROMPT = 100, [5, 6, 7]

@@ -27,9 +27,9 @@ from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.engine.failures import failed
 from skyrl.engine.state import EngineStatePublisher
-from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.endpoint import EndpointUnknown, EngineEndpoint
-from skyrl.sampling.http import HttpTransport
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.endpoint import EndpointUnknown, EngineEndpoint
+from skyrl.server.sampling.http import HttpTransport
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database

@@ -36,12 +36,12 @@ from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
-from skyrl.sampling import client as client_module
-from skyrl.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
-from skyrl.sampling.completion import SampleAnswer
-from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
-from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.job import MAX_SAMPLED, SampleJob
+from skyrl.server.sampling import client as client_module
+from skyrl.server.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
+from skyrl.server.sampling.completion import SampleAnswer
+from skyrl.server.sampling.endpoint import EngineEndpoint, FixedEndpoint
+from skyrl.server.sampling.http import HttpTransport
+from skyrl.server.sampling.job import MAX_SAMPLED, SampleJob
 from skyrl.storage.db.engine_state import EngineState
 
 JOB = SampleJob(

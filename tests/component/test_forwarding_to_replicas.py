@@ -14,11 +14,11 @@ from replicas import Server, servers
 from test_forwarding_failures import ADAPTER, JOB, WHOLE, decoded
 
 from skyrl.base.wire.errors import FailedRequest
-from skyrl.sampling import client as client_module
-from skyrl.sampling.client import MAX_INTERRUPTIONS, ForwardingClient
-from skyrl.sampling.endpoint import FixedEndpoint
-from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.job import SampleJob
+from skyrl.server.sampling import client as client_module
+from skyrl.server.sampling.client import MAX_INTERRUPTIONS, ForwardingClient
+from skyrl.server.sampling.endpoint import FixedEndpoint
+from skyrl.server.sampling.http import HttpTransport
+from skyrl.server.sampling.job import SampleJob
 from tests.component.router_world import RunningRouter, running_router, until
 
 KEY = "key"

@@ -15,11 +15,11 @@ from loop_clock import LoopClock
 from test_forwarding_failures import JOB, WHOLE, decoded
 
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.sampling import client as client_module
-from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.completion import SampleAnswer
-from skyrl.sampling.endpoint import FixedEndpoint
-from skyrl.sampling.http import HttpTransport
+from skyrl.server.sampling import client as client_module
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.completion import SampleAnswer
+from skyrl.server.sampling.endpoint import FixedEndpoint
+from skyrl.server.sampling.http import HttpTransport
 
 POISON = 499
 """The first token of the prompt that kills the server."""

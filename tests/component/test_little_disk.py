@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from api_harness import Api
 
-from skyrl.api.body import SMALL_BYTES
+from skyrl.server.api.body import SMALL_BYTES
 from skyrl.storage.checkpoint_store.space import SPARE_DISK_BYTES
 
 

@@ -13,11 +13,11 @@ from aiohttp import ClientResponse
 from replicas import Server, group_of, replica_at, running, servers
 from test_router_members import KEY, ROUTER, until, used
 
-from skyrl.api.readiness import EngineWatch
 from skyrl.base.config.modes import Modes
 from skyrl.engine.placed_replicas import PlacedReplicas
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.router_members import RouterMembers
+from skyrl.server.api.readiness import EngineWatch
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState
 from skyrl.storage.db.inference_servers import PlacedServer, read_servers, write_servers

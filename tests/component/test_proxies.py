@@ -12,10 +12,10 @@ from adapter_hosts import HostWithAllAdapters
 from fake_upstream import COMPLETIONS, FakeUpstream, closed_port, fake_upstream, hang_up, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
-from skyrl.sampling import client as client_module
-from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.endpoint import FixedEndpoint
-from skyrl.sampling.http import HttpTransport
+from skyrl.server.sampling import client as client_module
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.endpoint import FixedEndpoint
+from skyrl.server.sampling.http import HttpTransport
 
 BAD_GATEWAY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>"
 AWAY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 0.05\r\nContent-Length: 0\r\n\r\n"

@@ -14,11 +14,11 @@ from fake_upstream import FakeUpstream
 from sqlalchemy import select, text, update
 
 from alembic import command
-from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
+from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.checkpoint_store.adapters import adapter_directory
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.checkpoints import checkpoints

@@ -15,10 +15,10 @@ import pytest
 from api_harness import BASE, Api, Serve, session_of
 from sqlalchemy import update
 
-from skyrl.api.tokens import tenant_of_key
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.wire.paths import TinkerPath
+from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import keys
 from skyrl.storage.db.checkpoints import Checkpoint, put
 from skyrl.storage.db.database import Connection, Database
@@ -228,7 +228,9 @@ async def test_browsers_are_led_to_the_page_and_programs_are_not(api: Api) -> No
         assert (await api.http.get("/", headers={"Accept": accept})).json()["paths"]["page"] == "/ui"
 
 
-PAGE_FILES = sorted(file.name for file in files("skyrl.ui").iterdir() if file.name.endswith((".html", ".js", ".css")))
+PAGE_FILES = sorted(
+    file.name for file in files("skyrl.server.ui").iterdir() if file.name.endswith((".html", ".js", ".css"))
+)
 
 
 def loaded(answer: httpx.Response) -> set[str]:
@@ -257,7 +259,7 @@ async def test_the_page_and_its_files_need_no_key_and_load_only_each_other(api: 
 
 @pytest.mark.parametrize("name", PAGE_FILES)
 def test_a_file_of_the_page_writes_text_only_as_text(name: str) -> None:
-    text = files("skyrl.ui").joinpath(name).read_text()
+    text = files("skyrl.server.ui").joinpath(name).read_text()
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|localStorage|document\.cookie"
     )

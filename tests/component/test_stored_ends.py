@@ -14,10 +14,10 @@ from sqlalchemy import select
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
-from skyrl.futures import settling, stored_ends
-from skyrl.futures.completions import CLONE_BLOCK, Completion, Target, TargetGone
-from skyrl.futures.store import FutureStore
-from skyrl.futures.stored_ends import StoredEnds
+from skyrl.server.futures import settling, stored_ends
+from skyrl.server.futures.completions import CLONE_BLOCK, Completion, Target, TargetGone
+from skyrl.server.futures.store import FutureStore
+from skyrl.server.futures.stored_ends import StoredEnds
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome

@@ -19,16 +19,16 @@ from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import event, insert, select, text, update
 
-import skyrl.api.background
-import skyrl.api.build
+import skyrl.server.api.background
+import skyrl.server.api.build
 import skyrl.storage.db.sessions
-from skyrl.api.app import create_app
-from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.sampling.ownership import MISSES, SampleOwnership
+from skyrl.server.api.app import create_app
+from skyrl.server.api.server import open_services
+from skyrl.server.sampling.ownership import MISSES, SampleOwnership
 from skyrl.storage.db.api_processes import processes
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
@@ -44,8 +44,8 @@ TIMEOUT_S = 300.0
 @pytest.fixture(autouse=True)
 def no_periodic_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests call the periodic work themselves."""
-    monkeypatch.setattr(skyrl.api.background, "BEAT_S", NEVER_S)
-    monkeypatch.setattr(skyrl.api.background, "SESSION_CHECK_S", NEVER_S)
+    monkeypatch.setattr(skyrl.server.api.background, "BEAT_S", NEVER_S)
+    monkeypatch.setattr(skyrl.server.api.background, "SESSION_CHECK_S", NEVER_S)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def ownerships(monkeypatch: pytest.MonkeyPatch) -> list[SampleOwnership]:
             super().__init__(*parts, **options)
             instances.append(self)
 
-    monkeypatch.setattr(skyrl.api.build, "SampleOwnership", RecordedOwnership)
+    monkeypatch.setattr(skyrl.server.api.build, "SampleOwnership", RecordedOwnership)
     return instances
 
 
@@ -137,7 +137,7 @@ async def test_a_process_hears_of_an_end_without_reading_the_database(
 ) -> None:
     if database.is_sqlite:
         pytest.skip("SQLite tells nobody")
-    monkeypatch.setattr(skyrl.api.background, "SAFETY_POLL_S", NEVER_S)
+    monkeypatch.setattr(skyrl.server.api.background, "SAFETY_POLL_S", NEVER_S)
     go = asyncio.Event()
     upstream.default = after(go, complete())
     listening = text(
@@ -244,7 +244,7 @@ def periodic_work(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any
     async def kept(name: str, _: float, action: Callable[[], Any]) -> None:
         actions[name] = action
 
-    monkeypatch.setattr(skyrl.api.background, "repeat", kept)
+    monkeypatch.setattr(skyrl.server.api.background, "repeat", kept)
     return actions
 
 

@@ -15,10 +15,10 @@ from fake_upstream import FakeUpstream, complete, error
 from sqlalchemy import insert, select
 from sqlalchemy.exc import OperationalError
 
-from skyrl.api.tokens import tenant_of_key, user_urn
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.server.api.tokens import tenant_of_key, user_urn
 from skyrl.storage.checkpoint_store.adapters import adapter_directory
 from skyrl.storage.db import audit
 from skyrl.storage.db.checkpoints import checkpoints

@@ -43,12 +43,12 @@ from skyrl.router.control import ControlClient
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.runtime.processes.ports import free_port
-from skyrl.sampling import completion, prompt_apart
-from skyrl.sampling.answer_bound import answer_bound
-from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.endpoint import FixedEndpoint
-from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.job import SampleJob
+from skyrl.server.sampling import completion, prompt_apart
+from skyrl.server.sampling.answer_bound import answer_bound
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.endpoint import FixedEndpoint
+from skyrl.server.sampling.http import HttpTransport
+from skyrl.server.sampling.job import SampleJob
 from skyrl.storage.checkpoint_store.adapters import adapter_key
 from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store

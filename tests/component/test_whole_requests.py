@@ -18,12 +18,12 @@ from api_harness import Api, Serve, sample_body, scrape
 from fake_upstream import FakeUpstream, after, complete
 from router_world import PromptServer, until
 
-from skyrl.api import http_table
-from skyrl.api.app import create_app
-from skyrl.api.incoming import IncomingHeaders
-from skyrl.api.whole_request import DirectHttp, WholeRequest, protocol_with
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.runtime.web.connections import HEAD_BYTES
+from skyrl.server.api import http_table
+from skyrl.server.api.app import create_app
+from skyrl.server.api.incoming import IncomingHeaders
+from skyrl.server.api.whole_request import DirectHttp, WholeRequest, protocol_with
 from tests.garbage import skyrl_garbage
 
 ANSWER_S = 60

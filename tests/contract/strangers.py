@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl.api.openai import PREFIXES
-from skyrl.api.tokens import tenant_of_key, user_urn
+from skyrl.server.api.openai import PREFIXES
+from skyrl.server.api.tokens import tenant_of_key, user_urn
 
 BASE = "acme/base"
 OWNER, STRANGER = "tml-owner", "tml-stranger"

@@ -19,15 +19,15 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import insert, select
 
-from skyrl.api import futures as polls
-from skyrl.api.app import create_app
-from skyrl.api.http_table import HttpTable
-from skyrl.api.server import open_services
-from skyrl.api.services import Services
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.openai.service import Asked, OpenAIService
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.server.api import futures as polls
+from skyrl.server.api.app import create_app
+from skyrl.server.api.http_table import HttpTable
+from skyrl.server.api.server import open_services
+from skyrl.server.api.services import Services
+from skyrl.server.openai.service import Asked, OpenAIService
 from skyrl.storage.db.audit import audit_events
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database

@@ -59,7 +59,7 @@ IMPORTED = (
     "torch",
     "transformers",
     "tinker.cli.__main__",
-    "skyrl.api.tokens",
+    "skyrl.server.api.tokens",
     "skyrl.cli.doctor",
     "skyrl.cli.main",
     "skyrl.storage.db.maintenance",
@@ -67,7 +67,7 @@ IMPORTED = (
     "skyrl.storage.db.quotas",
     "skyrl.storage.db.transfer",
     "skyrl.launcher.main",
-    "skyrl.quotas.limits",
+    "skyrl.server.quotas.limits",
     "skyrl.base.tiny.corpus",
 )
 

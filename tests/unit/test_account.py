@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from skyrl.quotas.account import Account, Ticket
-from skyrl.quotas.limits import QuotaLimits
+from skyrl.server.quotas.account import Account, Ticket
+from skyrl.server.quotas.limits import QuotaLimits
 
 RATE = 600
 WAIT_S = 30.0

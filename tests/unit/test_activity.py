@@ -15,7 +15,7 @@ from skyrl.engine.activity import ActivityWatch, Holds
 from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
 from skyrl.runtime.metrics.commands import CommandMetrics
-from skyrl.standing.commands import of_command
+from skyrl.server.request_status.commands import of_command
 from skyrl.storage.db.commands import PendingCommand
 
 _numbers = itertools.count(1)

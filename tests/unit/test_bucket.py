@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.quotas.bucket import TokenBucket
+from skyrl.server.quotas.bucket import TokenBucket
 
 PER_MINUTE = 60
 

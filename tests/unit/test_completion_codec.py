@@ -17,14 +17,14 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import to_json
 from skyrl.base.wire.tensors import WireTensor
 from skyrl.inference.vllm_plugin.extra_args import PromptScores
-from skyrl.sampling.completion import (
+from skyrl.server.sampling.completion import (
     AbortedAnswer,
     MalformedAnswer,
     MissingLogprobs,
     decode_answer,
     encode_request,
 )
-from skyrl.sampling.job import SampleJob
+from skyrl.server.sampling.job import SampleJob
 
 JOB = SampleJob(
     request_id="r1",

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from skyrl.base.types.weights import BaseWeights
-from skyrl.sampling.completion import SampleAnswer
-from skyrl.sampling.fair_order import FairOrder, Place
-from skyrl.sampling.job import SampleJob
+from skyrl.server.sampling.completion import SampleAnswer
+from skyrl.server.sampling.fair_order import FairOrder, Place
+from skyrl.server.sampling.job import SampleJob
 
 JOB = SampleJob(
     request_id="r",

@@ -16,9 +16,9 @@ from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.wire.errors import RequestError
-from skyrl.futures import entries, settling
-from skyrl.futures.recording import LARGE_BODY_BYTES
-from skyrl.futures.store import FutureStore
+from skyrl.server.futures import entries, settling
+from skyrl.server.futures.recording import LARGE_BODY_BYTES
+from skyrl.server.futures.store import FutureStore
 from skyrl.storage.db import commands, retention
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database

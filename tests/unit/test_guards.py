@@ -11,7 +11,7 @@ from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import Chunk, ModelInput, SampleRequest, SamplingParams
 from skyrl.base.wire.tensors import JsonTensor
 from skyrl.inference.features import InferenceFeatures
-from skyrl.sampling.guards import FeatureGuard
+from skyrl.server.sampling.guards import FeatureGuard
 from skyrl.storage.db.samplers import Sampler
 
 PROMPT = ModelInput([Chunk(tokens=[1, 2])])

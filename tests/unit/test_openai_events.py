@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from skyrl.openai.answers import EventRewriter, Used, rewritten
-from skyrl.openai.errors import code_in
-from skyrl.openai.events import DONE, Events
-from skyrl.sampling.answer_stream import AnswerStream
-from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
-from skyrl.sampling.transport import Interrupted
+from skyrl.server.openai.answers import EventRewriter, Used, rewritten
+from skyrl.server.openai.errors import code_in
+from skyrl.server.openai.events import DONE, Events
+from skyrl.server.sampling.answer_stream import AnswerStream
+from skyrl.server.sampling.completion import AbortedAnswer, MalformedAnswer
+from skyrl.server.sampling.transport import Interrupted
 
 WIRE = b': ping\n\ndata: {"a": "x\\n\\n"}\n\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
 

@@ -10,15 +10,22 @@ import pytest
 
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
-from skyrl.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES
-from skyrl.openai.bounds import TOKEN_BYTES
-from skyrl.openai.exchanges import Sending, WholeAnswer
-from skyrl.openai.fields import REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
-from skyrl.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, completion
-from skyrl.openai.models import Target
-from skyrl.sampling.answer_bound import MAX_ANSWER_BYTES
-from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_PROMPT_CELLS, MAX_SAMPLED, MAX_SEED, MAX_STOP_STRINGS, ContextLimits
+from skyrl.server.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES
+from skyrl.server.openai.bounds import TOKEN_BYTES
+from skyrl.server.openai.exchanges import Sending, WholeAnswer
+from skyrl.server.openai.fields import REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
+from skyrl.server.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, completion
+from skyrl.server.openai.models import Target
+from skyrl.server.sampling.answer_bound import MAX_ANSWER_BYTES
+from skyrl.server.sampling.http import HttpTransport
+from skyrl.server.sampling.job import (
+    MAX_NUM_SAMPLES,
+    MAX_PROMPT_CELLS,
+    MAX_SAMPLED,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    ContextLimits,
+)
 
 LIMITS = ContextLimits(vocab_size=1000, max_context=4096)
 UNKNOWN = ContextLimits()

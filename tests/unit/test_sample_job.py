@@ -14,7 +14,15 @@ from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire import sample_request
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
-from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_SEED, MAX_STOP_STRINGS, MAX_TOPK, ContextLimits, SampleJob, make_job
+from skyrl.server.sampling.job import (
+    MAX_NUM_SAMPLES,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_TOPK,
+    ContextLimits,
+    SampleJob,
+    make_job,
+)
 
 LIMITS = ContextLimits(vocab_size=100, max_context=20)
 UNKNOWN = ContextLimits()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from skyrl.sampling.suspects import Suspects
+from skyrl.server.sampling.suspects import Suspects
 
 
 async def settle() -> None:

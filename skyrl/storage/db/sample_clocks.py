@@ -1,4 +1,4 @@
-"""The sample clocks of API processes that send to one inference server (`skyrl.sampling.fair_order`)."""
+"""The sample clocks of API processes that send to one inference server (`skyrl.server.sampling.fair_order`)."""
 
 from __future__ import annotations
 

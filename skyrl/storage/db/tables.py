@@ -245,7 +245,7 @@ class ApiProcessRow(SQLModel, table=True):
     started_at: float
     heartbeat_at: float
     sample_clock: int | None = Field(default=None, sa_column=Column(BigInteger))
-    """See `skyrl.sampling.fair_order`."""
+    """See `skyrl.server.sampling.fair_order`."""
 
 
 class AdapterUseRow(SQLModel, table=True):

@@ -1,0 +1,102 @@
+"""What the status page shows of the server itself to a key with the scope admin: parts, queues, adapters, disk.
+
+Counts only: nothing in it belongs to one tenant. Everything but the quotas' counts comes from the database, so that any
+API process gives the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from skyrl.base.types.activity import EngineActivity, WaitsFor
+from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.server.api.access import Caller
+from skyrl.server.api.overview import Overview
+from skyrl.server.api.services import Services
+from skyrl.storage.db import api_processes
+from skyrl.storage.db.runs import pending_by_kind
+from skyrl.storage.db.sizes import sizes
+
+_VLLM_NAMES = {
+    "kv_cache_usage_perc": "kv_use",
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+}
+_VLLM = re.compile(rf'^vllm:({"|".join(_VLLM_NAMES)})\{{.*?replica="(\d+)".*?\}} (\S+)$', re.M)
+
+
+async def box(services: Services, caller: Caller) -> dict[str, Any]:
+    """Times are in seconds since the epoch, `_s` are seconds. Holds no ages, so that an unchanged box stays equal."""
+
+    def read(connection: Any) -> tuple[dict[str, int], list[tuple[str, float, float]], int]:
+        return (
+            pending_by_kind(connection),
+            api_processes.heartbeats(connection),
+            sizes(connection, time.time()).adapters,
+        )
+
+    pending, processes, servable = await services.database.read_async(read)
+    state, activity = services.watch.state, services.watch.activity
+    used = shutil.disk_usage(services.config.state_dir)
+    return {
+        "server": await Overview(services, caller).server(),
+        "trainer": _trainer(services, activity),
+        "inference": {
+            "published": state.inference_proxy_url is not None,
+            "generation": state.generation,
+            "away_since": activity.inference_away_since,
+        },
+        "api_processes": [
+            # A process that is alone on its database may write no heartbeats.
+            {"id": name, "started_at": started_at, "heartbeat_at": heartbeat_at if len(processes) > 1 else None}
+            for name, started_at, heartbeat_at in processes
+        ],
+        "pending": pending,
+        "models": _models(activity),
+        "adapters": {"servable": servable, "places": services.standings.places},
+        "quotas": services.quotas.counts(),
+        "disk": {"free_bytes": used.free, "total_bytes": used.total},
+        "database_bytes": await asyncio.to_thread(services.database.size),
+        "vllm": await asyncio.to_thread(_vllm, services.published_metrics),
+    }
+
+
+def _vllm(published: MetricsDirectory) -> list[dict[str, float]]:
+    """Each inference server that skyrl runs, by its number: the part of its key-value cache in use (0 to 1), and its
+    requests that run and wait. Published by the engine every few seconds."""
+    found: dict[int, dict[str, float]] = {}
+    for name, replica, value in _VLLM.findall(published.read()):
+        found.setdefault(int(replica), {"replica": int(replica)})[_VLLM_NAMES[name]] = float(value)
+    return [found[replica] for replica in sorted(found)]
+
+
+def _trainer(services: Services, activity: EngineActivity) -> dict[str, Any] | None:
+    """None on a gateway on whose database nobody trains."""
+    heartbeat_at = services.watch.state.heartbeat_at or None
+    if heartbeat_at is None and not services.config.modes.trains:
+        return None
+    recovery = activity.recovery
+    return {
+        "trouble": services.watch.training_trouble(),
+        "heartbeat_at": heartbeat_at,
+        "recovery": None if recovery is None else msgspec.structs.asdict(recovery),
+        "run_s": activity.run_s,
+    }
+
+
+def _models(activity: EngineActivity) -> dict[str, Any]:
+    """The models with commands: how many wait for what, and since when the longest has waited."""
+    waiting = [model for model in activity.models.values() if model.waits_for is not WaitsFor.NOTHING]
+    return {
+        "running": len(activity.models) - len(waiting),
+        "waiting": dict(Counter(str(model.waits_for) for model in waiting)),
+        "longest_wait_since": min((model.since for model in waiting), default=None),
+        "commands_waiting": sum(model.waiting for model in activity.models.values()),
+    }

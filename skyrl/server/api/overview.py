@@ -1,0 +1,133 @@
+"""What the status page and `skyrl status` show: a tenant's runs, samplers, checkpoints and usage, and the server.
+
+Everything comes from the database and from this process's configuration, so that any API process gives the same answer.
+Nothing in it is of another tenant. Times are in seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from skyrl import __version__
+from skyrl.base.wire.errors import NotFound
+from skyrl.server.api.access import Caller
+from skyrl.server.api.services import Services
+from skyrl.storage.db import runs as rows
+from skyrl.storage.db.checkpoints import Checkpoint, Seen
+from skyrl.storage.db.database import Connection
+from skyrl.storage.db.run_steps import Step, history
+from skyrl.storage.db.runs import OpenSampler, Run
+from skyrl.storage.db.usage_report import UsageLine, last_days, report
+
+MAX_RUNS = 100
+MAX_SAMPLERS = 100
+MAX_CHECKPOINTS = 100
+USAGE_DAYS = 7
+"""Days of usage in the state of a tenant and of a run."""
+MAX_DAYS = 366
+USAGE_COLUMNS = [field.name for field in fields(UsageLine) if field.name != "tenant"]
+
+
+class Overview:
+    """One tenant's view."""
+
+    def __init__(self, services: Services, caller: Caller) -> None:
+        self._services = services
+        self._tenant = caller.tenant
+        self._scopes = caller.scopes
+
+    async def state(self) -> dict[str, Any]:
+        """The tenant's newest runs, samplers and checkpoints, and its usage of the last days."""
+
+        def read(connection: Connection) -> tuple[list[Run], list[OpenSampler], list[UsageLine]]:
+            return (
+                rows.runs_of(connection, self._tenant, MAX_RUNS),
+                rows.open_samplers(connection, self._tenant, MAX_SAMPLERS),
+                report(connection, *last_days(USAGE_DAYS), tenant=self._tenant),
+            )
+
+        runs, samplers, usage = await self._services.database.read_async(read)
+        saved, _ = await self._services.checkpoints.page(self._tenant, MAX_CHECKPOINTS, 0, Seen())
+        return {
+            "server": await self.server(),
+            "runs": [self._run(run) for run in runs],
+            "samplers": [asdict(sampler) for sampler in samplers],
+            "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved],
+            "usage": [_usage(line) for line in usage],
+        }
+
+    async def run(self, model_id: str, after: int) -> dict[str, Any]:
+        """One run with its checkpoints, and the steps of its history after the step `after`. Raises NotFound."""
+
+        def read(connection: Connection) -> tuple[Run | None, list[Step], list[UsageLine]]:
+            run = rows.run_of(connection, model_id, self._tenant)
+            if run is None:
+                return None, [], []
+            usage = report(connection, *last_days(USAGE_DAYS), tenant=self._tenant, run=model_id)
+            return run, history(connection, model_id, after), usage
+
+        run, steps, usage = await self._services.database.read_async(read)
+        if run is None:
+            raise NotFound(f"no run {model_id!r}", field="run_id")
+        saved = await self._services.checkpoints.of_model(model_id, self._tenant, Seen())
+        return self._run(run) | {
+            "server": await self.server(),
+            "history": [_step(step) for step in steps],
+            "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved[-MAX_CHECKPOINTS:][::-1]],
+            "usage": [_usage(line) for line in usage],
+        }
+
+    async def usage(self, days: int, run: str | None) -> list[dict[str, Any]]:
+        """The tenant's tokens of the last `days` days, of one run or of all."""
+        lines = await self._services.database.read_async(
+            lambda c: report(c, *last_days(days), tenant=self._tenant, run=run)
+        )
+        return [_usage(line) for line in lines]
+
+    async def server(self) -> dict[str, Any]:
+        """As `/readyz` has it. `scopes` are those of the caller's key."""
+        ready, reasons = await self._services.readiness.now()
+        return {"version": __version__, "ready": ready, "reasons": reasons, "scopes": sorted(self._scopes)}
+
+    def _run(self, run: Run) -> dict[str, Any]:
+        standing = self._services.standings.of_run(run)
+        return {
+            "id": run.id,
+            "session_id": run.session_id,
+            "name": run.name,
+            "base_model": run.base_model,
+            "lora_rank": run.lora_rank,
+            "living": run.is_living,
+            "state": standing.state,
+            "sentence": standing.sentence,
+            "steps": run.steps,
+            "last_step": None if run.last is None else _step(run.last),
+            "samples_in_flight": run.samples_in_flight,
+            "created_at": run.created_at,
+            "last_request_at": run.last_request_at,
+        }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    """A step, with its training tokens per second of the trainer's time; None for a step without passes."""
+    rate = step.tokens / step.busy_s if step.busy_s > 0 and step.tokens else None
+    return asdict(step) | {"tokens_per_second": rate}
+
+
+def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "path": str(checkpoint.path),
+        "kind": checkpoint.path.kind,
+        "run": checkpoint.path.model_id,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "created_at": checkpoint.created_at,
+        "expires_at": checkpoint.expires_at,
+    }
+
+
+def _usage(line: UsageLine) -> dict[str, Any]:
+    values = asdict(line)
+    del values["tenant"]
+    return values

@@ -1,0 +1,104 @@
+"""Errors of the OpenAI-compatible routes: their codes, and the body that OpenAI clients read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from skyrl.base.wire.errors import RequestError
+from skyrl.server.sampling.error_messages import describe
+from skyrl.server.sampling.transport import Answer
+
+TOO_LONG = "This model's maximum context length is"
+"""The beginning of vLLM's sentence about a prompt that does not fit. litellm recognizes the error by these words."""
+_CODES = {401: "invalid_api_key", 403: "insufficient_permissions", 413: "request_too_large", 429: "rate_limit_exceeded"}
+
+
+class OpenAIError(RequestError):
+    """A refusal with OpenAI's `code`. The message does not begin with the field, because clients show `param`
+    beside it. With `final` clients do not send the request again by themselves."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, final: bool = False
+    ) -> None:
+        super().__init__(message, status=status)
+        self.field = param
+        self.code = code
+        self._final = final
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return super().headers | ({"x-should-retry": "false"} if self._final else {})
+
+
+class ErrorDetail(msgspec.Struct):
+    """OpenAI's error: `param` names the field at fault, `code` is a word for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """Every answer of 400 and above of the OpenAI-compatible routes."""
+
+    error: ErrorDetail
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorBody:
+    """The body of an answer, or the last event of a stream that failed."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return ErrorBody(ErrorDetail(message, kind, param, code or _CODES.get(status)))
+
+
+def model_not_found(name: str) -> OpenAIError:
+    """One sentence for an unknown model, another tenant's checkpoint, and a checkpoint that nobody can sample from."""
+    return OpenAIError(
+        f"The model {name!r} does not exist or you do not have access to it.",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def impossible_shape(field: str) -> OpenAIError:
+    """For a request that failed on an inference server of good health, and says what its answer must look like."""
+    return OpenAIError(
+        "The inference server failed at this request twice, and is well otherwise: probably no text of the model's "
+        "tokens has the shape that the answer must have.",
+        param=field,
+        code="invalid_value",
+    )
+
+
+class _Detail(msgspec.Struct):
+    message: str = ""
+    param: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Detail | str
+
+
+def refusal_of(answer: Answer, hidden: str, shown: str) -> OpenAIError:
+    """The inference server's refusal. Its name `hidden` for the model becomes the caller's name `shown`."""
+    if answer.status == 404:
+        return model_not_found(shown)
+    try:
+        detail = msgspec.json.decode(answer.body, type=_Refusal).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        detail = describe(answer)
+    message, param = (detail, None) if isinstance(detail, str) else (detail.message or describe(answer), detail.param)
+    code = "context_length_exceeded" if TOO_LONG in message else None
+    return OpenAIError(message.replace(hidden, shown), status=answer.status, param=param, code=code)
+
+
+def code_in(event: bytes) -> int:
+    """The HTTP status that an error event of the inference server stands for; 500 if it names none."""
+    try:
+        code: Any = msgspec.json.decode(event)["error"]["code"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return 500
+    return code if isinstance(code, int) and 400 <= code < 600 else 500

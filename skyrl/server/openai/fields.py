@@ -1,0 +1,143 @@
+"""The fields that a request may have. What is not listed here is refused: a field that changes the meaning of a request
+must not be ignored, as vLLM ignores unknown ones.
+
+The structs are the list: their fields go to vLLM as the client wrote them. docs/howto/openai.md has the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from skyrl.base.wire.decoding import raw_value
+from skyrl.base.wire.errors import RequestError
+from skyrl.server.openai.answer_shape import ResponseFormat, StructuredOutputs, Tool
+from skyrl.server.openai.nested import NamedTool, StreamOptions
+
+WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
+"""Accepted and not forwarded: they say something about the caller, and nothing about the answer."""
+
+_UNSAFE = "is not accepted: it could reach what belongs to the server or to other tenants"
+_MEDIA = "is not accepted: this server takes text alone"
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), _MEDIA),
+    "best_of": ((1,), "is not supported; ask for n and choose among the choices"),
+    "cache_salt": ((), _UNSAFE),
+    "chat_template": ((), "is not accepted: chats are rendered with the model's own template"),
+    "function_call": (("none",), "is not supported; use tool_choice"),
+    "functions": (([],), "is not supported; use tools"),
+    "kv_transfer_params": ((), _UNSAFE),
+    "lora_path": ((), _UNSAFE),
+    "media_io_kwargs": ((), _MEDIA),
+    "mm_processor_kwargs": ((), _MEDIA),
+    "modalities": ((["text"],), _MEDIA),
+    "prediction": ((), "is not supported"),
+    "priority": ((0,), "is not accepted: the server decides the order of requests"),
+    "prompt_embeds": ((), "is not accepted; send text or token ids"),
+    "request_id": ((), "is not accepted; send the header X-Request-Id"),
+    "service_tier": (("auto", "default"), "is not supported: there is one tier"),
+    "session_id": ((), _UNSAFE),
+    "store": ((False,), "is not supported: this server keeps no completions"),
+    "suffix": (("",), "is not supported"),
+    "use_beam_search": ((False,), "is not supported"),
+    "vllm_xargs": ((), _UNSAFE),
+    "web_search_options": ((), "is not supported"),
+} | {
+    f"guided_{kind}": ((), "was removed from vLLM; use response_format or structured_outputs")
+    for kind in ("choice", "decoding_backend", "grammar", "json", "regex", "whitespace_pattern")
+}
+"""Fields of OpenAI or vLLM that are refused: the values that change nothing and are accepted, and the reason."""
+
+
+Int32 = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+"""vLLM fails with an internal error for larger numbers."""
+
+
+class CommonFields(msgspec.Struct, kw_only=True):
+    model: str
+    n: int = 1
+    max_tokens: int | None = None
+    stop: str | list[str] = msgspec.field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int32 | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: Int32 | None = None
+    stream_interval: Int32 | None = None
+
+
+class CompletionFields(CommonFields, kw_only=True):
+    """The body of `completions`. `prompt` is a text, the ids of its tokens, or a list of either."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+
+
+class ChatFields(CommonFields, kw_only=True):
+    """The body of `chat/completions`. `openai.messages` checks the messages."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    echo: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, str]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_prompt_text: bool | None = None
+
+
+def accepted(fields: dict[str, msgspec.Raw], known: type[CommonFields]) -> dict[str, msgspec.Raw]:
+    """The fields of a body that mean something, undecoded: null means the default. Raises RequestError naming a field
+    that is unknown or refused."""
+    kept: dict[str, msgspec.Raw] = {}
+    for name, raw in fields.items():
+        if name in WITHOUT_EFFECT or bytes(raw) == b"null":
+            continue
+        if name in known.__struct_fields__:
+            kept[name] = raw
+        elif name in REFUSED:
+            harmless, reason = REFUSED[name]
+            if not _is_one_of(raw_value(raw, name), harmless):
+                raise RequestError(reason, field=name)
+        else:
+            raise RequestError("is not a field that this server knows", field=name)
+    return kept
+
+
+def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Whether the value equals one of these, with its type: `false` is not 0."""
+    return any(type(value) is type(other) and value == other for other in harmless)

@@ -1,0 +1,211 @@
+"""Checks an OpenAI request against its bounds, and makes the body for the inference server.
+
+Knows fields and numbers. Does not know tenants, which model exists, or how a request is sent. A text's tokens are not
+counted here: a text has at most as many tokens as bytes, and the inference server checks the exact number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from skyrl.base.wire.decoding import decode_json, raw_fields
+from skyrl.base.wire.errors import RequestError
+from skyrl.server.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
+from skyrl.server.openai.bounds import Size, check_size
+from skyrl.server.openai.fields import ChatFields, CommonFields, CompletionFields, accepted
+from skyrl.server.openai.messages import check_template_arguments, checked_messages
+from skyrl.server.openai.nested import StreamOptions
+from skyrl.server.sampling.job import MAX_SEED, MAX_STOP_STRINGS, ContextLimits
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion, by OpenAI and vLLM. A chat without a number may fill the context."""
+MAX_PROMPTS = 1024
+"""vLLM's own bound."""
+BYTES_PER_TOKEN = 4
+"""Of a text, on average: for the order of requests, which need not be exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A checked request. `path` is the inference server's route; `fields` is the body without what depends on the
+    server."""
+
+    path: str
+    model: str
+    fields: dict[str, Any]
+    size: Size
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    scores_prompt: bool
+    """Whether the answer has logprobs of the prompt."""
+    shape: str | None
+    """The field that says what the answer must look like; None if it may be any text."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """About how many tokens all prompts have together; see `fair_order.Work`."""
+        return self.size.likely_prompt
+
+    @property
+    def num_samples(self) -> int:
+        return self.size.sequences
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.size.max_tokens
+
+    def body(self, served_name: str, priority: int | None) -> bytes:
+        """The body for a server that knows the weights as `served_name`, and orders requests if `priority` is given.
+
+        A stream has its usage in each event, so that a stream that breaks off is counted, too."""
+        fields = self.fields | {"model": served_name, "stream": self.stream}
+        if self.stream:
+            fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if priority is not None:
+            fields["priority"] = priority
+        return msgspec.json.encode(fields)
+
+
+def completion(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Generation:
+    """`grammars`: whether regular expressions and grammars are accepted. Raises RequestError naming the field."""
+    fields, given = _decode(body, CompletionFields)
+    prompts = _prompts(given.prompt, limits)
+    longest = limits.max_context
+    echoed = given.logprobs if given.echo else None
+    size = Size(
+        prompts=len(prompts),
+        n=given.n,
+        most_prompt=sum(_most_tokens(prompt, longest) for prompt in prompts),
+        likely_prompt=sum(_likely_tokens(prompt) for prompt in prompts),
+        max_tokens=DEFAULT_MAX_TOKENS if given.max_tokens is None else given.max_tokens,
+        topk=given.logprobs or 0,
+        prompt_topk=echoed if given.prompt_logprobs is None else given.prompt_logprobs,
+        topk_field="logprobs",
+    )
+    return _generation(COMPLETIONS, given, fields, size, limits, grammars)
+
+
+def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Generation:
+    """See `completion`."""
+    fields, given = _decode(body, ChatFields)
+    check_template_arguments(given.chat_template_kwargs)
+    if given.tools and given.tool_choice != "none":
+        check_tools(given.tools, must_call=_must_call(given), grammars=grammars)
+    text = sum(len(fields[name]) for name in ("messages", "tools", "documents") if name in fields)
+    longest = limits.max_context
+    echoed = (given.top_logprobs or 0) if given.echo else None  # as vLLM reads it
+    asked = given.max_completion_tokens if given.max_completion_tokens is not None else given.max_tokens
+    size = Size(
+        prompts=1,
+        n=given.n,
+        most_prompt=text if longest is None else min(text, longest),
+        likely_prompt=text // BYTES_PER_TOKEN,
+        max_tokens=longest if asked is None else asked,
+        topk=given.top_logprobs or 0,
+        prompt_topk=echoed if given.prompt_logprobs is None else given.prompt_logprobs,
+        topk_field="top_logprobs",
+    )
+    checked: dict[str, Any] = {**fields, "messages": checked_messages(given.messages)}
+    return _generation(CHAT, given, checked, size, limits, grammars)
+
+
+def _decode(body: bytes, kind: type[Any]) -> tuple[dict[str, Any], Any]:
+    """The accepted fields, undecoded and decoded."""
+    fields = accepted(raw_fields(body), kind)
+    return {**fields}, decode_json(kind, msgspec.json.encode(fields))
+
+
+def _generation(
+    path: str, given: CommonFields, fields: dict[str, Any], size: Size, limits: ContextLimits, grammars: bool
+) -> Generation:
+    _check_stops(given, limits)
+    if given.response_format is not None:
+        check_response_format(given.response_format, grammars=grammars)
+    if given.structured_outputs is not None:
+        check_structured_outputs(given.structured_outputs, grammars=grammars)
+    if given.seed is not None:
+        if not -(2**63) <= given.seed < 2**64:
+            raise RequestError("must fit 64 bits", field="seed")
+        fields["seed"] = given.seed % MAX_SEED
+    if given.stream_options is not None and not given.stream:
+        raise RequestError("applies to streams; set stream too", field="stream_options")
+    check_size(size, given.logprob_token_ids)
+    options = given.stream_options or StreamOptions()
+    return Generation(
+        path=path,
+        model=given.model,
+        fields={name: value for name, value in fields.items() if name not in ("model", "stream", "stream_options")},
+        size=size,
+        stream=given.stream,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+        scores_prompt=size.prompt_topk is not None,
+        shape=_shape(given),
+    )
+
+
+def _must_call(given: ChatFields) -> bool:
+    """Whether the answer must call a tool."""
+    return bool(given.tools) and given.tool_choice not in (None, "none", "auto")
+
+
+def _shape(given: CommonFields) -> str | None:
+    """See `Generation.shape`."""
+    if given.structured_outputs is not None:
+        return "structured_outputs"
+    if given.response_format is not None and given.response_format.type != "text":
+        return "response_format"
+    return "tools" if isinstance(given, ChatFields) and _must_call(given) else None
+
+
+def _check_stops(given: CommonFields, limits: ContextLimits) -> None:
+    strings = [given.stop] if isinstance(given.stop, str) else given.stop
+    if len(strings) > MAX_STOP_STRINGS:
+        raise RequestError(f"must hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}", field="stop")
+    if "" in strings:
+        raise RequestError("must not hold the empty string", field="stop")
+    for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        _check_ids(getattr(given, field) or [], field, limits)
+
+
+def _check_ids(ids: list[int], field: str, limits: ContextLimits) -> None:
+    highest = 2**31 if limits.vocab_size is None else limits.vocab_size
+    if ids and (min(ids) < 0 or max(ids) >= highest):
+        bad = next(token for token in ids if not 0 <= token < highest)
+        raise RequestError(f"token id {bad} is not in [0, {highest})", field=field)
+
+
+def _prompts(prompt: str | list[Any], limits: ContextLimits) -> list[str | list[int]]:
+    """The prompts of a request: texts or lists of token ids. Raises RequestError."""
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    elif prompt and all(isinstance(token, int) for token in prompt):
+        prompts = [prompt]
+    else:
+        prompts = prompt
+    if not prompts or not all(prompts):
+        raise RequestError("must not be empty", field="prompt")
+    if len({type(each) for each in prompts}) > 1 or isinstance(prompts[0], int):
+        raise RequestError("must be a text, the ids of its tokens, or a list of either", field="prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"must hold at most {MAX_PROMPTS} prompts, got {len(prompts)}", field="prompt")
+    if isinstance(prompts[0], list):
+        for ids in prompts:
+            _check_ids(ids, "prompt", limits)
+    return prompts
+
+
+def _most_tokens(prompt: str | list[int], longest: int | None) -> int:
+    if isinstance(prompt, list):
+        return len(prompt)
+    most = len(prompt.encode())
+    return most if longest is None else min(most, longest)
+
+
+def _likely_tokens(prompt: str | list[int]) -> int:
+    return len(prompt) if isinstance(prompt, list) else len(prompt) // BYTES_PER_TOKEN

@@ -1,0 +1,65 @@
+"""Checks the messages of a chat: text alone, and no key that vLLM would ignore.
+
+vLLM fetches images, audio and video from the addresses in a message. So only parts with text go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl.base.wire.errors import RequestError
+from skyrl.server.openai.nested import check_tool_calls
+
+_KEYS = frozenset(
+    {"content", "name", "reasoning", "reasoning_content", "refusal", "role", "tool_call_id", "tool_calls"}
+)
+_PART_KEYS = {"text": "text", "refusal": "refusal"}
+"""Types of parts, and the key of each that holds its text."""
+_TEXTS = ("name", "reasoning", "reasoning_content", "refusal", "tool_call_id")
+TEMPLATE_KEYS = frozenset(
+    {"add_generation_prompt", "continue_final_message", "conversation", "documents", "messages", "reasoning_effort"}
+    | {"chat_template", "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"}
+    | {"processor_kwargs", "self", "tokenize", "tokenizer", "tokenizer_kwargs", "tools", "truncation"}
+)
+"""Arguments that have fields of their own, or that the renderer of the template takes instead of the template."""
+
+
+def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without empty keys, which clients send when they repeat an answer. Raises RequestError."""
+    if not messages:
+        raise RequestError("must hold at least one message", field="messages")
+    return [_checked(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked(message: dict[str, Any], place: str) -> dict[str, Any]:
+    kept = {key: value for key, value in message.items() if key == "content" or value not in (None, [])}
+    if unknown := kept.keys() - _KEYS:
+        raise RequestError("is not a field that this server knows", field=f"{place}.{min(unknown)}")
+    for key in ("role", *(key for key in _TEXTS if key in kept)):
+        if not isinstance(kept.get(key), str):
+            raise RequestError("must be a string", field=f"{place}.{key}")
+    check_tool_calls(kept.get("tool_calls", []), f"{place}.tool_calls")
+    content = kept.get("content")
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_part(part, f"{place}.content[{index}]")
+    elif content is not None and not isinstance(content, str):
+        raise RequestError("must be a string or a list of parts", field=f"{place}.content")
+    return kept
+
+
+def _check_part(part: Any, place: str) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = _PART_KEYS.get(kind) if isinstance(kind, str) else None
+    if key is None:
+        raise RequestError("must be 'text': this server takes text alone", field=f"{place}.type")
+    if not isinstance(part.get(key), str):
+        raise RequestError("must be a string", field=f"{place}.{key}")
+    if unknown := part.keys() - {"type", key}:
+        raise RequestError("is not a field that this server knows", field=f"{place}.{min(unknown)}")
+
+
+def check_template_arguments(arguments: dict[str, Any] | None) -> None:
+    """Raises RequestError for an argument that would replace the model's own template, or has a field of its own."""
+    if taken := (arguments or {}).keys() & TEMPLATE_KEYS:
+        raise RequestError("cannot be set here", field=f"chat_template_kwargs.{min(taken)}")

@@ -1,0 +1,210 @@
+"""OpenAI requests from their admission to their answer. A request has no row in the database: it ends with its
+connection.
+
+A request takes the same way as a sample: admission, quota, the tenant's turn in vLLM's order, the forwarding client
+with its failure rules, usage. Knows checked requests and targets; does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from skyrl.base.types.ids import new_request_id
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
+from skyrl.runtime.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
+from skyrl.runtime.metrics.samples import Ages, SampleMetrics
+from skyrl.runtime.processes.log_format import about_request
+from skyrl.runtime.tracing.current import current_trace
+from skyrl.server.openai.answers import EventRewriter, Used
+from skyrl.server.openai.errors import OpenAIError
+from skyrl.server.openai.events import DONE, event
+from skyrl.server.openai.exchanges import Sending, StreamedAnswer, Transport, WholeAnswer, is_error
+from skyrl.server.openai.generation import Generation
+from skyrl.server.openai.models import Target
+from skyrl.server.quotas.tenants import Quotas
+from skyrl.server.sampling.admission import Admission
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.completion import AbortedAnswer, MalformedAnswer
+from skyrl.server.sampling.exchange import Exchange
+from skyrl.server.sampling.fair_order import FairOrder
+from skyrl.server.sampling.guards import FeatureGuard
+from skyrl.server.sampling.transport import Interrupted
+from skyrl.storage.db.adapter_uses import AdapterUses
+from skyrl.storage.db.usage import UsageCounter, sample_amounts
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A tenant's request for a model. `id` is the id of the HTTP request, `size` the bytes of its body."""
+
+    request: Generation
+    target: Target
+    tenant: str
+    id: str
+    size: int
+
+
+class _Turn:
+    """A request whose turn has come. `used` is set as soon as it is known what the request used."""
+
+    def __init__(self, sending: Sending) -> None:
+        self.sending = sending
+        self.used: Used | None = None
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What samples and OpenAI requests share on their way. `order` is None if the inference server ignores
+    priorities."""
+
+    admission: Admission
+    order: FairOrder | None
+    guard: FeatureGuard
+    quotas: Quotas
+    usage: UsageCounter
+    metrics: SampleMetrics
+
+
+class OpenAIService:
+    def __init__(self, client: ForwardingClient, transport: Transport, passage: Passage, uses: AdapterUses) -> None:
+        self._client = client
+        self._transport = transport
+        self._admission = passage.admission
+        self._order = passage.order
+        self._guard = passage.guard
+        self._quotas = passage.quotas
+        self._usage = passage.usage
+        self._metrics = passage.metrics
+        self._ages = Ages()
+        passage.metrics.watch(self._ages)
+        self._uses = uses
+
+    async def answer(self, asked: Asked) -> bytes:
+        """The whole answer. Raises RequestError."""
+        async with self._counted(), self._turn(asked) as turn:
+            body, turn.used = await self._forward(WholeAnswer(turn.sending, self._transport), asked)
+            return body
+
+    async def stream(self, asked: Asked) -> AsyncGenerator[bytes, None]:
+        """The events of the answer, framed. Raises RequestError: before the first event, or because the stream broke
+        off. A stream that did not end well has no event DONE."""
+        async with self._counted(), self._turn(asked) as turn:
+            events = await self._forward(StreamedAnswer(turn.sending, self._transport), asked)
+            span = None if (trace := current_trace.get()) is None else trace.child("stream")
+            error: str | None = "the client has gone"
+            request = asked.request
+            rewriter = EventRewriter(
+                asked.target.name,
+                request.size.n,
+                include_usage=request.include_usage,
+                continuous_usage=request.continuous_usage,
+            )
+            try:
+                data = events.first
+                while data != DONE:
+                    if is_error(data):
+                        raise _broken(asked, data.decode(errors="replace"))
+                    if (shown := rewriter.rewrite(data)) is not None:
+                        yield event(shown)
+                    data = await events.next()
+                yield event(DONE)
+                error = None
+            except (Interrupted, MalformedAnswer, AbortedAnswer) as broken:
+                error = type(broken).__name__
+                raise _broken(asked, str(broken)) from broken
+            except OpenAIError as broken:
+                error = broken.code
+                raise
+            finally:
+                if span is not None:
+                    span.end({"skyrl.sampled_tokens": rewriter.used.sampled_tokens}, error)
+                turn.used = rewriter.used
+                events.close()
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        """Count the request as in flight, and how it ends."""
+        key, began, outcome = new_request_id(), time.perf_counter(), CANCELLED
+        self._ages.begin(key, began)
+        try:
+            yield
+            outcome = OK
+        except OverQuota:
+            outcome = None
+            self._metrics.refused("quota")
+            raise
+        except RequestError as error:
+            outcome = None if error.status == 429 else SERVER_ERROR if error.status >= 500 else USER_ERROR
+            raise
+        except Exception:
+            outcome = SERVER_ERROR
+            raise
+        finally:
+            self._ages.end(key)
+            if outcome == CANCELLED:
+                self._metrics.cancelled()
+            elif outcome is not None:
+                self._metrics.ended(outcome, time.perf_counter() - began)
+
+    @asynccontextmanager
+    async def _turn(self, asked: Asked) -> AsyncIterator[_Turn]:
+        """Wait for the request's turn, and count what it used at its end. Raises RequestError."""
+        request, tenant = asked.request, asked.tenant
+        if request.scores_prompt:
+            self._guard.check_prompt_logprobs(asked.target.adapts_unembed)
+        self._admission.enter(tenant, asked.size)
+        ticket = place = turn = None
+        try:
+            async with self._uses.using(asked.target.weights):
+                if self._quotas.in_use:
+                    # The id is not the request's own: clients choose that, and two tenants may choose the same.
+                    ticket = self._quotas.admit(tenant, new_request_id(), request.size.most_tokens)
+                    if ticket is not None:
+                        await ticket.wait_turn()
+                place = None if self._order is None else self._order.enter(tenant, request)
+                priority = None if place is None else place.priority
+                turn = _Turn(Sending(request, asked.target, priority, tenant, asked.id))
+                yield turn
+        finally:
+            used = None if turn is None else turn.used
+            if self._order is not None and place is not None:
+                self._order.leave(place, request.num_samples, used)
+            if used is not None:
+                self._count(asked, used)
+            if ticket is not None:
+                ticket.used = 0 if used is None else used.prompt_tokens + used.sampled_tokens
+                ticket.end()
+            self._admission.leave(tenant, asked.size)
+
+    def _count(self, asked: Asked, used: Used) -> None:
+        prompt, cached, sampled = used.prompt_tokens, used.cached_tokens, used.sampled_tokens
+        base, weights = asked.target.base_model, asked.target.weights
+        amounts = sample_amounts(asked.tenant, "", base, weights, prompt=prompt, cached=cached, sampled=sampled)
+        self._usage.count(amounts)
+        self._metrics.succeeded(prompt, cached, sampled)
+
+    async def _forward(self, exchange: Exchange[T], asked: Asked) -> T:
+        try:
+            return await self._client.exchange(exchange)
+        except FailedRequest as error:
+            if error.category is ErrorCategory.USER:
+                raise OpenAIError(error.message) from error
+            raise _broken(asked, error.message, final=True) from error
+
+
+def _broken(asked: Asked, reason: str, *, final: bool = False) -> OpenAIError:
+    """The inference server's failure. The reason may hold names and addresses that only the operator may see."""
+    logger.warning("an OpenAI request failed: %s", reason, extra=about_request(asked.id))
+    message = (
+        f"The inference server did not complete this request; the server's log says why, under request {asked.id}."
+    )
+    return OpenAIError(message, status=503, code="inference_failed", final=final)

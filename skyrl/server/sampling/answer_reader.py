@@ -1,0 +1,81 @@
+"""Reads a 2xx answer of the inference server: checks that it is whole, and decodes large answers on a thread.
+
+Knows answers and jobs. Does not know endpoints, or how often a sample was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from skyrl.server.sampling import completion
+from skyrl.server.sampling.answer_bound import MAX_ANSWER_BYTES
+from skyrl.server.sampling.error_messages import describe, server_failure
+from skyrl.server.sampling.job import SampleJob
+from skyrl.server.sampling.transport import Answer
+
+logger = logging.getLogger(__name__)
+
+DECODING_SWITCH_S, NORMAL_SWITCH_S = 0.0002, sys.getswitchinterval()
+"""Python's switch interval while a large answer is decoded, and otherwise. After this time a thread gives the
+interpreter lock to another thread that waits."""
+
+T = TypeVar("T")
+
+
+def _with_short_switches(work: Callable[[], T]) -> T:
+    """Run `work` with DECODING_SWITCH_S. The event loop gives up the lock at each system call; with NORMAL_SWITCH_S it
+    would wait 5 ms each time to get the lock back. If two calls overlap, the first that ends sets NORMAL_SWITCH_S for
+    both, so DECODING_SWITCH_S never stays."""
+    sys.setswitchinterval(DECODING_SWITCH_S)
+    try:
+        return work()
+    finally:
+        sys.setswitchinterval(NORMAL_SWITCH_S)
+
+
+class AnswerReader:
+    """Counts answers that cannot be used in `counts`. With `zero_fill`, missing logprobs become 0.0."""
+
+    def __init__(self, counts: Counter[str], *, zero_fill: bool) -> None:
+        self._counts = counts
+        self._zero_fill = zero_fill
+        self._decoder = ThreadPoolExecutor(1, "answers")
+        """One thread: a decoder holds the interpreter lock most of the time, so a second one would only take memory."""
+
+    async def read(self, answer: Answer, job: SampleJob) -> completion.SampleAnswer:
+        """Raises AbortedAnswer if vLLM aborted the sample, and FailedRequest if the answer cannot be used."""
+        if not answer.whole:
+            self._counts["malformed"] += 1
+            raise server_failure(
+                "the inference server's answer is larger than any right answer to this request, or larger than "
+                f"{MAX_ANSWER_BYTES // 2**20} MiB; in the second case ask for fewer samples in one request; "
+                f"{describe(answer)}"
+            )
+        try:
+            try:
+                return await self._decode(answer.body, job)
+            except completion.MissingLogprobs as error:
+                self._counts["missing_logprobs"] += 1
+                if not self._zero_fill:
+                    raise
+                logger.warning("request %s: %s; zero-filled, as configured", job.request_id, error)
+                return await self._decode(answer.body, job, zero_fill=True)
+        except completion.MalformedAnswer as error:
+            self._counts["malformed"] += 1
+            raise server_failure(f"{error}; {describe(answer)}") from error
+
+    async def _decode(self, body: bytes, job: SampleJob, *, zero_fill: bool = False) -> completion.SampleAnswer:
+        if len(body) <= completion.LARGE_BYTES:
+            return completion.decode_answer(body, job, zero_fill=zero_fill)
+        decode = partial(completion.decode_answer, body, job, zero_fill=zero_fill)
+        return await asyncio.get_running_loop().run_in_executor(self._decoder, _with_short_switches, decode)
+
+    def close(self) -> None:
+        self._decoder.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,396 @@
+"""The forwarding client: sends a request to vLLM, and sends it again when the connection or the server fails.
+
+The API process uses it for forwarded samples and for OpenAI requests, the engine for colocated samples. Knows
+exchanges, endpoints and answers; does not know futures, tenants or the database. docs/how-it-works/forwarding.md has
+the failure rules as a table. In this file `sample` and `exchange` come first, then one try (`_try`), then the handling
+of its answer (`_handle`), and last the waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Collection, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.errors import FailedRequest
+from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
+from skyrl.runtime.metrics.adapters import AdapterMetrics
+from skyrl.runtime.processes.backoff import Backoff
+from skyrl.runtime.tracing.current import current_trace
+from skyrl.runtime.tracing.spans import OpenSpan
+from skyrl.server.sampling import completion, prompt_apart
+from skyrl.server.sampling.adapter_loads import AdapterLoads
+from skyrl.server.sampling.answer_reader import AnswerReader
+from skyrl.server.sampling.attempts import Attempts
+from skyrl.server.sampling.endpoint import Endpoint, EndpointResolver, EndpointUnknown
+from skyrl.server.sampling.error_messages import describe, server_failure
+from skyrl.server.sampling.exchange import Exchange
+from skyrl.server.sampling.health import HEALTH_TIMEOUT_S, Health, health_of
+from skyrl.server.sampling.job import SampleJob
+from skyrl.server.sampling.loaded_weights import LoadedWeights, OtherWeights
+from skyrl.server.sampling.other_versions import OtherVersions
+from skyrl.server.sampling.progress import SampleProgress, SampleWait
+from skyrl.server.sampling.sample_exchange import SampleExchange
+from skyrl.server.sampling.served_context import ContextNotKnownYet, ServedContext
+from skyrl.server.sampling.suspects import Suspects
+from skyrl.server.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
+from skyrl.server.sampling.verdict import Verdict, verdict_of
+
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+MAX_GATEWAY_BACKOFF_S = 5.0
+"""After 502 and 504. A proxy also gives these answers for a sample that kills the server, so the pauses are longer."""
+MAX_RETRY_AFTER_S = 30.0
+MAX_INTERRUPTIONS = 3
+"""One more interruption fails a sample, if no other suspect was sent at the same time."""
+MAX_ABORTS = 1
+MAX_ERRORS = 1
+"""Failures of a server that reports good health. One is allowed, because the server that failed may have been replaced
+by the server that was asked."""
+MAX_RELOADS = 2
+MAX_DYING_S = 5.0
+
+T = TypeVar("T")
+
+
+class _RouterStatus(msgspec.Struct):
+    routable: int
+
+
+_decode_router_status = msgspec.json.Decoder(_RouterStatus).decode
+
+
+class ForwardingClient:
+    """Samples through a vLLM-compatible server. `host` brings adapters to the server that the server does not know.
+    `counts` has one counter per kind of event.
+
+    `replicas` are the URLs of the servers behind skyrl's own router; the caller may change them. An answer of that
+    router names the replica that it is about, and the client asks this replica for its health and loads adapters there.
+    No other server is ever asked because an answer names it. Without `replicas` the client loads adapters at the
+    endpoint, and skyrl's router passes a load on to all replicas.
+
+    With `shares_keys` the endpoint is that router. For it, samples of one sampling session have one key: its replica
+    then has their common prefix in its cache, and the router spreads them if the replica has much to do. Other routers
+    do not spread one key; for them each sample has its own.
+
+    `loaded` tells whether weights are still current, on a server whose full weights are replaced while it serves. There
+    an answer that began with other weights is given to nobody: the sample fails if its weights were replaced, and is
+    sent again if the inference server does not have them yet.
+    """
+
+    def __init__(
+        self,
+        transport: CompletionTransport,
+        endpoint: EndpointResolver,
+        host: AdapterHost,
+        *,
+        api_key: str | None,
+        deadline_s: float,
+        zero_fill_logprobs: bool = False,
+        replicas: Collection[str] = (),
+        loaded: LoadedWeights | None = None,
+        shares_keys: bool = False,
+        metrics: AdapterMetrics | None = None,
+    ) -> None:
+        self._transport = transport
+        self._endpoint = endpoint
+        self._deadline_s = deadline_s
+        self._replicas = replicas
+        self._shares_keys = shares_keys or bool(replicas)
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.counts: Counter[str] = Counter()
+        self._loads = AdapterLoads(transport, host, self._headers, self.counts, metrics)
+        self._versions = OtherVersions(loaded, self.counts)
+        self._context = ServedContext(transport, self._headers)
+        self._suspects = Suspects()
+        self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
+        self._attempts: dict[str, Attempts[Any]] = {}
+        """The running requests, by their ids."""
+
+    def sample(self, job: SampleJob, priority: int | None = None) -> Coroutine[Any, Any, completion.SampleAnswer]:
+        """The encoded SampleResponse, with its token counts. The server runs samples of lower `priority` first.
+
+        Raises FailedRequest: category user with vLLM's message, or category server with the last failure.
+        """
+        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        return (self._sample_apart if prompt_apart.is_apart(job) else self._sample)(job, priority, deadline)
+
+    async def _sample_apart(self, job: SampleJob, priority: int | None, deadline: float) -> completion.SampleAnswer:
+        prompt = await self._sample(prompt_apart.prompt_part(job), priority, deadline)
+        sequences = await self._sample(prompt_apart.sequences_part(job), priority, deadline)
+        return prompt_apart.joined(sequences, prompt)
+
+    def _sample(
+        self, job: SampleJob, priority: int | None, deadline: float
+    ) -> Coroutine[Any, Any, completion.SampleAnswer]:
+        return self._request(SampleExchange(job, priority, self._transport, self._context, self._reader), deadline)
+
+    async def exchange(self, exchange: Exchange[T]) -> T:
+        """What the exchange reads from the server's answer. Raises FailedRequest, and what the exchange raises."""
+        return await self._request(exchange, asyncio.get_running_loop().time() + self._deadline_s)
+
+    def _request(self, exchange: Exchange[T], deadline: float) -> Coroutine[Any, Any, T]:
+        """One request to the server, in the trace of the request that it is for. Returns the coroutine that does it,
+        because every coroutine around another one costs each sample time."""
+        key = exchange.shared_key if self._shares_keys else exchange.key
+        headers = {**self._headers, "X-Session-ID": key, **exchange.headers}
+        if (trace := current_trace.get()) is not None:
+            return self._traced(exchange, headers, deadline, trace.child("forward", "client"))
+        return self._repeated(exchange, headers, deadline)
+
+    async def _traced(self, exchange: Exchange[T], headers: dict[str, str], deadline: float, span: OpenSpan) -> T:
+        error = None
+        try:
+            return await self._repeated(exchange, headers | {"traceparent": span.context.traceparent}, deadline)
+        except BaseException as raised:
+            error = type(raised).__name__
+            raise
+        finally:
+            model = str(exchange.weights)
+            span.end({"gen_ai.operation.name": exchange.operation, "gen_ai.request.model": model}, error)
+
+    async def _repeated(self, exchange: Exchange[T], headers: Mapping[str, str], deadline: float) -> T:
+        """The request, repeated as the failure rules say."""
+        attempts = Attempts(exchange, headers, deadline, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.25))
+        self._attempts[exchange.request_id] = attempts
+        try:
+            while True:
+                try:
+                    endpoint = await self._endpoint.resolve(attempts.failed)
+                except EndpointUnknown as error:
+                    attempts.trouble = str(error)
+                    endpoint = None
+                if endpoint is None:
+                    await self._back_off(attempts)
+                    continue
+                attempt = self._try_as_suspect if attempts.is_suspect else self._try
+                if (result := await attempt(attempts, endpoint)) is not None:
+                    return result
+        finally:
+            self._attempts.pop(exchange.request_id, None)
+            if attempts.is_suspect:
+                self._suspects.remove(attempts.interruptions)
+
+    def progress(self, request_id: str) -> SampleProgress | None:
+        """Where a request stands; None for a request that does not run here."""
+        attempts = self._attempts.get(request_id)
+        return None if attempts is None else attempts.progress(asyncio.get_running_loop().time())
+
+    def adapters_in_flight(self) -> int:
+        """How many adapters the running requests sample from."""
+        weights = {attempts.exchange.weights for attempts in self._attempts.values()}
+        return sum(isinstance(each, AdapterVersion) for each in weights)
+
+    async def _try_as_suspect(self, attempts: Attempts[T], endpoint: Endpoint) -> T | None:
+        """`_try`, once it is this suspect's turn and the server is not dying of the suspect before."""
+        attempts.wait_for(SampleWait.SUSPECTS, asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout_at(attempts.deadline):
+                attempts.sent_alone = await self._suspects.wait_turn(attempts.interruptions)
+        except TimeoutError as error:
+            raise self._deadline_failure(attempts) from error
+        try:
+            await self._wait_while_dying(endpoint, attempts)
+            return await self._try(attempts, endpoint)
+        finally:
+            self._suspects.end_turn()
+
+    async def _try(self, attempts: Attempts[T], endpoint: Endpoint) -> T | None:
+        """Send the request once. The result, or None if the request must be sent again."""
+        now = asyncio.get_running_loop().time
+        remaining = attempts.deadline - now()
+        if remaining <= 0:
+            raise self._deadline_failure(attempts)
+        try:
+            attempts.sent_at = now()
+            answer = await attempts.exchange.send(endpoint, attempts.headers, remaining)
+        except ContextNotKnownYet as error:
+            return await self._handle(error.answer, endpoint, attempts)
+        except NotAccepted as error:
+            self.counts["not_accepted"] += 1
+            attempts.reloads.clear()  # the next server at this address may be another one
+            attempts.failed, attempts.trouble = endpoint, f"{endpoint.url} cannot be reached ({error})"
+            await self._back_off(attempts)
+            return None
+        except Interrupted as error:
+            if attempts.backoff.waited and now() >= attempts.deadline:
+                # The deadline ended this try early; the trouble before says more.
+                raise self._deadline_failure(attempts) from error
+            self._count_interruption(attempts, str(error))
+            attempts.failed, attempts.trouble = endpoint, f"no answer from {endpoint.url} ({error})"
+            await self._wait_out_death(endpoint, attempts)
+            return None
+        attempts.failed = None
+        try:
+            return await self._handle(answer, endpoint, attempts)
+        finally:
+            answer.release()
+
+    async def _handle(self, answer: Answer, endpoint: Endpoint, attempts: Attempts[T]) -> T | None:
+        """The result, or None if the request must be sent again."""
+        server = self._answered_by(answer, endpoint)
+        verdict = verdict_of(answer, has_adapter=isinstance(attempts.exchange.weights, AdapterVersion))
+        match verdict:
+            case Verdict.READ:
+                try:
+                    return await attempts.exchange.read(answer)
+                except completion.AbortedAnswer as error:
+                    self._count_abort(attempts, error)
+                except OtherWeights as error:
+                    attempts.trouble, waits_for = await self._versions.why_again(attempts.exchange.weights, error)
+                    await self._back_off(attempts, waits_for=waits_for)
+            case Verdict.WAIT | Verdict.WAIT_LONGER:
+                self.counts["upstream_busy" if answer.status == 429 else "upstream_away"] += 1
+                busy = "the inference server answers 429, too many requests"
+                attempts.trouble = busy if answer.status == 429 else describe(answer)
+                at_least_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
+                longest_s = MAX_GATEWAY_BACKOFF_S if verdict is Verdict.WAIT_LONGER else None
+                waits_for = SampleWait.BUSY if answer.status == 429 else SampleWait.AWAY
+                await self._back_off(attempts, at_least_s, longest_s, waits_for)
+            case Verdict.LOAD_ADAPTER:
+                await self._load_adapter(answer, server, attempts)
+            case Verdict.REFUSE:
+                self.counts["refused"] += 1
+                raise attempts.exchange.refusal(answer)
+            case Verdict.FAIL:
+                self.counts["upstream_error"] += 1
+                raise server_failure(describe(answer))
+            case Verdict.ASK_HEALTH:
+                self.counts["upstream_error"] += 1
+                await self._ask_health(answer, server, attempts)
+            case Verdict.INTERRUPTED:
+                self._count_interruption(attempts, describe(answer))
+                attempts.trouble = describe(answer)
+                await self._wait_out_death(server, attempts)
+        return None
+
+    def _answered_by(self, answer: Answer, endpoint: Endpoint) -> Endpoint:
+        """The replica that an answer is about, or the endpoint if the answer names none of the replicas."""
+        named = answer.worker in self._replicas
+        return Endpoint(answer.worker or "", endpoint.generation) if named else endpoint
+
+    async def _load_adapter(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
+        adapter = attempts.exchange.weights
+        assert isinstance(adapter, AdapterVersion)
+        attempts.reloads[server] = reloads = attempts.reloads.get(server, 0) + 1
+        if reloads > MAX_RELOADS:
+            raise server_failure(
+                f"the inference server loses adapter {adapter.name} again and again: {describe(answer)}"
+            )
+        attempts.wait_for(SampleWait.LOADING, asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout_at(attempts.deadline):
+                await self._loads.load(adapter, server)
+        except TimeoutError as error:
+            attempts.trouble = f"adapter {adapter.name} is being loaded again"
+            raise self._deadline_failure(attempts) from error
+        except AdapterUnavailable as error:
+            attempts.reloads[server] -= 1  # the server got no request to load
+            attempts.trouble = str(error)
+            await self._back_off(attempts, waits_for=SampleWait.LOADING)
+
+    async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
+        """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""
+        if await health_of(self._transport, server, self._headers) is not Health.ALIVE:
+            self._count_interruption(attempts, describe(answer))
+            attempts.trouble = "the inference server is dying"
+            await self._wait_out_death(server, attempts)
+            return
+        attempts.errors += 1
+        if attempts.errors > MAX_ERRORS:
+            raise attempts.exchange.failure(answer)
+        await self._back_off(attempts)
+
+    def _count_abort(self, attempts: Attempts[Any], error: completion.AbortedAnswer) -> None:
+        self.counts["aborted"] += 1
+        attempts.aborts += 1
+        if attempts.aborts > MAX_ABORTS:
+            raise server_failure(
+                f"the inference server aborted the sample {attempts.aborts} times ({error})"
+            ) from error
+
+    def _count_interruption(self, attempts: Attempts[Any], reason: str) -> None:
+        self.counts["interrupted"] += 1
+        if attempts.sent_alone and attempts.interruptions >= MAX_INTERRUPTIONS:
+            raise server_failure(
+                f"the connection to the inference server broke {attempts.interruptions + 1} times during this sample, "
+                f"the last time when no other interrupted sample was sent ({reason})"
+            )
+        if attempts.is_suspect:
+            self._suspects.remove(attempts.interruptions)
+        attempts.interruptions += 1
+        if attempts.is_suspect:
+            self._suspects.add(attempts.interruptions)
+        attempts.reloads.clear()
+
+    async def _wait_out_death(self, server: Endpoint, attempts: Attempts[Any]) -> None:
+        """Wait at least one pause, and then until the server is not dying: it would fail a request that is sent now.
+
+        A dying vLLM fails all requests in flight with 500 or a reset, and exits within about a second.
+        """
+        await self._back_off(attempts)
+        await self._wait_while_dying(server, attempts)
+
+    async def _wait_while_dying(self, server: Endpoint, attempts: Attempts[Any]) -> None:
+        """For a replica behind the router at most MAX_DYING_S: if it hangs, the router sends the sample elsewhere."""
+        now = asyncio.get_running_loop().time
+        until = now() + MAX_DYING_S if server.url in self._replicas else attempts.deadline
+        while await health_of(self._transport, server, self._headers) is Health.DYING and now() < until:
+            await self._back_off(attempts)
+
+    async def _back_off(
+        self,
+        attempts: Attempts[Any],
+        at_least_s: float = 0.0,
+        longest_s: float | None = None,
+        waits_for: SampleWait = SampleWait.AWAY,
+    ) -> None:
+        """Wait, longer each time: this time at least `at_least_s`, and the next time at most `longest_s`.
+
+        Raises FailedRequest if the wait would end after the deadline.
+        """
+        attempts.wait_for(waits_for, asyncio.get_running_loop().time())
+        wait_s = max(attempts.backoff.pause(longest_s), at_least_s * random.uniform(1.0, 1.25))
+        if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
+            raise self._deadline_failure(attempts)
+        await asyncio.sleep(wait_s)
+
+    def _deadline_failure(self, attempts: Attempts[Any]) -> FailedRequest:
+        return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
+
+    async def probe(self) -> str | None:
+        """Why the server cannot sample now; None if its /health answers 200."""
+        try:
+            endpoint = await self._endpoint.resolve()
+        except EndpointUnknown as error:
+            return str(error)
+        if endpoint is None:
+            return "no inference server has been published"
+        try:
+            answer = await self._transport.get(f"{endpoint.url}/health", self._headers, HEALTH_TIMEOUT_S)
+        except (NotAccepted, Interrupted) as error:
+            return f"{endpoint.url} cannot be reached ({error})"
+        return None if answer.status == 200 else describe(answer)
+
+    async def replicas_in_use(self) -> int:
+        """How many replicas skyrl's router sends samples to; 0 if the router does not answer."""
+        try:
+            endpoint = await self._endpoint.resolve()
+            if endpoint is None:
+                return 0
+            answer = await self._transport.get(f"{endpoint.url}/statusz", self._headers, HEALTH_TIMEOUT_S)
+            return _decode_router_status(answer.body).routable
+        except (EndpointUnknown, NotAccepted, Interrupted, msgspec.DecodeError):
+            return 0
+
+    async def close(self) -> None:
+        await self._loads.close()
+        await self._transport.close()
+        self._reader.close()

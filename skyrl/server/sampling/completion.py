@@ -1,0 +1,226 @@
+"""The codec between a sample job and vLLM: encodes requests, and decodes answers if they are complete.
+
+Knows the body of `/v1/completions`; `prompt_answer` reads the rows of the prompt. Does not know connections, retries or
+futures.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import msgspec
+
+from skyrl.base.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
+from skyrl.server.sampling.job import SampleJob
+from skyrl.server.sampling.loaded_weights import NOT_TOLD, check_began, spans_in
+from skyrl.server.sampling.packed_prompt import as_json
+from skyrl.server.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best_first, prompt_scores
+
+PATH = "/v1/completions"
+TOKEN_ID_PREFIX = "token_id:"
+LARGE_BYTES = 256 * 2**10
+"""A larger answer is decoded on a thread, one choice at a time. Decoded at once on the event loop, an answer of 30 MB
+would stop the loop for 0.2 s."""
+MINUS_INFINITY = -9999.0
+"""vLLM writes this number for minus infinity, which JSON lacks."""
+
+
+class MissingLogprobs(MalformedAnswer):
+    """Tokens without their log-probabilities."""
+
+
+class SampleAnswer(msgspec.Struct):
+    """A decoded answer: `body` is the encoded SampleResponse.
+
+    `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
+    came from the prefix cache, 0 if the server does not report it. `sampled_tokens` is the sum over all sequences.
+    `upstream_s` is how long the server had the request, in seconds; the client sets it. `changed_weights`: the weights
+    changed while a sequence was sampled.
+    """
+
+    body: bytes
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    upstream_s: float = 0.0
+    changed_weights: bool = False
+
+
+class AbortedAnswer(Exception):
+    """vLLM aborted the request: the `finish_reason` is neither "stop" nor "length"."""
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: msgspec.Raw = NOT_TOLD
+    """Read only where they are asked for. vLLM sends a row for every token in any case, and to decode these rows takes
+    as long as all else."""
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[msgspec.Raw] | None = None
+    """Undecoded rows. As objects, all rows together would take several times the memory of the body."""
+    weight_versions: msgspec.Raw = NOT_TOLD
+    """Read only where servers change their weights."""
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _LargeCompletion(msgspec.Struct):
+    """A large completion with undecoded choices. All other threads wait while msgspec decodes, so each choice is
+    decoded in a call of its own."""
+
+    choices: list[msgspec.Raw]
+    usage: _Usage | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_completion_decoder = msgspec.json.Decoder(_Completion)
+_large_decoder = msgspec.json.Decoder(_LargeCompletion)
+_choice_decoder = msgspec.json.Decoder(_Choice)
+_rows_decoder = msgspec.json.Decoder(list[dict[str, float] | None] | None)
+
+
+def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
+    """The body to post. A greedy job asks for one sequence: vLLM refuses n > 1, and all sequences would be equal. The
+    server runs requests with lower `priority` first; None if the server ignores priorities."""
+    params: dict[str, Any] = {
+        "n": 1 if job.greedy else job.num_samples,
+        "max_tokens": job.max_tokens,
+        "temperature": job.temperature,
+        "top_p": job.top_p,
+        "top_k": job.top_k,
+        "logprobs": job.topk_sample,
+    }
+    if job.seed is not None:
+        params["seed"] = job.seed
+    if job.stop_strings:
+        # vLLM looks for stop strings in the text. Special tokens are in the text only if they are not skipped.
+        params |= {"stop": job.stop_strings, "skip_special_tokens": False}
+    if job.stop_token_ids:
+        params["stop_token_ids"] = job.stop_token_ids
+    if job.ignore_eos:
+        params["ignore_eos"] = True
+    scores = prompt_scores(job)
+    if job.wants_prompt:
+        params["prompt_logprobs"] = job.topk_prompt
+    if scores is not None:
+        params["vllm_xargs"] = scores.to_xargs()
+    if priority is not None:
+        params["priority"] = priority
+    if job.topk_sample:
+        params["return_tokens_as_token_ids"] = True  # keys by text would merge tokens that have the same text
+    return _encoder.encode(
+        {"model": job.model, "prompt": as_json(job.prompt), **params, "return_token_ids": True, "stream": False}
+    )
+
+
+def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> SampleAnswer:
+    """The SampleResponse for a 2xx answer, with its token counts.
+
+    `zero_fill` accepts tokens without logprobs and gives them 0.0. Raises MalformedAnswer, MissingLogprobs,
+    AbortedAnswer, OtherWeights.
+    """
+    try:
+        answer = (_completion_decoder if len(body) <= LARGE_BYTES else _large_decoder).decode(body)
+        choices = [
+            _choice_decoder.decode(choice) if isinstance(choice, msgspec.Raw) else choice for choice in answer.choices
+        ]
+    except (msgspec.DecodeError, ValueError) as error:
+        raise MalformedAnswer(f"not a completion: {error}") from error
+    expected = 1 if job.greedy else job.num_samples
+    if len(choices) != expected:
+        raise MalformedAnswer(f"{len(choices)} choices for {expected} samples")
+    choices.sort(key=lambda choice: choice.index)
+    for choice in choices:  # before other checks: an aborted answer may lack the parts that they need
+        if choice.finish_reason not in ("stop", "length"):
+            raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
+    if job.version is not None:
+        check_began((spans_in(choice.weight_versions) for choice in choices), job.version)
+    try:
+        return _encode(choices, answer.usage, job, zero_fill)
+    except msgspec.DecodeError as error:
+        raise MalformedAnswer(f"not a completion: {error}") from error
+    except (ValueError, OverflowError) as error:
+        raise MalformedAnswer(f"not token ids: {error}") from error
+
+
+def _encode(choices: list[_Choice], usage: _Usage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
+    sequences = [_sequence(choice, job, zero_fill) for choice in choices]
+    if job.greedy:
+        sequences = sequences * job.num_samples
+    details = usage.prompt_tokens_details if usage is not None else None
+    prompt = PromptAnswer(choices[0].prompt_logprobs, job)
+    result = SampleResult(
+        sequences,
+        prompt.logprobs,
+        prompt.topk,
+        (details.cached_tokens or 0) if details is not None else 0,
+        prompt.target_logprobs(),
+        prompt.alternatives(),
+    )
+    return SampleAnswer(
+        encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt),
+        prompt_tokens=len(job.prompt),
+        cached_tokens=result.cached_tokens,
+        sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
+        changed_weights=any(len(sequence.weight_versions or ()) > 1 for sequence in sequences),
+    )
+
+
+def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequence:
+    if choice.token_ids is None:
+        raise MalformedAnswer("no token_ids")
+    logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+    if logprobs is None and choice.token_ids:
+        if not zero_fill:
+            raise MissingLogprobs("no logprobs for the sampled tokens")
+        logprobs = [0.0] * len(choice.token_ids)
+    logprobs = logprobs or []
+    if len(logprobs) != len(choice.token_ids):
+        raise MalformedAnswer(f"{len(logprobs)} logprobs for {len(choice.token_ids)} tokens")
+    if None in logprobs:
+        if not zero_fill:
+            raise MissingLogprobs("a sampled token has no logprob")
+        logprobs = [0.0 if value is None else value for value in logprobs]
+    topk = _sample_topk(choice, job.topk_sample) if job.topk_sample else None
+    return SampledSequence(
+        cast('Literal["stop", "length"]', choice.finish_reason),
+        choice.token_ids,
+        cast("list[float]", logprobs),
+        topk,
+        None if job.version is None else _spans(choice),
+    )
+
+
+def _spans(choice: _Choice) -> list[tuple[str, int, int]]:
+    return [(span.version, span.start, span.end) for span in spans_in(choice.weight_versions) or ()]
+
+
+def _sample_topk(choice: _Choice, k: int) -> list[TopkRow]:
+    rows = (None if choice.logprobs is None else _rows_decoder.decode(choice.logprobs.top_logprobs)) or []
+    if len(rows) != len(choice.token_ids or []):
+        raise MalformedAnswer("top_logprobs do not match the tokens")
+    return [
+        best_first(
+            (int(key.removeprefix(TOKEN_ID_PREFIX)), logprob)
+            for key, logprob in (row or {}).items()
+            if logprob > MINUS_INFINITY  # top_p and top_k give tokens minus infinity
+        )[:k]
+        for row in rows
+    ]

@@ -1,0 +1,251 @@
+"""Sample requests in the API process: finds the sampling session, checks and records the request, starts the sample.
+
+A forwarded sample becomes an EXTERNAL future and a task (`forwarded_samples`). With `colocate_all` a sample becomes a
+SAMPLE future, which the engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from msgspec.structs import replace
+
+from skyrl.base.types.ids import new_request_id, sample_sequence_ids
+from skyrl.base.types.kinds import SAMPLES, Kind
+from skyrl.base.types.requests import NewRequest
+from skyrl.base.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
+from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
+from skyrl.runtime.metrics.samples import SampleMetrics
+from skyrl.server.futures.store import FutureStore
+from skyrl.server.quotas.account import Ticket
+from skyrl.server.quotas.tenants import Quotas
+from skyrl.server.sampling.admission import Admission
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.cut import CutNotes, cut_to
+from skyrl.server.sampling.fair_order import FairOrder
+from skyrl.server.sampling.forwarded_samples import ForwardedSamples
+from skyrl.server.sampling.guards import FeatureGuard
+from skyrl.server.sampling.job import ContextLimits, SampleJob
+from skyrl.server.sampling.loaded_weights import LoadedWeights
+from skyrl.server.sampling.progress import SampleProgress
+from skyrl.server.sampling.sampler_job import job_for
+from skyrl.storage.db.api_processes import PendingSample
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.samplers import Sampler, Samplers
+from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.db.usage import UsageCounter
+from skyrl.storage.notify.doorbell import Doorbell
+
+CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
+
+
+class Promise(msgspec.Struct, frozen=True):
+    """The immediate answer to `asample`. `max_tokens` is set if the request's `max_tokens` was cut to this number.
+    `note` is a sentence about the cut, for the first sample of a sampling session that is cut."""
+
+    request_id: str
+    sample_sequence_ids: list[str]
+    max_tokens: int | None = None
+    note: str | None = None
+
+
+class SampleService:
+    """Takes `asample` bodies. With a `client` this process forwards the samples. Without one the engine samples, and
+    `engine` is its doorbell. `order` is None if the inference server ignores priorities, `loaded` if it never changes
+    its weights."""
+
+    def __init__(
+        self,
+        futures: FutureStore,
+        samplers: Samplers,
+        sessions: Sessions,
+        *,
+        client: ForwardingClient | None,
+        engine: Doorbell | None,
+        limits: Callable[[], ContextLimits],
+        admission: Admission,
+        order: FairOrder | None,
+        base_name: str,
+        guard: FeatureGuard,
+        usage: UsageCounter,
+        quotas: Quotas,
+        metrics: SampleMetrics | None = None,
+        loaded: LoadedWeights | None = None,
+    ) -> None:
+        self._futures = futures
+        self._samplers = samplers
+        self._sessions = sessions
+        self._forwards = client is not None
+        self._engine = engine
+        self._limits = limits
+        self._admission = admission
+        self.order = order
+        self._base_name = base_name
+        self._guard = guard
+        self._quotas = quotas
+        self._metrics = metrics or SampleMetrics()
+        self._loaded = loaded
+        self._forwarded = ForwardedSamples(client, futures, samplers, admission, order, usage, self._metrics)
+        self._stopping = False
+        self.cuts = CutNotes()
+        self.to_engine = 0
+        """Samples that were recorded for the engine."""
+
+    async def submit(self, body: bytes, tenant: str) -> Promise:
+        """Record one sample request and start it.
+
+        Raises RequestError (400, 404, 429, 503); then nothing was recorded.
+        """
+        if self._stopping:
+            self._metrics.refused("stopping")
+            raise RequestError("the server is stopping; send the sample again", status=503, retry_after_s=1)
+        request = decode_sample_request(body, self._limits().vocab_size)
+        sampler = await self._resolve(request, tenant)
+        request_id = new_request_id()
+        job = self._job(request, request_id, sampler)
+        self._guard.check(request, sampler)
+        request.prompt.chunks.clear()  # the job has the tokens, in less memory
+        if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
+            raise RequestError("must be in [0, 2**63)", field="seq_id")
+        self._admission.enter(tenant, len(body))
+        started = new = False
+        ticket: Ticket | None = None
+        try:
+            if self._quotas.in_use:
+                ticket = self._quotas.admit(tenant, request_id, job.most_tokens)
+            request_id, new = await self._futures.record(
+                NewRequest(
+                    kind=Kind.EXTERNAL if self._forwards else Kind.SAMPLE,
+                    tenant=tenant,
+                    session_id=sampler.session_id,
+                    body=body,
+                    sampling_session_id=sampler.id,
+                    sample_seq_id=request.seq_id,
+                    id=request_id,
+                    not_before=None if ticket is None else ticket.not_before,
+                )
+            )
+            self._samplers.note_use(sampler)
+            if new:
+                if ticket is not None:
+                    ticket.request_id = request_id
+                if self._forwards:
+                    if request_id != job.request_id:  # an earlier try was stored under another id
+                        job = replace(job, request_id=request_id)
+                    self._forwarded.start(job, sampler, len(body), ticket)
+                    started = True
+                elif self._engine is not None:
+                    self.to_engine += 1
+                    self._engine.ring()
+                    if ticket is not None:
+                        ticket.hand_over()
+        except OverQuota:
+            self._metrics.refused("quota")
+            raise
+        finally:
+            if not started:
+                self._admission.leave(tenant, len(body))
+            if ticket is not None and not new:
+                ticket.end()
+        note = self.cuts.note(request, job, sampler.id)
+        return Promise(request_id, sample_sequence_ids(request_id, request.num_samples), cut_to(request, job), note)
+
+    async def _resolve(self, request: SampleRequest, tenant: str) -> Sampler:
+        if request.sampling_session_id is None:
+            raise RequestError("is missing: create a sampling session first", field="sampling_session_id")
+        sampler = await self.open_sampler(request.sampling_session_id, tenant)
+        if self._loaded is not None:
+            await self._loaded.check(sampler.weights, "sampling_session_id")
+        return sampler
+
+    def _job(self, request: SampleRequest, request_id: str, sampler: Sampler) -> SampleJob:
+        full = self._loaded is not None
+        return job_for(request, request_id, sampler, self._limits(), self._base_name, full_finetuning=full)
+
+    async def open_sampler(self, sampling_session_id: str, tenant: str, field: str = "sampling_session_id") -> Sampler:
+        """The tenant's sampling session, if its session is active. Raises NotFound naming `field`."""
+        sampler = self._samplers.cached(sampling_session_id, tenant)
+        if sampler is None:
+            sampler = await self._samplers.find(sampling_session_id, tenant)
+        if sampler is None:
+            raise NotFound(f"no sampling session {sampling_session_id!r}", field=field)
+        # The sampling session's row is closed later. Not 410: on a 410 the SDK sends the sample again for ever.
+        session = await self._sessions.find(sampler.session_id, tenant)
+        if session is None or session.status != "active":
+            raise NotFound(f"the session of {sampling_session_id!r} has ended", field=field)
+        return sampler
+
+    async def adopt(self, sample: PendingSample) -> None:
+        """Forward a pending sample that another API process, or the predecessor of this one, has left."""
+        if sample.sampling_session_id is not None and sample.sample_seq_id is not None:
+            key = ("sample", sample.sampling_session_id, sample.sample_seq_id)
+        else:
+            key = None
+        if not self._futures.adopt(sample.id, Kind.EXTERNAL, sample.tenant, sample.session_id, sample.digest, key):
+            return
+        try:
+            request = decode_sample_request(sample.body, self._limits().vocab_size)
+            sampler = await self._resolve(request, sample.tenant)
+            job = self._job(request, sample.id, sampler)
+        except RequestError as error:  # the session has ended, or the server has another base model now
+            await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
+            return
+        self._admission.add(sample.tenant, len(sample.body))
+        ticket = self._quotas.adopt(sample.tenant, sample.id, sample.not_before) if self._quotas.in_use else None
+        self._forwarded.start(job, sampler, len(sample.body), ticket)
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Stop forwarding these samples; vLLM stops computing them, too."""
+        self._forwarded.cancel(request_ids)
+
+    async def cancel_future(self, request_id: str, tenant: str) -> None:
+        """End a pending sample as cancelled. A sample that has ended stays as it is.
+
+        Raises NotFound, and RequestError for a request that is no sample: a training command cannot be cancelled.
+        """
+        try:
+            kind = await self._futures.kind_of(request_id, tenant)
+        except KeyError as error:
+            raise NotFound(f"no request {request_id!r}", field="request_id") from error
+        if kind not in SAMPLES:
+            raise RequestError(f"{request_id!r} is no sample, and only samples can be cancelled", field="request_id")
+        if self._futures.is_pending(request_id):  # if not, its result is being written now
+            self.cancel([request_id])
+        await self._futures.end(request_id, CANCELLED)
+
+    def forwards(self, request_id: str) -> bool:
+        """Whether this process forwards a sample with this id now."""
+        return request_id in self._forwarded
+
+    def progress(self, request_id: str) -> SampleProgress | None:
+        """Where a sample stands that this process has sent, or tries to send; None for other samples."""
+        return self._forwarded.progress(request_id)
+
+    def adapters_in_flight(self) -> int:
+        """How many adapters this process samples from now."""
+        return self._forwarded.adapters_in_flight()
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that this process forwards now."""
+        return len(self._forwarded)
+
+    @property
+    def forwarded(self) -> int:
+        """Samples that this process has forwarded, and that have a result."""
+        return self._forwarded.completed
+
+    def refuse_new(self) -> None:
+        """Answer new samples with 503 from now on: the server is stopping."""
+        self._stopping = True
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait up to `grace_s` until samples in flight have ended. The others stay pending, and the next start of this
+        process forwards them."""
+        self.cancel(list(self._quotas.waiting))  # these have not been sent yet
+        await self._forwarded.drain(grace_s)

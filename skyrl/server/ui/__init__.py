@@ -1,0 +1,1 @@
+"""The files of the status page. `skyrl.server.api.ui` serves them."""
