@@ -15,7 +15,7 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from skyrl.backends.torch_lora.expert_product import BaseExperts, ExpertsUpdate, experts_with_updates
+from skyrl.training.backends.torch_lora.expert_product import BaseExperts, ExpertsUpdate, experts_with_updates
 
 REPEATS = 3
 SHAPES = ((128, 320, 8, 2, 1024), (1024, 384, 64, 8, 1024), (1024, 384, 64, 8, 4096), (2048, 768, 128, 8, 512))

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.models import make_quarter
-from skyrl.backends.base import AdamParams, Backend, Datum, TrainingPass
-from skyrl.backends.torch_full.backend import TorchFullBackend
-from skyrl.backends.torch_full.rank import FullRank
-from skyrl.backends.torch_full.sharded import ShardedFullBackend
-from skyrl.backends.torch_lora.over_ranks import rank_settings
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
+from skyrl.training.backends.torch_full.backend import TorchFullBackend
+from skyrl.training.backends.torch_full.rank import FullRank
+from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
+from skyrl.training.backends.torch_lora.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
 
 RANKS = (1, 2, 3)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from skyrl.backends.torch_lora.lora_product import RowsUpdate, linear_with_updates
+from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, linear_with_updates
 
 SIZES = (128, 1024)
 RANKS = {"4 adapters": (4, 8, 16, 32), "1 adapter": (8,)}

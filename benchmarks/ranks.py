@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.models import make_quarter
-from skyrl.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.over_ranks import rank_settings
-from skyrl.backends.torch_lora.rank import Rank
-from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.over_ranks import rank_settings
+from skyrl.training.backends.torch_lora.rank import Rank
+from skyrl.training.backends.torch_lora.sharded import ShardedBackend
 from tests.local_ranks import LocalRanks
 
 SEQUENCES, TOKENS = 16, 96

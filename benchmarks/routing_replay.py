@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from skyrl.backends.base import Datum, PassResult, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.routing import own_experts
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import moe
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import Datum, PassResult, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.routing import own_experts
 
 SEQUENCES, TOKENS = 16, 192
 

@@ -19,8 +19,8 @@ import torch
 from benchmarks.models import make_long_tiny, make_wide
 from benchmarks.trainer_rows import RANK, TenantPass
 from benchmarks.trainer_ways import SkyrlWay
-from skyrl.backends.base import Datum
-from skyrl.backends.torch_lora import prefixes
+from skyrl.training.backends.base import Datum
+from skyrl.training.backends.torch_lora import prefixes
 
 MODELS = {"tiny": make_long_tiny, "wide": make_wide}
 SEQUENCES = 32

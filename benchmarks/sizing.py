@@ -109,10 +109,10 @@ def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
     """Memory of a trainer with one rank and one adapter. Runs in a process of its own."""
     import numpy as np
 
-    from skyrl.backends.base import AdamParams, Datum, TrainingPass
-    from skyrl.backends.torch_lora.backend import TorchLoraBackend
     from skyrl.base.config.loading import load_config
     from skyrl.base.types.lora import LoraSpec
+    from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
+    from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 
     imported = own_mb()
     backend_config = {"trainer.micro_batch_tokens": tokens, "trainer.gradient_checkpointing": checkpointing}

@@ -20,8 +20,8 @@ from benchmarks.processes import parts_of
 from benchmarks.stage import NullUpstream
 from benchmarks.trainer_rows import TenantPass
 from benchmarks.trainer_ways import COMPUTED, STEP, Trained, joined
-from skyrl.backends.base import Datum
 from skyrl.demo.server import DemoServer
+from skyrl.training.backends.base import Datum
 
 
 class ServerWay:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.trainer_rows import TenantPass
-from skyrl.backends.base import AdamParams, PassResult, TrainingPass
-from skyrl.backends.torch_lora.adapter import Adapter, Target
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.device import base_dtype, synchronize
-from skyrl.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
+from skyrl.training.backends.torch_lora.adapter import Adapter, Target
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.device import base_dtype, synchronize
+from skyrl.training.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
 
 STEP = AdamParams(learning_rate=1e-4, eps=1e-8)
 ALPHA = 32.0

@@ -47,7 +47,7 @@ class EngineProcess:
         claim_for_tests(self.database, owner)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl.engine.main"],
+                [sys.executable, "-m", "skyrl.training.engine.main"],
                 env=os.environ | {RUNTIME_ENV: str(runtime.write())},
                 stdout=log,
                 stderr=log,

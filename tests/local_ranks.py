@@ -1,7 +1,7 @@
 """Ranks in processes of this machine, without Ray: the RankGroup of most tests.
 
 The processes are forked from one server that has imported torch and transformers. A process serves one group after the
-other. The group on Ray is `skyrl.runtime.ray_cluster.rank_actors`, and `tests/ray` tests it.
+other. The group on Ray is `skyrl.training.engine.rank_actors`, and `tests/ray` tests it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from skyrl.backends.base import RankDied
-from skyrl.backends.torch_full.rank import FullRank
-from skyrl.backends.torch_lora.rank import Rank
-from skyrl.backends.torch_lora.rank_base import RankBase, RankSettings
+from skyrl.training.backends.base import RankDied
+from skyrl.training.backends.torch_full.rank import FullRank
+from skyrl.training.backends.torch_lora.rank import Rank
+from skyrl.training.backends.torch_lora.rank_base import RankBase, RankSettings
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["skyrl.backends.torch_full.rank"])
+_context.set_forkserver_preload(["skyrl.training.backends.torch_full.rank"])
 _names = itertools.count()
 
 

@@ -130,7 +130,7 @@ class OwnProcesses:
         self._placer: SupervisedProcess | None = None
 
     def engine(self, needs: tuple[str, ...]) -> Part:
-        return self._part(self._process(ENGINE, "skyrl.engine.main"), needs, ENGINE_GRACE_S)
+        return self._part(self._process(ENGINE, "skyrl.training.engine.main"), needs, ENGINE_GRACE_S)
 
     def placer(self, needs: tuple[str, ...]) -> Part:
         """The process that runs the vLLMs on a Ray cluster."""

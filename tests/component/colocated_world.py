@@ -15,17 +15,17 @@ from engine_harness import Harness, Trainer, harness_in, until
 from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, complete, fake_upstream, hang_up, reply
 from replicas import SOON_S, group_of
 
-from skyrl.backends.base import ModelLimits
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.results import encode_json
-from skyrl.engine.sampling import ColocatedSampler
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
 from skyrl.storage.db.samplers import Sampler, Samplers
+from skyrl.training.backends.base import ModelLimits
+from skyrl.training.engine.sampling import ColocatedSampler
 
 NEVER_S = 1000.0
 LIMITS = ModelLimits(1000, 100)

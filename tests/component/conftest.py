@@ -17,12 +17,12 @@ from fake_upstream import FakeUpstream, fake_upstream
 
 import skyrl.server.api.server
 from skyrl.base.config.server import ServerConfig
-from skyrl.engine import sweeping
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.app import create_app
 from skyrl.server.api.server import open_services
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training, publish_url
+from skyrl.training.engine import sweeping
 
 
 @pytest.fixture(autouse=True)

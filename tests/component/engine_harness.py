@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from skyrl.backends.registry import create_backend
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.tiny import model_path
@@ -26,15 +25,6 @@ from skyrl.base.types.requests import NewRequest
 from skyrl.base.types.weights import AdapterVersion, WeightsRef
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import to_json
-from skyrl.engine.build import EngineParts, build_engine
-from skyrl.engine.crash_ledger import CrashLedger
-from skyrl.engine.loop import Engine
-from skyrl.engine.recovery import Recovery
-from skyrl.engine.sampling import ColocatedSampler
-from skyrl.engine.scheduler import Scheduler
-from skyrl.engine.signals import EngineSignals
-from skyrl.engine.threads import EngineThreads
-from skyrl.engine.tracing import CommandTracing
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.server.futures.store import FutureStore
 from skyrl.storage.checkpoint_store.adapters import adapter_directory
@@ -48,6 +38,16 @@ from skyrl.storage.db.models import Model, add_model, models
 from skyrl.storage.db.sessions import Session, Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.notify.doorbell import SESSIONS, Doorbell, DoorbellListener
+from skyrl.training.backends.registry import create_backend
+from skyrl.training.engine.build import EngineParts, build_engine
+from skyrl.training.engine.crash_ledger import CrashLedger
+from skyrl.training.engine.loop import Engine
+from skyrl.training.engine.recovery import Recovery
+from skyrl.training.engine.sampling import ColocatedSampler
+from skyrl.training.engine.scheduler import Scheduler
+from skyrl.training.engine.signals import EngineSignals
+from skyrl.training.engine.threads import EngineThreads
+from skyrl.training.engine.tracing import CommandTracing
 from tests.databases import make_tables
 from tests.engine_process import claim_for_tests
 

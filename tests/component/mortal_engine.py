@@ -17,16 +17,16 @@ import numpy as np
 from engine_harness import SERVER, WAIT_S, Killed, until
 from sqlalchemy import Connection
 
-from skyrl.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.lora import LoraSpec
-from skyrl.engine.build import EngineParts, build_engine
-from skyrl.engine.crash_ledger import CrashLedger
-from skyrl.engine.signals import EngineSignals
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.fence import Fence, FencedDatabase
 from skyrl.storage.notify.doorbell import SESSIONS
+from skyrl.training.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
+from skyrl.training.engine.build import EngineParts, build_engine
+from skyrl.training.engine.crash_ledger import CrashLedger
+from skyrl.training.engine.signals import EngineSignals
 from tests.engine_process import claim_for_tests
 
 ALL = 1000

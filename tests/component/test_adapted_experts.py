@@ -19,14 +19,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import moe
 from skyrl.base.types.lora import LoraSpec
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
+from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 from tests.component.test_routed_experts import KEY, chosen_experts, prompt_of, rows_of
 

@@ -15,9 +15,9 @@ from replicas import GONE, UNLOAD, WELL, set_replies
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.engine import reclaim
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.storage.db.samplers import find_sampler
+from skyrl.training.engine import reclaim
 
 
 async def in_no_checkpoint(_: AdapterVersion) -> None:

@@ -19,13 +19,13 @@ from sqlalchemy import select, update
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.types.kinds import Kind
-from skyrl.engine import reclaim
-from skyrl.engine.adoption import adopt_adapters
 from skyrl.storage.checkpoint_store.adapters import adapter_location
 from skyrl.storage.checkpoint_store.base import OWNER, StoreError
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.store_ownership import claim_store, stores
+from skyrl.training.engine import reclaim
+from skyrl.training.engine.adoption import adopt_adapters
 from tests.databases import make_tables
 from tests.log_lines import logged_lines
 from tests.postgres_server import ON_SQLITE, PostgresServer

@@ -13,9 +13,9 @@ from sqlalchemy import select
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.engine import reclaim
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.futures import futures
+from skyrl.training.engine import reclaim
 
 SOON_S = -3600.0
 """Files count as old at once. S3 gives times in whole seconds, so a file may seem younger than it is."""

@@ -25,8 +25,6 @@ from test_forwarding_failures import JOB
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.engine.failures import failed
-from skyrl.engine.state import EngineStatePublisher
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import EndpointUnknown, EngineEndpoint
 from skyrl.server.sampling.http import HttpTransport
@@ -39,6 +37,8 @@ from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.retrying_database import RetryingDatabase
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.training.engine.failures import failed
+from skyrl.training.engine.state import EngineStatePublisher
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 
 LARGE = {"unknown": "x" * 200_000}

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from engine_harness import Harness, Trainer, harness_in, until
 
-from skyrl.backends.base import RankDied
-from skyrl.backends.torch_full.rank import FullRank
-from skyrl.backends.torch_full.sharded import ShardedFullBackend
-from skyrl.backends.torch_lora.over_ranks import rank_settings
-from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.base.config.server import ServerConfig
+from skyrl.training.backends.base import RankDied
+from skyrl.training.backends.torch_full.rank import FullRank
+from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
+from skyrl.training.backends.torch_lora.over_ranks import rank_settings
+from skyrl.training.backends.torch_lora.sharded import ShardedBackend
 from tests.local_ranks import LocalRanks
 
 LONG = (200,) * 30

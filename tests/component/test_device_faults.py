@@ -13,11 +13,11 @@ import torch
 from engine_harness import Harness, Trainer, harness_in
 from torch import Tensor
 
-from skyrl.backends.base import DeviceFault, OutOfMemory
-from skyrl.backends.torch_lora import device, state
-from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
 from skyrl.base.types.kinds import Kind
-from skyrl.engine import main
+from skyrl.training.backends.base import DeviceFault, OutOfMemory
+from skyrl.training.backends.torch_lora import device, state
+from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
+from skyrl.training.engine import main
 
 POISON = 666.0
 

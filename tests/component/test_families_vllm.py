@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from skyrl.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.base.types.lora import LoraSpec
 from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
+from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]

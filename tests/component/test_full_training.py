@@ -21,14 +21,14 @@ from sqlalchemy import select
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import BaseWeights, FullWeights
 from skyrl.base.wire.errors import RequestError
-from skyrl.engine import reclaim
-from skyrl.engine.publishing import version_files
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.full_weights import full_directory
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.samplers import find_sampler
+from skyrl.training.engine import reclaim
+from skyrl.training.engine.publishing import version_files
 
 FULL = {"trainer.full_finetuning": True}
 

@@ -19,8 +19,6 @@ from sqlmodel import SQLModel
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.engine.adoption import adopt_adapters
-from skyrl.engine.state import EngineStatePublisher
 from skyrl.storage.db import engine_state
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
@@ -29,6 +27,8 @@ from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import set_model
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.notify.doorbell import SESSIONS, Doorbell
+from skyrl.training.engine.adoption import adopt_adapters
+from skyrl.training.engine.state import EngineStatePublisher
 from tests.engine_process import claim_for_tests
 from tests.postgres_server import ON_BOTH
 

@@ -19,7 +19,6 @@ import skyrl.server.api.futures
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
-from skyrl.engine import model_ends
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.app import create_app
 from skyrl.server.api.server import open_services
@@ -27,6 +26,7 @@ from skyrl.server.api.services import Services
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models
+from skyrl.training.engine import model_ends
 from tests.databases import make_tables
 
 BASE = "acme/base"

@@ -14,10 +14,10 @@ from sqlalchemy import select
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
-from skyrl.engine import snapshots as engine_snapshots
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
+from skyrl.training.engine import snapshots as engine_snapshots
 from tests.postgres_server import ON_BOTH
 
 AT_ONCE_S = 1e-9

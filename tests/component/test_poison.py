@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from engine_harness import Harness, Killed, Trainer, harness_in
 
-from skyrl.backends.base import TrainingPass
 from skyrl.base.types.kinds import Kind
+from skyrl.training.backends.base import TrainingPass
 
 
 async def start_and_die_of(harness: Harness, poison: str) -> None:

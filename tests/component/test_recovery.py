@@ -16,13 +16,13 @@ from sqlalchemy import delete, select, update
 
 from skyrl.base.types.kinds import SAVES, Kind
 from skyrl.base.types.requests import NewRequest
-from skyrl.engine import reclaim
-from skyrl.engine.snapshots import Snapshots
 from skyrl.storage.checkpoint_store.base import StoreError
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
 from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.training.engine import reclaim
+from skyrl.training.engine.snapshots import Snapshots
 from tests.postgres_server import ON_BOTH
 
 AT_ONCE_S = 1e-9

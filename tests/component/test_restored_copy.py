@@ -16,14 +16,14 @@ from sqlalchemy import select, text, update
 from alembic import command
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.engine import reclaim
-from skyrl.engine.adoption import adopt_adapters
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.checkpoint_store.adapters import adapter_directory
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import _config
+from skyrl.training.engine import reclaim
+from skyrl.training.engine.adoption import adopt_adapters
 from tests.postgres_server import ON_SQLITE
 
 pytestmark = ON_SQLITE

@@ -18,13 +18,13 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl.backends.torch_lora.routing import own_experts
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path, moe
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams
 from skyrl.runtime.processes.ports import free_port
+from skyrl.training.backends.torch_lora.routing import own_experts
 from tests.component.router_world import running_router
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 

@@ -18,9 +18,6 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.engine import reclaim
-from skyrl.engine.adoption import adopt_adapters
-from skyrl.engine.reclaim import FileSweeper
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
 from skyrl.inference.remote.references import reference_to
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
@@ -30,6 +27,9 @@ from skyrl.storage.db import checkpoints
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.models import set_model
 from skyrl.storage.db.samplers import find_sampler
+from skyrl.training.engine import reclaim
+from skyrl.training.engine.adoption import adopt_adapters
+from skyrl.training.engine.reclaim import FileSweeper
 
 
 class TravellingWorld(World):

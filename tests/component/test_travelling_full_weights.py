@@ -16,11 +16,11 @@ from test_full_training import FULL, World, group_on, whole_model
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import BaseWeights, FullWeights
-from skyrl.engine import reclaim
-from skyrl.engine.adoption import adopt_full_weights
-from skyrl.engine.publishing import version_files
 from skyrl.inference.remote.references import BASE_MODEL, reference_to
 from skyrl.storage.checkpoint_store.full_weights import full_at, full_directory, full_key, is_full_version
+from skyrl.training.engine import reclaim
+from skyrl.training.engine.adoption import adopt_full_weights
+from skyrl.training.engine.publishing import version_files
 
 SAVE = Kind.SAVE_WEIGHTS_FOR_SAMPLER
 

@@ -21,7 +21,6 @@ from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.engine.reclaim import FileSweeper
 from skyrl.storage.checkpoint_store.adapters import adapter_directory
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
@@ -36,6 +35,7 @@ from skyrl.storage.db.samplers import Sampler, add_sampler
 from skyrl.storage.db.session_ends import end_sessions
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.training.engine.reclaim import FileSweeper
 from tests.postgres_server import ON_SQLITE
 
 HOUR_S = 3600.0

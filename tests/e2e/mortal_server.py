@@ -49,7 +49,7 @@ class MortalServer(DemoServer):
 
     def engine(self) -> psutil.Process:
         """The engine process; waits until there is one."""
-        return self._running("skyrl.engine.main")[0]
+        return self._running("skyrl.training.engine.main")[0]
 
     def apis(self, count: int) -> list[psutil.Process]:
         """The API processes, oldest first; waits until there are `count`."""

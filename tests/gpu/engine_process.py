@@ -18,11 +18,11 @@ import torch
 from engine_harness import Harness, Trainer, harness_in  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from skyrl.backends.torch_lora import device
-from skyrl.backends.torch_lora import model as model_module
-from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
 from skyrl.base.types.kinds import Kind
 from skyrl.storage.db.sessions import Session
+from skyrl.training.backends.torch_lora import device
+from skyrl.training.backends.torch_lora import model as model_module
+from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
 from tests.gpu.support import REHEARSAL
 
 POISON = 666.0

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl.backends.base import Datum, PassResult
-from skyrl.backends.torch_lora import model as model_module
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.base.config.loading import load_config
+from skyrl.training.backends.base import Datum, PassResult
+from skyrl.training.backends.torch_lora import model as model_module
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
 REHEARSAL = DEVICE == "cpu"

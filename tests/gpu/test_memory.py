@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl.backends.base import AdamParams, OutOfMemory, PassResult, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, OutOfMemory, PassResult, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from tests.failures import FailingOperation
 from tests.gpu.support import DEVICE, FIGURES, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from skyrl.backends.base import AdamParams, Datum
-from skyrl.backends.torch_lora.expert_product import BaseExperts, ExpertsUpdate, experts_with_updates
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Datum
+from skyrl.training.backends.torch_lora.expert_product import BaseExperts, ExpertsUpdate, experts_with_updates
 from tests.gpu.support import DEVICE, FIGURES, NUMERICS, backend_on, build, distance, gradient_of, ok, texts
 from tests.gpu.test_numerics import SLACK, _train
 

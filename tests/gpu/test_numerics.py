@@ -14,9 +14,9 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from skyrl.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from tests.gpu.support import (
     ARCHITECTURES,
     DEVICE,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from torch_lora_support import grpo, rl, sft, train
 
-from skyrl.backends.base import AdamParams, PassResult, TrainingPass
+from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
 
 TOLERANCE = 1e-5
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0, weight_decay=0.01)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl.backends.torch_lora import attention_kernels
-from skyrl.backends.torch_lora.attention_kernels import attend, for_all_heads
+from skyrl.training.backends.torch_lora import attention_kernels
+from skyrl.training.backends.torch_lora.attention_kernels import attend, for_all_heads
 
 COUNT, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 6, 2, 8, 5
 

@@ -6,7 +6,7 @@ import itertools
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
-from skyrl.engine.scheduler import Scheduler
+from skyrl.training.engine.scheduler import Scheduler
 
 _numbers = itertools.count(1)
 NOON, ONE, TWO = 1000.0, 2000.0, 3000.0

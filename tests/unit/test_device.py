@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl.backends.torch_lora.device import prepare_device
+from skyrl.training.backends.torch_lora.device import prepare_device
 
 DETERMINISTIC: Any = torch.utils.deterministic
 

@@ -52,7 +52,7 @@ def first_cells(page: str, heading: str) -> set[str]:
 
 
 def test_the_page_on_training_lists_every_loss_and_metric() -> None:
-    backend = ROOT / "skyrl/backends/torch_lora"
+    backend = ROOT / "skyrl/training/backends/torch_lora"
     metrics = re.findall(r'"(\w+:(?:sum|min|max|mean))"', (backend / "metrics.py").read_text())
     assert first_cells("docs/how-it-works/training.md", "Metrics") == {*metrics}
     table = (backend / "losses.py").read_text().partition("LOSSES: dict")[2].partition("\n}\n")[0]

@@ -13,17 +13,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch_lora_support import assert_same, base_path, files_saved, make_full, ok, rl, sft, stored_tensors, train
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult
-from skyrl.backends.torch_full import rank as rank_module
-from skyrl.backends.torch_full import sharded_state
-from skyrl.backends.torch_full.rank import FullRank
-from skyrl.backends.torch_lora import model as model_module
-from skyrl.backends.torch_lora import plan as plan_module
-from skyrl.backends.torch_lora import sharding
-from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
-from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
-from skyrl.backends.torch_lora.rank_base import RankSettings
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult
+from skyrl.training.backends.torch_full import rank as rank_module
+from skyrl.training.backends.torch_full import sharded_state
+from skyrl.training.backends.torch_full.rank import FullRank
+from skyrl.training.backends.torch_lora import model as model_module
+from skyrl.training.backends.torch_lora import plan as plan_module
+from skyrl.training.backends.torch_lora import sharding
+from skyrl.training.backends.torch_lora.losses import Loss, LossInputs, LossValue
+from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+from skyrl.training.backends.torch_lora.rank_base import RankSettings
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 STEP = AdamParams(learning_rate=1e-2)

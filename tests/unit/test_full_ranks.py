@@ -37,10 +37,10 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.backends.base import Backend, InvalidRequest, PassResult, PlaceTaken, TrainingPass
-from skyrl.backends.torch_full import sharded_state
-from skyrl.backends.torch_full.sharded import ShardedFullBackend
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import Backend, InvalidRequest, PassResult, PlaceTaken, TrainingPass
+from skyrl.training.backends.torch_full import sharded_state
+from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 STEPS = 3

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from skyrl.backends.torch_full.state import tokenizer_files
 from skyrl.inference.remote.base_model import base_directory
+from skyrl.training.backends.torch_full.state import tokenizer_files
 
 NAME = "maker/model"
 WEIGHTS = {"config.json", "model.safetensors"}

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch_lora_support import assert_same, grpo, make_backend, ok, saved, sft, spec, train
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
-from skyrl.backends.torch_lora import backend as backend_module
-from skyrl.backends.torch_lora import checks, prefixes
-from skyrl.backends.torch_lora import joined as joined_module
-from skyrl.backends.torch_lora import running as running_module
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.backends.torch_lora.model import BaseModel
-from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
-from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
-from skyrl.backends.torch_lora.running import Slice
+from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
+from skyrl.training.backends.torch_lora import backend as backend_module
+from skyrl.training.backends.torch_lora import checks, prefixes
+from skyrl.training.backends.torch_lora import joined as joined_module
+from skyrl.training.backends.torch_lora import running as running_module
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.training.backends.torch_lora.model import BaseModel
+from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient
+from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+from skyrl.training.backends.torch_lora.running import Slice
 
 BATCH = sorted(grpo(1, 3, 4, 30), key=lambda datum: datum.tokens.tolist())
 """Three groups of four samples, one after the other."""

@@ -32,12 +32,12 @@ from torch_lora_support import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, Backend, Datum, InvalidRequest, Mixture, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.lora_experts import OWN_PRODUCTS
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.mixtures import FROZEN_EXPERTS
 from skyrl.base.config.server import ConfigError
+from skyrl.training.backends.base import AdamParams, Backend, Datum, InvalidRequest, Mixture, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.lora_experts import OWN_PRODUCTS
 
 LENGTHS = (7, 31, 1, 18, 30)
 MIXTURES = ("mixture", "mixture-with-dense-layer")

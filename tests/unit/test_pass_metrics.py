@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl.backends.torch_lora.losses import LossValue
-from skyrl.backends.torch_lora.metrics import Tally
+from skyrl.training.backends.torch_lora.losses import LossValue
+from skyrl.training.backends.torch_lora.metrics import Tally
 
 
 class _Reads(TorchDispatchMode):

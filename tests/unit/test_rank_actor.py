@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from skyrl.runtime.ray_cluster.rank_actors import RankActor
+from skyrl.training.engine.rank_actors import RankActor
 
 MODULE = "a_module_of_the_test"
 

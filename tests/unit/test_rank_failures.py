@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch_lora_support import assert_same, base_path, make_ranks, ok, rl, saved, sft, spec, train
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, RankDied
-from skyrl.backends.torch_lora import plan as plan_module
-from skyrl.backends.torch_lora import rank as rank_module
-from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
-from skyrl.backends.torch_lora.prefixes import PrefixTree, prefix_tree
-from skyrl.backends.torch_lora.rank import Rank
-from skyrl.backends.torch_lora.rank_base import RankSettings
-from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.base.config.server import ConfigError
+from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, RankDied
+from skyrl.training.backends.torch_lora import plan as plan_module
+from skyrl.training.backends.torch_lora import rank as rank_module
+from skyrl.training.backends.torch_lora.losses import Loss, LossInputs, LossValue
+from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+from skyrl.training.backends.torch_lora.rank import Rank
+from skyrl.training.backends.torch_lora.rank_base import RankSettings
+from skyrl.training.backends.torch_lora.sharded import ShardedBackend
 from tests.local_ranks import LocalRanks
 
 STEP = AdamParams(learning_rate=1e-2)

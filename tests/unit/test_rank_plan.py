@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_lora_support import grpo, make_ranks, ok, sft, spec, train
 
-from skyrl.backends.base import OutOfMemory, TrainingPass
-from skyrl.backends.torch_lora import plan as plan_module
-from skyrl.backends.torch_lora import sharded
-from skyrl.backends.torch_lora.plan import Plan, cut_evenly, make_plan
-from skyrl.backends.torch_lora.prefixes import prefix_tree
+from skyrl.training.backends.base import OutOfMemory, TrainingPass
+from skyrl.training.backends.torch_lora import plan as plan_module
+from skyrl.training.backends.torch_lora import sharded
+from skyrl.training.backends.torch_lora.plan import Plan, cut_evenly, make_plan
+from skyrl.training.backends.torch_lora.prefixes import prefix_tree
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 RANKS = st.integers(1, 5)

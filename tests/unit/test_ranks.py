@@ -34,11 +34,11 @@ from torch_lora_support import (
     train,
 )
 
-from skyrl.backends.base import Backend, InvalidRequest, PassResult, TrainingPass
-from skyrl.backends.torch_lora import logprobs as logprobs_module
-from skyrl.backends.torch_lora import recomputation
-from skyrl.backends.torch_lora.rank import Rank
-from skyrl.backends.torch_lora.sharded import ShardedBackend
+from skyrl.training.backends.base import Backend, InvalidRequest, PassResult, TrainingPass
+from skyrl.training.backends.torch_lora import logprobs as logprobs_module
+from skyrl.training.backends.torch_lora import recomputation
+from skyrl.training.backends.torch_lora.rank import Rank
+from skyrl.training.backends.torch_lora.sharded import ShardedBackend
 
 SPECS = {
     "all": spec(8, 1),

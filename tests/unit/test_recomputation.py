@@ -24,14 +24,14 @@ from torch_lora_support import (
     train,
 )
 
-from skyrl.backends.base import AdamParams, OutOfMemory
-from skyrl.backends.torch_lora import attention_kernels, logprobs, recomputation
-from skyrl.backends.torch_lora.lora import MultiLoraLinear
-from skyrl.backends.torch_lora.model import load_base_model
-from skyrl.backends.torch_lora.packed_model import PackedModel
-from skyrl.backends.torch_lora.recomputation import Recomputation
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
+from skyrl.training.backends.base import AdamParams, OutOfMemory
+from skyrl.training.backends.torch_lora import attention_kernels, logprobs, recomputation
+from skyrl.training.backends.torch_lora.lora import MultiLoraLinear
+from skyrl.training.backends.torch_lora.model import load_base_model
+from skyrl.training.backends.torch_lora.packed_model import PackedModel
+from skyrl.training.backends.torch_lora.recomputation import Recomputation
 from tests.failures import FailingOperation
 
 LENGTHS = (40, 40, 20)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl.backends.base import Datum, Mixture
-from skyrl.backends.torch_lora.routed_experts import check_routed_experts, experts_of
 from skyrl.rollout import PlainStrategy, RolloutAnswer, RolloutRequest, SamplingParams, Trajectory
 from skyrl.rollout.errors import BadAnswer
 from skyrl.rollout.messages import NOTHING
 from skyrl.rollout.routed_experts import routed_experts_input
+from skyrl.training.backends.base import Datum, Mixture
+from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of
 
 TOKENS = list(range(10, 22))
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch_lora_support import base_path, grpo, make_backend, make_full, make_ranks, ok, rl, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.losses import LOSSES
-from skyrl.backends.torch_lora.prefixes import prefix_tree
-from skyrl.backends.torch_lora.routed_experts import check_routed_experts, experts_of
-from skyrl.backends.torch_lora.routing import own_experts
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.engine.passes import run_passes
+from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.losses import LOSSES
+from skyrl.training.backends.torch_lora.prefixes import prefix_tree
+from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of
+from skyrl.training.backends.torch_lora.routing import own_experts
+from skyrl.training.engine.passes import run_passes
 
 LENGTHS = (7, 31, 1, 18)
 NO_MLP = {"train_mlp": False}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
-from skyrl.engine.scheduler import BARRIER_COST, FILES_AT_ONCE, SAMPLES_AT_ONCE, Scheduler, cost_of
+from skyrl.training.engine.scheduler import BARRIER_COST, FILES_AT_ONCE, SAMPLES_AT_ONCE, Scheduler, cost_of
 
 _numbers = itertools.count(1)
 

@@ -29,9 +29,9 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, Datum, PassResult, TrainingPass
-from skyrl.backends.torch_lora import attention, prefixes
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Datum, PassResult, TrainingPass
+from skyrl.training.backends.torch_lora import attention, prefixes
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""

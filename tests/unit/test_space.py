@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 
 from skyrl.base.types.command import Command
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.engine.failures import failed
 from skyrl.storage.checkpoint_store import space
 from skyrl.storage.checkpoint_store.base import StoreError
 from skyrl.storage.checkpoint_store.space import SPARE_DISK_BYTES, is_full_disk, shortage, watch_disk
 from skyrl.storage.db.futures import Outcome
+from skyrl.training.engine.failures import failed
 
 
 @pytest.fixture

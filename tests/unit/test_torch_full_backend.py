@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, TrainingPass
-from skyrl.backends.registry import create_backend
-from skyrl.backends.torch_full import optimizer, state
-from skyrl.backends.torch_full.backend import TorchFullBackend
-from skyrl.backends.torch_lora import checks
-from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.tiny import model_path
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, TrainingPass
+from skyrl.training.backends.registry import create_backend
+from skyrl.training.backends.torch_full import optimizer, state
+from skyrl.training.backends.torch_full.backend import TorchFullBackend
+from skyrl.training.backends.torch_lora import checks
+from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient
 from tests.failures import FailingOperation
 from tests.unit.torch_lora_support import ARCHITECTURES, assert_same, base_path, make_backend, ok, rl, sft, spec, train
 

@@ -25,14 +25,14 @@ from torch_lora_support import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
-from skyrl.backends.registry import create_backend
-from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.engine.main import _load_backend
 from skyrl.runtime.processes.startup import NotLoaded
+from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
+from skyrl.training.backends.registry import create_backend
+from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient
+from skyrl.training.engine.main import _load_backend
 
 
 def test_the_registry_builds_known_backends_and_refuses_others() -> None:

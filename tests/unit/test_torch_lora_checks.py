@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_lora_support import CONTEXT, VOCAB, make_backend, ok, rl, sft, spec, train
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.checks import loss_config
-from skyrl.backends.torch_lora.losses import LOSSES
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.checks import loss_config
+from skyrl.training.backends.torch_lora.losses import LOSSES
 
 
 @pytest.fixture(scope="module")

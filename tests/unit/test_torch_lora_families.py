@@ -12,11 +12,11 @@ from peft import PeftModel
 from torch_lora_support import assert_close, files_saved, make_full, ok, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, Backend, TrainingPass
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Backend, TrainingPass
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from tests.families import FAMILIES, GPT_OSS, OPT, make_family, save_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.backends.base import AdamParams, Datum, OutOfMemory, PassResult
-from skyrl.backends.torch_lora import adapter as adapter_module
-from skyrl.backends.torch_lora import optimizer, state
-from skyrl.backends.torch_lora import running as running_module
-from skyrl.backends.torch_lora.adapter import Adapter, Target
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
-from skyrl.backends.torch_lora.prefixes import PrefixTree
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, Datum, OutOfMemory, PassResult
+from skyrl.training.backends.torch_lora import adapter as adapter_module
+from skyrl.training.backends.torch_lora import optimizer, state
+from skyrl.training.backends.torch_lora import running as running_module
+from skyrl.training.backends.torch_lora.adapter import Adapter, Target
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
+from skyrl.training.backends.torch_lora.prefixes import PrefixTree
 from tests.failures import FailingLine, FailingOperation
 
 STEPS = {

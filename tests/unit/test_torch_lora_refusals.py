@@ -17,15 +17,15 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from skyrl.backends.torch_full.backend import TorchFullBackend
-from skyrl.backends.torch_lora.attention_checks import AttentionCall
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.model import load_base_model
-from skyrl.backends.torch_lora.output_layer import LogitTransform
-from skyrl.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.inference.vllm_command import CPU_LORA_TARGETS
+from skyrl.training.backends.torch_full.backend import TorchFullBackend
+from skyrl.training.backends.torch_lora.attention_checks import AttentionCall
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.model import load_base_model
+from skyrl.training.backends.torch_lora.output_layer import LogitTransform
+from skyrl.training.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
 from tests.families import make_family, save_random
 
 SMALL: dict[str, Any] = {

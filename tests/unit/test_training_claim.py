@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from skyrl.base.config.server import ConfigError
-from skyrl.engine.state import EngineStatePublisher
 from skyrl.launcher import training_claim
 from skyrl.launcher.training_claim import TrainingClaim, server_id
 from skyrl.storage.db import engine_state
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.fence import Fence
 from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.training.engine.state import EngineStatePublisher
 from tests.postgres_server import ON_BOTH
 
 WAIT_S = 60.0

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl.backends.base import Backend, Datum, PassResult, TrainingPass
-from skyrl.backends.torch_full.backend import TorchFullBackend
-from skyrl.backends.torch_full.rank import FullRank
-from skyrl.backends.torch_full.sharded import ShardedFullBackend
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.backends.torch_lora.over_ranks import rank_settings
-from skyrl.backends.torch_lora.rank import Rank
-from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import Backend, Datum, PassResult, TrainingPass
+from skyrl.training.backends.torch_full.backend import TorchFullBackend
+from skyrl.training.backends.torch_full.rank import FullRank
+from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.over_ranks import rank_settings
+from skyrl.training.backends.torch_lora.rank import Rank
+from skyrl.training.backends.torch_lora.sharded import ShardedBackend
 from tests.local_ranks import LocalRanks
 
 VOCAB, CONTEXT = 97, 160

@@ -298,7 +298,7 @@ class ServerKeys(BaseSettings):
 
     @property
     def running_file(self) -> Path:
-        """What the engine runs now, and how often it died while it ran each command (`skyrl.engine.crash_ledger`)."""
+        """What the engine runs now, and how often it died while it ran each command (`skyrl.training.engine.crash_ledger`)."""
         return self.state_dir / "running.json"
 
     @property

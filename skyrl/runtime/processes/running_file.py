@@ -1,4 +1,4 @@
-"""The file in which the engine keeps what it runs now. `skyrl.engine.crash_ledger` writes it."""
+"""The file in which the engine keeps what it runs now. `skyrl.training.engine.crash_ledger` writes it."""
 
 from __future__ import annotations
 

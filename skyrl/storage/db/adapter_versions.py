@@ -3,7 +3,7 @@
 A checkpoint, an open sampling session, a running sample or an OpenAI request (`adapter_uses`) needs its version. A
 version without a checkpoint is dropped when nobody has sampled from it for some time: its sampling session gets the
 status `dropped`, and later its files are deleted. Does not know which files exist and which versions vLLM has loaded;
-`skyrl.engine.sweeping` does.
+`skyrl.training.engine.sweeping` does.
 """
 
 from __future__ import annotations

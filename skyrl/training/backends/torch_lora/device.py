@@ -1,0 +1,97 @@
+"""The device that a backend computes on: chooses it, and tells a lack of memory from a broken device.
+
+Knows nothing of models, adapters or passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from skyrl.training.backends.base import DeviceFault, OutOfMemory
+
+_MEMORY_WORDS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""Texts of torch's plain RuntimeError when the CPU's allocator, cuBLAS or cuDNN finds no memory."""
+HOST = torch.device("cpu")
+"""What the engine's own work needs where ranks compute."""
+
+
+def prepare_device(threads: int) -> torch.device:
+    """CUDA if available, else the CPU with `threads` threads.
+
+    On CUDA, operations that have a deterministic kernel use it: sums into rows by index, and cuBLAS. So a command that
+    runs again differs less from its first run. Nothing relies on it: with `warn_only` torch only warns where it has no
+    such kernel, and the backward of its fused attention adds in the order in which blocks come.
+    """
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # else deterministic mode fills each new tensor with NaN before a kernel writes it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        # On Hopper and newer GPUs torch prefers cuDNN's attention, which makes a plan for each new shape on the host
+        # (others report 23 to 37 ms) and keeps it. With shared prompts each step has 11 to 38 shapes of its own.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        return torch.device("cuda")
+    torch.set_num_threads(threads)
+    return torch.device("cpu")
+
+
+def base_dtype(device: torch.device) -> torch.dtype:
+    """The base model's dtype on this device."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all started work of the device; returns at once on a CPU. Raises the error of a failed kernel."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def failure_of(error: Exception, device: torch.device) -> Exception:
+    """The failure of a command that raised `error`: OutOfMemory if memory was short, else `error` itself.
+
+    Clears the local variables of the frames in the traceback, and so frees the tensors of a failed pass. Raises
+    DeviceFault when the device does not answer any more.
+    """
+    traceback.clear_frames(error.__traceback__)
+    _check(device, error)
+    if not _is_lack_of_memory(error):
+        return error
+    failure = OutOfMemory(str(error))
+    failure.__cause__ = error
+    return failure
+
+
+@contextlib.contextmanager
+def command_on(device: torch.device, *, waits: bool) -> Iterator[None]:
+    """The work of one command. Raises OutOfMemory or DeviceFault in place of torch's errors.
+
+    With `waits` the command ends when the device has finished its work. Otherwise a kernel that fails later would fail
+    the next command.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = failure_of(error, device)
+        if failure is error:
+            raise
+        raise failure from error
+    if waits:
+        _check(device, None)
+
+
+def _check(device: torch.device, error: Exception | None) -> None:
+    try:
+        synchronize(device)
+    except Exception as fault:
+        raise DeviceFault(f"{device} cannot be used any more: {fault}") from (error or fault)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS)

@@ -1,0 +1,170 @@
+"""The experts of a mixture and the low-rank updates of adapters on them: grouped products over rows sorted by expert.
+
+Each row goes to k experts, so there are rows * k entries. The base model's products are over all entries, sorted by
+expert. An adapter's products are over the entries of its own rows, sorted by expert as well: one product for each used
+expert. So no gradient is larger than the adapter's own, and numbers that are not finite stay with their tenant.
+Knows nothing of modules or passes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import grouped_mm, pad
+
+from skyrl.training.backends.torch_lora.adapter import LoraPair
+
+_ALIGNMENT = 16
+"""Bytes. Rows of what `grouped_mm` multiplies must begin at multiples of it."""
+
+
+class ExpertsUpdate(NamedTuple):
+    """An adapter's update of the experts for rows [start, stop): scale * (x A_e^T) B_e^T for each projection, with the
+    matrices of the row's expert e. Each pair: lora_A [experts, rank, inputs] and lora_B [experts, outputs, rank]."""
+
+    start: int
+    stop: int
+    scale: float
+    gate: LoraPair
+    up: LoraPair
+    down: LoraPair
+
+
+class BaseExperts(NamedTuple):
+    """Of the base model: gate_up [experts, 2 * size, hidden], gate above up; down [experts, hidden, size]."""
+
+    gate_up: Tensor
+    down: Tensor
+    activation: Callable[[Tensor], Tensor]
+
+
+def experts_with_updates(
+    hidden: Tensor, chosen: Tensor, weights: Tensor, experts: BaseExperts, updates: Sequence[ExpertsUpdate] = ()
+) -> Tensor:
+    """What the chosen experts make of each row, summed with its weights. hidden: [rows, hidden]; chosen: int64 [rows,
+    k]; weights: [rows, k]. Returns [rows, hidden] in hidden's dtype. `updates` are in the order of their rows.
+
+    On a CPU results and gradients are the same bits in each run, with any number of threads: nothing is added in the
+    order in which threads come to it."""
+    rows, per_row = chosen.shape
+    sorted_experts, order = chosen.reshape(-1).sort(stable=True)
+    ends = _ends(sorted_experts, len(experts.down))
+    # hidden[order // per_row] would be the same, but its backward adds the gradients of a row's entries by atomics.
+    x = hidden[:, None].expand(-1, per_row, -1).reshape(len(order), -1)[order]
+    gate, up = _products(x, experts.gate_up, ends).chunk(2, dim=-1)
+    entries: _Entries | None = None
+    if updates:
+        entries = _Entries(order // per_row, sorted_experts, len(experts.down), rows, per_row, updates)
+        parts = entries.split(x)
+        gate = gate + entries.update(parts, [update.gate for update in updates])
+        up = up + entries.update(parts, [update.up for update in updates])
+    inner = experts.activation(gate) * up
+    output = _products(inner, experts.down, ends)
+    if entries is not None:
+        output = output + entries.update(entries.split(inner), [update.down for update in updates])
+    output = (output * weights.reshape(-1)[order, None])[_inverse(order)]
+    return output.view(rows, per_row, -1).sum(dim=1).to(hidden.dtype)
+
+
+class _Entries:
+    """Entries sorted by expert, and which of them belong to each update."""
+
+    def __init__(
+        self, row: Tensor, expert: Tensor, experts: int, rows: int, per_row: int, updates: Sequence[ExpertsUpdate]
+    ) -> None:
+        """row, expert: of each entry, int64 [entries]."""
+        self._updates = updates
+        bounds = [bound for update in updates for bound in update[:2]]
+        self._sizes = [(stop - start) * per_row for start, stop in zip([0, *bounds], [*bounds, rows], strict=True)]
+        """Entries before the first update, of it, between it and the second one, and so on."""
+        self._order: Tensor | None = None
+        if self._sizes != [0, len(row), 0]:  # else the order is right already
+            part = torch.searchsorted(_on_device(tuple(bounds), row.device), row, right=True)
+            self._order = part.argsort(stable=True)
+            self._back = _inverse(self._order)
+            expert = expert[self._order]
+        self._ends = [_ends(one, experts) for one in expert.split(self._sizes)[1::2]]
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """The entries' rows [entries, inputs] in parts of the sizes above."""
+        return (x if self._order is None else x[self._order]).split(self._sizes)
+
+    def update(self, parts: Sequence[Tensor], pairs: Sequence[LoraPair]) -> Tensor:
+        """All updates of one projection, [entries, outputs]. Zero where no adapter is."""
+        made: list[Tensor] = []
+        outputs = pairs[0][1].shape[1]
+        for number, part in enumerate(parts):
+            if number % 2 == 0:
+                made.append(part.new_zeros(len(part), outputs))
+            else:
+                which = number // 2
+                made.append(_low_rank(part, pairs[which], self._ends[which], self._updates[which].scale))
+        if self._order is None:
+            return made[1]
+        return torch.cat(made)[self._back]
+
+
+@functools.lru_cache(maxsize=8)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64. Every layer of a micro-batch asks for the same numbers; a copy to a GPU waits for the GPU."""
+    return torch.tensor(numbers, device=device)
+
+
+def _low_rank(x: Tensor, pair: LoraPair, ends: Tensor, scale: float) -> Tensor:
+    """scale * (x A_e^T) B_e^T. The rank is padded with zeros to what `grouped_mm` takes."""
+    lora_a, lora_b = pair
+    more = -lora_a.shape[1] % (_ALIGNMENT // x.element_size())
+    if more:
+        lora_a, lora_b = pad(lora_a, (0, 0, 0, more)), pad(lora_b, (0, more))
+    return _products(_products(x, lora_a, ends) * scale, lora_b, ends)
+
+
+def _products(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """x M_e^T for the expert e of each row, in x's dtype. x: [entries, inputs]; matrices: [experts, outputs, inputs];
+    ends: see `_ends`. Returns [entries, outputs]."""
+    product: Tensor = _Products.apply(x, matrices, ends)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Products(Function):
+    """`grouped_mm`, but it keeps the matrices as they are for the backward, not their copies in x's dtype; and experts
+    without rows get a gradient of zero: on some GPUs torch leaves it uninitialized (its issue 172439)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrices, ends)
+        return grouped_mm(x, matrices.to(x.dtype).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, matrices, ends = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        of_x, of_matrices = None, None
+        if ctx.needs_input_grad[0]:
+            of_x = grouped_mm(gradient, matrices.to(gradient.dtype), offs=ends)
+        if ctx.needs_input_grad[1]:
+            of_matrices = of_used_experts(grouped_mm(gradient.T, x, offs=ends), ends).to(matrices.dtype)
+        return of_x, of_matrices, None
+
+
+def of_used_experts(gradient: Tensor, ends: Tensor) -> Tensor:
+    """The gradient [experts, outputs, inputs], with zeros for experts without rows, whatever is there."""
+    is_used = ends.diff(prepend=ends.new_zeros(1)) > 0
+    return torch.where(is_used[:, None, None], gradient, 0)
+
+
+def _ends(sorted_experts: Tensor, experts: int) -> Tensor:
+    """Where each expert's entries end, int32 [experts]."""
+    numbers = torch.arange(experts, device=sorted_experts.device)
+    return torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse

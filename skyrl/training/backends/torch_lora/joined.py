@@ -1,0 +1,134 @@
+"""Passes of one adapter that run as one, because their sequences have prefixes in common.
+
+Their sequences have one tree, so that rows are shared between passes; each pass keeps its own loss, metrics and
+failures. A row that several passes share counts for the first of them. Their gradients come as one sum. So if a pass is
+found to be at fault after the sum has a part of it, the sum is dropped and the passes run again apart. If the first of
+them fails without that, none counts the row.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+
+import torch
+
+from skyrl.training.backends.base import Datum
+from skyrl.training.backends.torch_lora.device import failure_of
+from skyrl.training.backends.torch_lora.metrics import Tally
+from skyrl.training.backends.torch_lora.model import BaseModel
+from skyrl.training.backends.torch_lora.passes import run_micro_batch
+from skyrl.training.backends.torch_lora.running import Part, Running, RunningPass, not_finite, slices_of
+
+
+@dataclass
+class JoinedPasses(Running):
+    """Passes of one adapter. `data`: the sequences of the first pass, then those of the second, and so on."""
+
+    members: Sequence[RunningPass]
+
+    joins_passes = True
+
+    def __post_init__(self) -> None:
+        self._data = [datum for member in self.members for datum in member.data]
+        self._starts = [0, *accumulate(len(member.data) for member in self.members)]
+
+    @property
+    def data(self) -> Sequence[Datum]:
+        return self._data
+
+    def parts(self, indices: Sequence[int], rows: int) -> list[Part]:
+        found: list[Part] = []
+        stop, counted = 0, 0
+        for number, group in groupby(indices, self._member):
+            own = [index - self._starts[number] for index in group]
+            stop += len(own)
+            together = rows if stop == len(indices) else self.tree.rows(indices[:stop])
+            found.append(Part(self.members[number], own, together - counted))
+            counted = together
+        return found
+
+    def left(self, indices: Sequence[int]) -> Sequence[int]:
+        if self.error is not None:
+            return []
+        return [index for index in indices if self.members[self._member(index)].error is None]
+
+    @property
+    def share_rows(self) -> bool:
+        """Whether sequences of different passes have rows in common."""
+        return any(len(set(map(self._member, family))) > 1 for family in self.tree.families)
+
+    def divide_tree(self) -> None:
+        """Give each pass its part of the tree, if passes share no rows."""
+        for member, (start, stop) in zip(self.members, pairwise(self._starts), strict=True):
+            member.tree = self.tree.of_range(start, stop)
+
+    def begin_again(self) -> list[RunningPass]:
+        """The passes that have not failed themselves, without results."""
+        left = [member for member in self.members if member.error is None]
+        for member in left:
+            member.tally, member.logprobs = Tally(), {}
+        return left
+
+    def _member(self, index: int) -> int:
+        return bisect_right(self._starts, index) - 1
+
+
+def joined(passes: Sequence[RunningPass], device: torch.device) -> list[Running]:
+    """What runs: the passes of an adapter as one if they have prefixes in common, other passes as they are. Adapters
+    come in the order of their first passes. DeviceFault is raised."""
+    of_adapter: dict[int, list[RunningPass]] = {}
+    for each in passes:
+        of_adapter.setdefault(id(each.adapter), []).append(each)
+    found: list[Running] = []
+    for members in of_adapter.values():
+        together = _joined(members, device) if len(members) > 1 else None
+        found += members if together is None else [together]
+    return found
+
+
+def _joined(members: Sequence[RunningPass], device: torch.device) -> JoinedPasses | None:
+    """None if the passes share no rows, or if there is no memory to find that out."""
+    try:
+        together = JoinedPasses(members[0].adapter, members)
+        if together.share_rows:
+            return together
+        together.divide_tree()
+        return None
+    except Exception as error:
+        failure_of(error, device)
+        return None
+
+
+def finish(base: BaseModel, running: Running, budget: int, *, backward: bool) -> None:
+    """After the last slice: add the gradient to the adapter's. A pass whose gradient has no finite norm fails. Joined
+    passes that have failed as one, or whose gradient has no finite norm, run again apart; then each fails or adds its
+    gradient alone. DeviceFault is raised."""
+    if _is_added(running, base.device):
+        return
+    if isinstance(running, JoinedPasses):
+        for member in running.begin_again():
+            for piece in slices_of(member, budget, base.device):
+                run_micro_batch(base, [piece], backward=backward)
+            finish(base, member, budget, backward=backward)
+    elif isinstance(running, RunningPass) and running.error is None:
+        running.fail(not_finite(running.training_pass, running.tally.loss))
+
+
+def _is_added(running: Running, device: torch.device) -> bool:
+    """Add the gradient to the adapter's, unless `running` has failed or the gradient's norm is not finite. Returns
+    whether all went well."""
+    if running.error is not None or running.gradient is None:
+        return running.error is None
+    try:
+        is_finite = math.isfinite(torch.linalg.vector_norm(running.gradient))  # as the optimizer's step asks
+    except Exception as error:
+        running.fail(failure_of(error, device))
+        return False
+    if is_finite:
+        running.add_gradient()
+    running.gradient = None
+    return is_finite

@@ -1,0 +1,170 @@
+"""The frozen base model: loads it, prepares it for packed rows and adapters, and checks that the logits stay the same.
+
+Knows transformers' loading. Knows nothing of adapters' weights, passes or losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from skyrl.base.config.server import ConfigError
+from skyrl.training.backends.base import Datum, ModelLimits
+from skyrl.training.backends.torch_lora.adapter import Target
+from skyrl.training.backends.torch_lora.device import base_dtype
+from skyrl.training.backends.torch_lora.packed_model import PackedModel
+from skyrl.training.backends.torch_lora.packing import pack_alone
+from skyrl.training.backends.torch_lora.recomputation import Setting
+from skyrl.training.backends.torch_lora.routed_experts import FIELD
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+"""What transformers and safetensors raise for a model that is missing, damaged or unknown."""
+UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model raises whose layers do not fit to packed rows."""
+
+
+class BaseModel:
+    """A causal language model whose weights never change. `packed` computes; `limits` and `targets` describe it."""
+
+    def __init__(self, path: str, device: torch.device, packed: PackedModel, config: Any) -> None:
+        """`config`: transformers' configuration of the model."""
+        text_config = config.get_text_config()
+        self.path = path
+        self.device = device
+        self.packed = packed
+        self.vocab_size = int(text_config.vocab_size)
+        self.max_context = int(text_config.max_position_embeddings)
+
+    @property
+    def targets(self) -> list[Target]:
+        """The layers that adapters can train."""
+        return self.packed.targets
+
+    def limits(self, max_model_len: int | None) -> ModelLimits:
+        context = min(self.max_context, max_model_len or self.max_context)
+        return ModelLimits(self.vocab_size, context, self.packed.mixture)
+
+    def probe_rows(self) -> list[Tensor]:
+        """The sequences of the probe, each int64 [1, tokens]."""
+        return [torch.from_numpy(datum.tokens).to(self.device)[None] for datum in _probe(self.vocab_size)]
+
+    @torch.no_grad()
+    def verify(self, expected: Tensor) -> None:
+        """Raise ConfigError unless packed rows give the `expected` logits of the probe: those that transformers
+        computes for each sequence alone, up to rounding. The rows of a mixture use the experts that transformers has
+        chosen: rounding may change the choice where two experts are nearly equal."""
+        packed = pack_alone(_probe(self.vocab_size, self.packed.routing.recorded), self.device)
+        rows = torch.from_numpy(np.concatenate(packed.layout.rows_of)).to(self.device)
+        try:
+            logits = self.packed.packed_logits(packed).index_select(0, rows)
+        except UNFIT as error:
+            raise ConfigError(f"base_model: {self.path} cannot run on packed rows: {error}") from error
+        tolerance = 1e-3 if base_dtype(self.device) == torch.float32 else 0.1
+        worst = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if not worst <= tolerance:
+            raise ConfigError(
+                f"base_model: {self.path} gives other logits on packed rows than in transformers "
+                f"(relative difference {worst:.2g}, allowed {tolerance:g}); its architecture is not supported"
+            )
+
+    @torch.no_grad()
+    def check_stock(self) -> None:
+        """Raise ConfigError unless packed rows would get the masks of transformers' own layers, and logprobs its change
+        of logits after the output layer. The attention must be transformers' own.
+
+        `verify` cannot tell: a soft-capping far above the probe's logits, and a window longer than the probe, hardly
+        change its logits."""
+        row = self.probe_rows()[0]
+        try:
+            calls = self.packed.attention_calls(row)
+            if not calls:
+                raise ValueError("the model computes attention itself, not by transformers' attention interface")
+            for call in calls:
+                call.check()
+        except UNFIT as error:
+            raise ConfigError(f"base_model: {self.path} cannot run on packed rows: {error}") from error
+        given, changed = self.packed.changed_logits(row)
+        tolerance = 1e-3 if base_dtype(self.device) == torch.float32 else 0.1
+        worst = float((self.packed.transform(given) - changed).abs().max() / changed.abs().max().clamp(min=1e-6))
+        if not worst <= tolerance:
+            raise ConfigError(
+                f"base_model: {self.path} makes other numbers of its output layer's logits than logit_scale, "
+                f"logits_scaling and final_logit_softcapping of its config.json say (relative difference {worst:.2g}, "
+                f"allowed {tolerance:g}); its architecture is not supported"
+            )
+
+
+def load_base_model(
+    path: str, device: torch.device, *, gradient_checkpointing: Setting, mlp_of_mixtures: bool = False
+) -> BaseModel:
+    """The whole model on one device. `mlp_of_mixtures`: see `PackedModel`.
+
+    Raises ConfigError: the path has no causal language model, or the model has layers that adapters cannot train,
+    position embeddings that depend on the batch, or other logits on packed rows than in transformers.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=base_dtype(device), attn_implementation="eager")
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"base_model: cannot load {path}: {error}") from error
+    model.to(device).eval().requires_grad_(False)
+    _align(model)
+    check_config(path, model.config)
+    packed = wrap(path, model, mlp_of_mixtures=mlp_of_mixtures)
+    base = BaseModel(path, device, packed, model.config)
+    base.check_stock()
+    with torch.no_grad():
+        expected = packed.stock_logits(base.probe_rows())
+    packed.use_own_kernels()
+    base.verify(expected)
+    packed.recompute(gradient_checkpointing)
+    return base
+
+
+ALIGNMENT = 64
+"""Bytes to which torch aligns the tensors that it allocates."""
+
+
+def _align(model: torch.nn.Module) -> None:
+    """Copy the parameters that lie elsewhere. On a CPU they lie in the mapped file, behind a header of any length. On
+    processors without AVX-512 the last bits of a product depend on where its matrices begin."""
+    for parameter in model.parameters():
+        if parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
+
+
+def check_config(path: str, config: Any) -> None:
+    """Raise ConfigError for a model whose position embeddings depend on the batch."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for kind in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # Gemma 3 has one for each kind
+        if kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            raise ConfigError(
+                f"base_model: {path} has {kind['rope_type']} position embeddings, which depend on the batch"
+            )
+
+
+def wrap(path: str, model: Any, *, mlp_of_mixtures: bool = False) -> PackedModel:
+    """Raises ConfigError for a model with layers that adapters cannot train."""
+    try:
+        return PackedModel(model, mlp_of_mixtures=mlp_of_mixtures)
+    except ValueError as error:
+        raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error
+
+
+def _probe(vocab_size: int, experts: Tensor | None = None) -> list[Datum]:
+    """Sequences of 9, 3 and 8 tokens, in two attention groups, one of them padded, out of order; and two sequences that
+    share 34 tokens, with 6 and 5 more in a padded group. `experts`: what all their tokens use, int64 [99, layers,
+    k]."""
+    rng = np.random.default_rng(0)
+    data = [rng.integers(0, vocab_size, size=length) for length in (9, 3, 8, 40, 39)]
+    data[4][:34] = data[3][:34]
+    data[4][34] = (data[3][34] + 1) % vocab_size
+    if experts is None:
+        return [Datum(tokens, {}) for tokens in data]
+    parts = np.split(experts.cpu().numpy(), np.cumsum([len(tokens) for tokens in data])[:-1])
+    return [Datum(tokens, {FIELD: part}) for tokens, part in zip(data, parts, strict=True)]

@@ -1,0 +1,118 @@
+"""How a slice becomes rows: its segments one after the other, in groups for attention.
+
+Laying out and grouping depend on what runs as one alone: a pass, or joined passes. Other passes do not change them.
+Knows lengths and token ids. Knows nothing of adapters or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl.training.backends.base import Datum
+from skyrl.training.backends.torch_lora.prefixes import Layout, lay_out, prefix_tree
+from skyrl.training.backends.torch_lora.routed_experts import experts_of
+from skyrl.training.backends.torch_lora.segments import similar
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """`count` segments of similar length that attend together, right-padded to `longest`.
+
+    The groups of a slice cover its rows, in order. `pieces`: the rows of the group, cut into pieces: a segment that
+    others continue is a piece alone. `prefix`: the pieces of the slice, by number, that all segments of the group
+    continue, in order. cells: int64 [rows], the places of the rows in a flattened [count, longest] grid; None when they
+    fill it in order. `masks`: those that attention has made, by the layer's sliding window.
+    """
+
+    count: int
+    longest: int
+    pieces: tuple[int, ...]
+    prefix: tuple[int, ...]
+    cells: Tensor | None
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class PackedSlice:
+    """Rows [start, stop) of a micro-batch, which hold one slice. tokens, positions: int64 [stop - start]. `layout`: the
+    rows of each sequence, counted from `start`. experts: int32 [stop - start, at least layers * k], the experts that
+    each row must use (-1: any); None if no sequence names any."""
+
+    start: int
+    stop: int
+    tokens: Tensor
+    positions: Tensor
+    groups: tuple[AttentionGroup, ...]
+    layout: Layout
+    experts: Tensor | None = None
+
+
+def cut(lengths: Sequence[int], budget: int) -> list[range]:
+    """Consecutive ranges of items with at most `budget` rows each. A longer item has its own range."""
+    runs: list[range] = []
+    first, total = 0, 0
+    for index, length in enumerate(lengths):
+        if index > first and total + length > budget:
+            runs.append(range(first, index))
+            first, total = index, 0
+        total += length
+    return [*runs, range(first, len(lengths))] if lengths else []
+
+
+def pack_alone(data: Sequence[Datum], device: torch.device) -> PackedSlice:
+    """Pack sequences that are no slice of a pass, from row 0."""
+    return pack(data, lay_out(prefix_tree(data), range(len(data))), 0, device)
+
+
+def pack(data: Sequence[Datum], layout: Layout, start: int, device: torch.device) -> PackedSlice:
+    """The rows of one slice from row `start`. layout: of `data`."""
+    tokens = layout.of_rows([datum.tokens for datum in data])
+    positions = np.concatenate([segment.start + np.arange(segment.rows) for segment in layout.segments])
+    experts = experts_of(data)
+    return PackedSlice(
+        start=start,
+        stop=start + len(tokens),
+        tokens=torch.from_numpy(tokens).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        groups=tuple(_groups(layout, device)),
+        layout=layout,
+        experts=None if experts is None else torch.from_numpy(layout.of_rows(experts)).to(device),
+    )
+
+
+def _groups(layout: Layout, device: torch.device) -> Iterator[AttentionGroup]:
+    segments = layout.segments
+    continued = {segment.parent for segment in segments}
+    piece_of: dict[int, int] = {}
+    pieces = 0
+    for members in similar(segments):
+        sizes: list[int] = []
+        open_piece = False
+        for number in members:
+            if number in continued:
+                piece_of[number] = pieces + len(sizes)
+            if open_piece and number not in continued:
+                sizes[-1] += segments[number].rows
+            else:
+                sizes.append(segments[number].rows)
+            open_piece = number not in continued
+        pieces += len(sizes)
+        prefix: list[int] = []
+        parent = segments[members[0]].parent
+        while parent >= 0:
+            prefix.append(piece_of[parent])
+            parent = segments[parent].parent
+        lengths = [segments[number].rows for number in members]
+        yield AttentionGroup(len(members), lengths[0], tuple(sizes), tuple(prefix[::-1]), _cells(lengths, device))
+
+
+def _cells(lengths: Sequence[int], device: torch.device) -> Tensor | None:
+    if lengths[0] == lengths[-1]:
+        return None
+    cells = np.concatenate([place * lengths[0] + np.arange(length) for place, length in enumerate(lengths)])
+    return torch.from_numpy(cells).to(device)

@@ -1,0 +1,231 @@
+"""Running slices: computes their losses and gradients, and adds them to the sums of their passes.
+
+Every slice has its own leaves of the adapter's weights, and the gradients of slices are added in order. So where slices
+run one at a time on a CPU, the results of a pass do not depend on other passes, to the last bit. Knows nothing of
+requests or where results go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from skyrl.training.backends.base import Datum, OutOfMemory
+from skyrl.training.backends.torch_lora import packing
+from skyrl.training.backends.torch_lora.checks import loss_config
+from skyrl.training.backends.torch_lora.device import failure_of
+from skyrl.training.backends.torch_lora.logprobs import Targets
+from skyrl.training.backends.torch_lora.lora import LoraSegment
+from skyrl.training.backends.torch_lora.losses import LossInputs, LossValue
+from skyrl.training.backends.torch_lora.model import BaseModel
+from skyrl.training.backends.torch_lora.prefixes import lay_out
+from skyrl.training.backends.torch_lora.recomputation import Recomputation
+from skyrl.training.backends.torch_lora.running import Part, Slice, not_finite
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """`counts`: whether the gradient of the slice has that of the part."""
+
+    logprobs: Tensor
+    inputs: LossInputs
+    value: LossValue
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class SliceResult:
+    parts: Sequence[PartResult]
+    gradient: Tensor | None
+
+
+def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
+    """Run slices together. If that raises, run each slice alone, so that only the one that causes the error fails. A
+    slice alone that runs out of memory runs once more with its layers recomputed, if they were not and may be.
+
+    The error becomes that of what the slice belongs to (OutOfMemory if memory was short). DeviceFault is raised.
+    """
+    failure: Exception | None = None
+    left: list[Slice] = []
+    results: list[SliceResult] = []
+    try:
+        left = [rest for piece in batch if (rest := piece.left()) is not None]
+        results = _forward_backward(base, left, backward) if left else []
+    except Exception as error:
+        failure = failure_of(error, base.device)
+    if failure is None:
+        for piece, result in zip(left, results, strict=True):
+            record_or_fail(piece, result, base.device)
+    elif len(batch) > 1:  # outside the handler, where the failed attempt's tensors are free again
+        for piece in batch:
+            run_micro_batch(base, [piece], backward=backward)
+    elif recomputation := _instead(base, batch[0], failure, backward):
+        with recomputation.forced():
+            run_micro_batch(base, batch, backward=backward)
+    else:
+        batch[0].running.fail(failure)
+
+
+def _instead(base: BaseModel, piece: Slice, failure: Exception, backward: bool) -> Recomputation | None:
+    """Of the layers, where recomputing them may help after this failure."""
+    recomputation = base.packed.recomputation if backward and isinstance(failure, OutOfMemory) else None
+    return recomputation if recomputation and recomputation.ran_out(piece.rows) else None
+
+
+def record_or_fail(piece: Slice, result: SliceResult, device: torch.device) -> None:
+    """Record a result. If there is no memory for metrics and logprobs, `piece.running` fails."""
+    try:
+        _record(piece, result)
+    except Exception as error:
+        piece.running.fail(failure_of(error, device))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Slices as `PackedModel.forward` takes them: one entry for each slice in each list. `inputs`: of the losses of
+    each slice's parts."""
+
+    packed: list[packing.PackedSlice] = field(default_factory=list)
+    targets: list[Targets] = field(default_factory=list)
+    segments: list[LoraSegment] = field(default_factory=list)
+    inputs: list[list[LossInputs]] = field(default_factory=list)
+
+    @staticmethod
+    def of(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
+        """With `backward`, each slice gets its own leaves of its adapter's weights."""
+        made = MicroBatch.without_adapters(batch, device)
+        for index, piece in enumerate(batch):
+            packed, adapter = made.packed[index], piece.running.adapter
+            made.segments[index] = LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward))
+        return made
+
+    @staticmethod
+    def without_adapters(batch: Sequence[Slice], device: torch.device) -> MicroBatch:
+        made = MicroBatch()
+        for piece in batch:
+            data, layout = piece.data, lay_out(piece.running.tree, piece.indices)
+            packed = packing.pack(data, layout, made.packed[-1].stop if made.packed else 0, device)
+            made.packed.append(packed)
+            arrays = [datum.loss_inputs["target_tokens"] for datum in data]
+            trained = np.concatenate([trained_entries(part) for part in piece.parts])
+            made.targets.append(Targets.of(arrays, layout.rows_of, trained, device))
+            made.segments.append(LoraSegment(packed.start, packed.stop, 1.0))
+            made.inputs.append([loss_inputs(part, device) for part in piece.parts])
+        return made
+
+
+def loss_of(part: Part, logprobs: Tensor, inputs: LossInputs) -> LossValue:
+    training_pass = part.running.training_pass
+    config = loss_config(training_pass.loss_fn, part.loss, training_pass.loss_config)
+    return part.loss.function(logprobs, inputs, config)
+
+
+def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[SliceResult]:
+    made = MicroBatch.of(batch, base.device, backward=backward)
+    with torch.set_grad_enabled(backward), base.packed.active.use(made.segments):
+        logprobs = base.packed(made.packed, made.targets, made.segments)
+        scored = [_scored(*each) for each in zip(batch, logprobs, made.inputs, strict=True)]
+        totals = [[part.value.total for part in parts if part.counts] for parts in scored]
+        gradients = _gradients(totals, made.segments) if backward else [None] * len(batch)
+    return [SliceResult(*each) for each in zip(scored, gradients, strict=True)]
+
+
+def _scored(piece: Slice, logprobs: Tensor, inputs: Sequence[LossInputs]) -> list[PartResult]:
+    """The losses of a slice's parts. logprobs: [entries] of the slice, those of one part after those of another."""
+    of_parts = logprobs.split([part.entries for part in piece.parts])
+    found: list[PartResult] = []
+    for part, lp, of_loss in zip(piece.parts, of_parts, inputs, strict=True):
+        value = loss_of(part, lp, of_loss)
+        found.append(PartResult(lp, of_loss, value, not piece.running.joins_passes or _is_finite(value.total, lp)))
+    return found
+
+
+def _is_finite(total: Tensor, logprobs: Tensor) -> bool:
+    """Whether a loss and its gradient with respect to logprobs are finite."""
+    if not total.isfinite():
+        return False
+    if not total.requires_grad:
+        return True
+    (gradient,) = torch.autograd.grad(total, logprobs, retain_graph=True)
+    return bool(gradient.isfinite().all())
+
+
+def _gradients(totals: Sequence[Sequence[Tensor]], segments: Sequence[LoraSegment]) -> list[Tensor | None]:
+    """Each slice's gradient; None for a slice without totals."""
+    chosen = [segment for of_slice, segment in zip(totals, segments, strict=True) if of_slice]
+    if not chosen:
+        return [None] * len(segments)
+    found = iter(slice_gradients([total for of_slice in totals for total in of_slice], chosen))
+    return [next(found) if of_slice else None for of_slice in totals]
+
+
+def loss_inputs(part: Part, device: torch.device) -> LossInputs:
+    """The inputs of a part's loss, flattened to one entry per target in the order of `target_tokens`."""
+    names = (*part.loss.required, *part.loss.optional)
+    tensors = {name: torch.from_numpy(_entries(part, name)).to(device) for name in names}
+    sizes = [datum.loss_inputs["target_tokens"].size for datum in part.data]
+    datum_of_entry = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
+    return LossInputs(tensors, datum_of_entry, len(sizes))
+
+
+def trained_entries(part: Part) -> npt.NDArray[np.bool_]:
+    """The entries where the part's loss may have a gradient: bool [M]. At least one, so that the loss always has a
+    graph. Without a backward they are the same, so that the logprobs are the same bits."""
+    trained = part.loss.trained
+    found = np.ones(part.entries, np.bool_) if trained is None else _entries(part, trained) != 0
+    if not found.any():
+        found[0] = True
+    return found
+
+
+def _entries(part: Part, name: str) -> npt.NDArray[np.float32]:
+    """One input of the part, float32 [M]."""
+    default = part.loss.optional.get(name, 0.0)
+    return np.concatenate(
+        [
+            datum.loss_inputs[name].reshape(-1).astype(np.float32)
+            if name in datum.loss_inputs
+            else np.full(datum.loss_inputs["target_tokens"].size, default, np.float32)
+            for datum in part.data
+        ]
+    )
+
+
+def slice_gradients(
+    totals: Sequence[Tensor], segments: Sequence[LoraSegment], also: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Each slice's gradient, flat float32 in the order of its adapter's buffers, from one backward for all slices. The
+    backward goes to the tensors `also`, too."""
+    leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
+    gradients = iter(torch.autograd.grad(totals, [*(leaf for of_slice in leaves for leaf in of_slice), *also]))
+    return [torch.cat([next(gradients).reshape(-1) for _ in of_slice]) for of_slice in leaves if of_slice]
+
+
+def _record(piece: Slice, result: SliceResult) -> None:
+    running = piece.running
+    for part, of_part in zip(piece.parts, result.parts, strict=True):
+        of_pass = part.running
+        of_pass.tally.add(of_part.value, part.tokens, part.rows, of_part.inputs.tensors.get("advantages"))
+        if of_part.counts and of_pass.error is None and math.isfinite(of_pass.tally.loss):
+            of_pass.logprobs |= zip(part.indices, by_datum(of_part.logprobs, part.data), strict=True)
+            continue
+        error = of_pass.error or not_finite(of_pass.training_pass, of_pass.tally.loss)
+        of_pass.fail(error)
+        # Then the gradient of this slice, or of an earlier one, has a part of it.
+        if of_pass.training_pass.backward and (of_part.counts or of_pass.logprobs):
+            running.fail(error)
+    if running.error is None and result.gradient is not None:
+        running.gradient = result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
+
+
+def by_datum(logprobs: Tensor, data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:
+    """A slice's logprobs [entries], for each sequence in the shape of its target_tokens."""
+    shapes = [datum.loss_inputs["target_tokens"].shape for datum in data]
+    flat = np.split(logprobs.detach().cpu().numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]

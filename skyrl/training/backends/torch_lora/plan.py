@@ -1,0 +1,171 @@
+"""Which rank runs which sequences of which pass, and in how many micro-batches.
+
+How a pass is cut follows from that pass and the number of ranks alone, so that other passes do not change how its
+gradient is summed. Knows lengths, token ids and common prefixes. Knows nothing of adapters or losses.
+"""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from skyrl.training.backends.base import TrainingPass
+from skyrl.training.backends.torch_lora.collectives import sendable
+from skyrl.training.backends.torch_lora.device import HOST, failure_of
+from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Sequences of one pass that run together on one rank. `number`: the pass's index. `data`: the indices of its
+    sequences, ascending. `rows`: how many rows they have, each common prefix once."""
+
+    number: int
+    data: tuple[int, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`batches[rank]` are that rank's micro-batches, in order. A rank that has fewer than `count` runs empty ones
+    after them: the ranks gather parameters together, so all must run the same number. `trees`: of the passes, by
+    number. `failed`: passes that could not be cut, which have no pieces."""
+
+    batches: tuple[tuple[tuple[Piece, ...], ...], ...]
+    trees: Mapping[int, PrefixTree]
+    failed: Mapping[int, Exception]
+
+    @property
+    def count(self) -> int:
+        return max((len(of_rank) for of_rank in self.batches), default=0)
+
+    def of(self, rank: int) -> list[tuple[Piece, ...]]:
+        """`count` micro-batches of a rank."""
+        own = self.batches[rank]
+        return [*own, *[()] * (self.count - len(own))]
+
+    def pieces_of(self, number: int) -> list[tuple[int, Piece]]:
+        """The pieces of a pass with their ranks: rank by rank, in the order in which each rank adds their gradients."""
+        return [
+            (rank, piece)
+            for rank, of_rank in enumerate(self.batches)
+            for batch in of_rank
+            for piece in batch
+            if piece.number == number
+        ]
+
+    def completed(self) -> list[list[int]]:
+        """For each micro-batch, the passes of which no rank has a piece left after it, ascending. A pass is never
+        listed before an earlier one."""
+        last: dict[int, int] = {}
+        for of_rank in self.batches:
+            for index, batch in enumerate(of_rank):
+                for piece in batch:
+                    last[piece.number] = max(last.get(piece.number, 0), index)
+        done: list[list[int]] = [[] for _ in range(self.count)]
+        latest = 0
+        for number in sorted(last):
+            latest = max(latest, last[number])
+            done[latest].append(number)
+        return done
+
+    def holders(self, number: int) -> list[int]:
+        """The ranks that have pieces of a pass, ascending."""
+        return sorted({rank for rank, _ in self.pieces_of(number)})
+
+
+def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: int, *, shared_rows: int) -> Plan:
+    """A plan for passes, given with their numbers. A micro-batch of a rank has at most `budget` rows or one sequence.
+    A pass that raises while it is cut, for example because memory is short, fails alone.
+
+    With `shared_rows` 0 each piece is a micro-batch. Otherwise pieces of several passes share micro-batches of at most
+    so many rows; then a pass's ranks depend on the other passes, too.
+    """
+    merge = shared_rows > 0
+    batches: list[list[list[Piece]]] = [[] for _ in range(ranks)]
+    open_rows, all_rows = [0] * ranks, [0] * ranks
+    """Of each rank: the rows of its last micro-batch, and of all its pieces."""
+    trees: dict[int, PrefixTree] = {}
+    failed: dict[int, Exception] = {}
+    for number, training_pass in passes:
+        try:
+            tree = prefix_tree(training_pass.data)
+            rounds = [
+                [Piece(number, tuple(part), tree.rows(part)) for part in parts]
+                for parts in cut_evenly(tree, ranks, budget)
+            ]
+            first = _first_rank(training_pass, ranks)
+        except Exception as error:
+            failed[number] = sendable(failure_of(error, HOST))
+            continue
+        trees[number] = tree
+        for pieces in rounds:
+            by_load = sorted(range(ranks), key=lambda rank: all_rows[rank])
+            for place, piece in enumerate(pieces):
+                if not piece.data:
+                    continue
+                rank = by_load[place] if merge else (first + place) % ranks
+                if merge and batches[rank] and open_rows[rank] + piece.rows <= shared_rows:
+                    batches[rank][-1].append(piece)
+                    open_rows[rank] += piece.rows
+                else:
+                    batches[rank].append([piece])
+                    open_rows[rank] = piece.rows
+                all_rows[rank] += piece.rows
+    return Plan(tuple(tuple(tuple(batch) for batch in of_rank) for of_rank in batches), trees, failed)
+
+
+def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]]]:
+    """Rounds of one part for each rank; a part is a list of ascending indices, perhaps empty.
+
+    The parts of all rounds have about the same number of rows, and each `fits` the budget. Sequences that
+    share rows stay together, unless they have more rows than a part should have. With one rank the parts are those of
+    training without ranks.
+    """
+    if ranks == 1:
+        return [[part] for part in tree.cut(budget)]
+    sequences = len(tree.ends)
+    most = -(-sequences // ranks)
+
+    def fits(count: int) -> bool:
+        parts = _spread(tree, count, ranks, budget)
+        return count >= most or all(tree.fits(part, budget) for part in parts)
+
+    count = max(1, -(-tree.rows(range(sequences)) // (budget * ranks)))
+    if not fits(count):
+        count = bisect_left(range(most), True, lo=count + 1, key=fits)
+    parts = _spread(tree, count, ranks, budget)
+    parts.sort(key=lambda part: -tree.rows(part))
+    return [[sorted(part) for part in parts[start : start + ranks]] for start in range(0, count * ranks, ranks)]
+
+
+def _spread(tree: PrefixTree, rounds: int, ranks: int, budget: int) -> list[list[int]]:
+    """Largest families first, each into the part with the fewest rows. A family that is larger than a part should be is
+    cut first. With several rounds its pieces have at least twice the rows of its longest sequence, because smaller
+    pieces share few rows; with one round it is more important that no rank waits."""
+    count = rounds * ranks
+    even = -(-tree.rows(range(len(tree.ends))) // count)
+    pieces: list[list[int]] = []
+    for family in tree.families:
+        least = 0 if rounds == 1 else 2 * max(tree.rows([index]) for index in family)
+        pieces += tree.cut_family(family, min(budget, max(even, least)))
+    pieces.sort(key=lambda piece: -tree.rows(piece))
+    parts: list[list[int]] = [[] for _ in range(count)]
+    fewest = [(0, number) for number in range(count)]
+    for piece in pieces:
+        rows, number = heapq.heappop(fewest)
+        parts[number] += piece
+        heapq.heappush(fewest, (rows + tree.rows(piece), number))
+    return parts
+
+
+def _first_rank(training_pass: TrainingPass, ranks: int) -> int:
+    """The rank of a pass's largest part. It follows from the pass, and differs between passes, so that small passes
+    spread over the ranks."""
+    digest = zlib.crc32(training_pass.model_id.encode())
+    for datum in training_pass.data:
+        digest = zlib.crc32(datum.tokens.tobytes(), digest)
+    return digest % ranks

@@ -1,0 +1,194 @@
+"""One rank of the trainer for adapters: its shard of the base model, whole copies of all adapters, and its share of
+each pass.
+
+Adapters are the same bits on every rank: each makes the same optimizer step on the same summed gradient. Knows nothing
+of how calls reach it, of files of adapters, or of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdamParams, InvalidRequest, TrainingPass
+from skyrl.training.backends.torch_lora.adapter import Adapter, Target
+from skyrl.training.backends.torch_lora.collectives import (
+    Agreed,
+    failed_anywhere,
+    is_same_everywhere,
+    on_all_or_none,
+    summed_in_rank_order,
+)
+from skyrl.training.backends.torch_lora.device import command_on
+from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient, compute_step, take_step
+from skyrl.training.backends.torch_lora.passes import MicroBatch, slice_gradients
+from skyrl.training.backends.torch_lora.plan import Plan
+from skyrl.training.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
+from skyrl.training.backends.torch_lora.running import RunningPass, Slice
+from skyrl.training.backends.torch_lora.sharding import frozen, reshard
+
+
+@dataclass(frozen=True)
+class AdapterFacts(BaseFacts):
+    """`targets`: the layers that adapters can train."""
+
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True)
+class AdapterBuffers:
+    """All that an adapter holds, as flat float32 arrays in main memory."""
+
+    weights: npt.NDArray[np.float32]
+    exp_avg: npt.NDArray[np.float32] | None
+    exp_avg_sq: npt.NDArray[np.float32] | None
+    gradient: npt.NDArray[np.float32] | None
+    step: int
+
+
+class Rank(RankBase):
+    """One rank that trains adapters. `export` may be called on one rank alone."""
+
+    def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
+        super().__init__(rank, ranks, settings)
+        self._adapters: dict[str, Adapter] = {}
+
+    def load(self) -> AdapterFacts:
+        """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
+        base = self._load_model(frozen(mlp_of_mixtures=self._settings.mlp_of_mixtures)).base
+        mixture = base.packed.mixture
+        return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, tuple(base.targets))
+
+    def create(self, model_id: str, spec: LoraSpec, targets: Sequence[Target]) -> None:
+        """Add an adapter, with initial weights drawn from its seed. Raises Agreed with OutOfMemory."""
+        self._adapters[model_id] = on_all_or_none(lambda: Adapter(spec, targets, self._device), self._device)
+
+    def delete(self, model_id: str) -> None:
+        self._adapters.pop(model_id, None)
+
+    def clear_gradient(self, model_id: str) -> None:
+        self._adapters[model_id].gradient = None
+
+    def replace(self, model_id: str, spec: LoraSpec, targets: Sequence[Target], buffers: AdapterBuffers) -> None:
+        """Add an adapter with these weights, moments and gradient, or put it in the place of the model's. Raises Agreed
+        with OutOfMemory."""
+        parts = (buffers.weights, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient)
+        copies = on_all_or_none(lambda: [self._copied(part) for part in parts], self._device)
+        weights, exp_avg, exp_avg_sq, gradient = copies
+        assert weights is not None
+        adapter = Adapter(spec, targets, self._device, drawn=False)
+        adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers.step)
+        self._adapters[model_id] = adapter
+
+    def export(self, model_id: str, optimizer: bool) -> AdapterBuffers:
+        """A copy of the weights; with `optimizer`, of moments and gradient too. May run beside commands of other
+        models, on another thread."""
+        adapter = self._adapters.get(model_id)
+        if adapter is None:  # deleted since the engine asked: the model's session has ended
+            raise Agreed(InvalidRequest(f"model_id: there is no model {model_id}"))
+        with command_on(self._device, waits=False):
+            weights = adapter.weights.cpu().numpy()
+            if not optimizer:
+                return AdapterBuffers(weights, None, None, None, 0)
+            parts = (adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
+            exp_avg, exp_avg_sq, gradient = (None if part is None else part.cpu().numpy() for part in parts)
+            return AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step)
+
+    def run(self, passes: Sequence[TrainingPass], forwards: Plan, backwards: Plan) -> dict[int, list[PieceResult]]:
+        """Run this rank's pieces of checked passes: the micro-batches of `forwards`, then those of `backwards`. Returns
+        the results of this rank's pieces, by the pass's number and in the order of the plan.
+
+        Each adapter gets the gradients of its passes that failed on no rank, summed in the order of the ranks.
+        """
+        running = [RunningPass(self._adapters[each.model_id], each, self._losses[each.loss_fn]) for each in passes]
+        results: dict[int, list[PieceResult]] = {}
+        for plan, backward in ((forwards, False), (backwards, True)):
+            for number, tree in plan.trees.items():
+                running[number].tree = tree
+            for batch, completed in zip(plan.of(self._rank), plan.completed(), strict=True):
+                pieces = [self._slice(running[piece.number], piece) for piece in batch]
+                outcomes = self._micro_batch(pieces, backward=backward)
+                for piece, outcome in zip(batch, outcomes, strict=True):
+                    results.setdefault(piece.number, []).append(outcome)
+                    if outcome.error is not None:
+                        running[piece.number].fail(outcome.error)
+                if backward:
+                    self._accumulate({number: running[number] for number in completed}, plan)
+        return results
+
+    def _accumulate(self, completed: Mapping[int, RunningPass], plan: Plan) -> None:
+        """Add the gradients of completed passes to their adapters. A pass that failed on any rank adds nothing."""
+        failed = failed_anywhere([each.error is not None for each in completed.values()])
+        for (number, each), has_failed in zip(completed.items(), failed, strict=True):
+            if not has_failed:
+                numel = each.adapter.weights.numel()
+                total = summed_in_rank_order(each.gradient, plan.holders(number), numel, self._device)
+                each.adapter.accumulate(total)
+            each.gradient = None
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        """As `adamw_step`. Raises Agreed with NonFiniteGradient or OutOfMemory, and RuntimeError if the ranks have
+        computed different weights."""
+        adapter = self._adapters[model_id]
+        try:
+            step = on_all_or_none(lambda: compute_step(adapter, params), self._device)
+        except Agreed as agreed:
+            own = agreed.error if isinstance(agreed.error, NonFiniteGradient) else None
+            (not_finite,) = failed_anywhere([own is not None])  # another rank may have had no memory to find that out
+            if not not_finite:
+                raise
+            adapter.gradient = None
+            raise Agreed(own) from None
+        if step is None:
+            return {}
+        if not is_same_everywhere(_digest(step.weights)):
+            raise RuntimeError(
+                "the ranks have computed different weights from the same gradient: their processors or their versions "
+                "of torch differ"
+            )
+        return take_step(adapter, step)
+
+    def leave(self) -> None:
+        self._adapters.clear()
+        super().leave()
+
+    def _copied(self, part: npt.NDArray[np.float32] | None) -> Tensor | None:
+        if part is None:
+            return None
+        copy = torch.empty(part.shape, dtype=torch.float32)
+        copy.numpy()[:] = part  # torch.from_numpy warns of arrays that are read-only, as those from Ray are
+        return copy.to(self._device)
+
+    def _micro_batch(self, pieces: Sequence[Slice], *, backward: bool) -> list[PieceResult]:
+        """Run pieces together; an empty list runs one token of weight 0.
+
+        The ranks gather each layer together in forward, and again in backward. So a backward goes down to the
+        embeddings on every rank, whatever its pieces train.
+        """
+        made = MicroBatch.of(pieces, self._device, backward=backward) if pieces else one_token(self._device)
+        packed = self._base.packed
+        with torch.set_grad_enabled(backward), packed.active.use(made.segments):
+            with packed.embeddings_in_graph() as embeddings:
+                logprobs = packed(made.packed, made.targets, made.segments)
+            scored = [self._scored(*each) for each in zip(pieces, logprobs, made.inputs, strict=bool(pieces))]
+            if backward:
+                totals = [each.total for each in scored] or [logprobs[0].sum() * 0]
+                gradients = slice_gradients(totals, made.segments, embeddings)
+                for piece, gradient in zip(pieces, gradients, strict=True):
+                    total = piece.running.gradient
+                    piece.running.gradient = gradient if total is None else total.add_(gradient)
+        reshard(packed)
+        return [
+            each.result(of_piece, piece) for each, of_piece, piece in zip(scored, logprobs, pieces, strict=bool(pieces))
+        ]
+
+
+def _digest(weights: Tensor) -> int:
+    """The sum of the weights' bits as integers, modulo 2^62."""
+    return int(weights.view(torch.int32).sum(dtype=torch.int64)) % 2**62

@@ -1,0 +1,175 @@
+"""What every rank of the trainer does: meets the others, loads its shard of the model, scores its pieces of a pass.
+
+All ranks get the same calls in the same order. Knows nothing of what is trained, or how calls reach it.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+
+from skyrl.training.backends.base import Datum, Mixture
+from skyrl.training.backends.torch_lora.collectives import Agreed, agree, sendable
+from skyrl.training.backends.torch_lora.device import failure_of, prepare_device
+from skyrl.training.backends.torch_lora.logprobs import Targets
+from skyrl.training.backends.torch_lora.lora import LoraSegment
+from skyrl.training.backends.torch_lora.losses import LossInputs, served_losses
+from skyrl.training.backends.torch_lora.metrics import Tally
+from skyrl.training.backends.torch_lora.packing import pack_alone
+from skyrl.training.backends.torch_lora.passes import MicroBatch, by_datum, loss_of
+from skyrl.training.backends.torch_lora.plan import Piece
+from skyrl.training.backends.torch_lora.recomputation import Setting
+from skyrl.training.backends.torch_lora.running import RunningPass, Slice
+from skyrl.training.backends.torch_lora.sharding import ModelForm, ShardedModel, load_sharded_model
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What a rank is told at its start. `mlp_of_mixtures`: adapters can train the experts of a mixture. `timeout_s`: a
+    rank that waits this long for another rank fails."""
+
+    base_model: str
+    threads: int
+    gradient_checkpointing: Setting
+    stable_reinforce: Literal["refuse", "cispo"]
+    mlp_of_mixtures: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """What the engine needs to know of the base model."""
+
+    vocab_size: int
+    max_context: int
+    device: str
+    mixture: Mixture | None
+
+
+@dataclass(frozen=True)
+class PieceResult:
+    """What a rank computed for one piece: logprobs of its sequences, and sums of its losses. Or `error`: it failed."""
+
+    logprobs: list[npt.NDArray[np.float32]]
+    tally: Tally
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class ScoredPiece:
+    """A piece whose loss was computed. `total`: what its backward begins with, also where the piece has failed."""
+
+    total: Tensor
+    tally: Tally
+    error: Exception | None
+
+    def result(self, logprobs: Tensor, piece: Slice) -> PieceResult:
+        return PieceResult(by_datum(logprobs, piece.data) if self.error is None else [], self.tally, self.error)
+
+
+class RankBase:
+    """One rank. Its methods must be called on all ranks of the group at the same time, except `memory` and where a
+    subclass says so.
+
+    A method raises Agreed if the command has failed on all ranks in the same way. After any other exception the ranks
+    do not agree any more, and the whole group must be started again.
+    """
+
+    def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._settings = settings
+        self._device = prepare_device(settings.threads)
+        self._losses = served_losses(settings.stable_reinforce)
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`."""
+        return self._device.type
+
+    def answer(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Call a method; returns its result, or Agreed if it has raised that. For callers in another process."""
+        try:
+            return getattr(self, method)(*arguments)
+        except Agreed as agreed:
+            return agreed
+
+    def join(self, host: str, port: int, name: str) -> None:
+        """Meet the other ranks at rank 0's address, under a name that no other group has.
+
+        Raises an error of torch.distributed if they do not come within the timeout."""
+        timeout = timedelta(seconds=self._settings.timeout_s)
+        store = TCPStore(host, port, self._ranks, is_master=self._rank == 0, timeout=timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+            store=PrefixStore(name, store),
+            rank=self._rank,
+            world_size=self._ranks,
+            timeout=timeout,
+        )
+
+    def _load_model(self, form: ModelForm) -> ShardedModel:
+        """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
+        self._model = load_sharded_model(
+            self._settings.base_model,
+            self._device,
+            init_device_mesh(self._device.type, (self._ranks,)),
+            form,
+            gradient_checkpointing=self._settings.gradient_checkpointing,
+            agree=agree,
+        )
+        self._base = self._model.base
+        return self._model
+
+    def memory(self) -> dict[str, int]:
+        """`parameters` of the base model on this rank, of `all_parameters`. In bytes: this process's peak of resident
+        memory, and the device's peak if it has memory of its own."""
+        found = {
+            "parameters": self._model.numel,
+            "all_parameters": self._model.total,
+            "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        if self._device.type == "cuda":
+            found["peak_device"] = torch.cuda.max_memory_allocated(self._device)
+        return found
+
+    def leave(self) -> None:
+        """Forget everything, and leave the group."""
+        if hasattr(self, "_base"):
+            del self._base, self._model
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _slice(self, running: RunningPass, piece: Piece) -> Slice:
+        return Slice(running, piece.data, piece.rows, last=False)
+
+    def _scored(self, piece: Slice, logprobs: Tensor, inputs: Sequence[LossInputs]) -> ScoredPiece:
+        """A loss that raises an exception, or is not finite, fails its piece. It ends no rank's backward: the ranks
+        gather each layer together, in backward too."""
+        (part,), (of_loss,), tally = piece.parts, inputs, Tally()
+        try:
+            value = loss_of(part, logprobs, of_loss)
+            tally.add(value, part.tokens, part.rows, of_loss.tensors.get("advantages"))
+        except Exception as error:
+            return ScoredPiece(logprobs.sum() * 0, tally, sendable(failure_of(error, self._device)))
+        return ScoredPiece(value.total, tally, None if math.isfinite(tally.loss) else FloatingPointError("loss"))
+
+
+def one_token(device: torch.device) -> MicroBatch:
+    """A micro-batch for a rank that has nothing to do while others have."""
+    token = np.zeros(1, np.int64)
+    packed = pack_alone([Datum(token, {})], device)
+    targets = Targets.of([token], packed.layout.rows_of, np.ones(1, np.bool_), device)
+    return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)], [])

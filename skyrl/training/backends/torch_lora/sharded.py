@@ -1,0 +1,163 @@
+"""The backend for adapters whose base model is spread over ranks: plans passes, and keeps files of adapters.
+
+Lives in the engine's process, without a model. Knows nothing of how calls reach the ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from skyrl.base.config.mixtures import TrainMlpOfMixtures
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.base import AdapterDtype, InvalidRequest, PassResult, TrainingPass
+from skyrl.training.backends.torch_lora import checks, state
+from skyrl.training.backends.torch_lora.adapter import Adapter, Target
+from skyrl.training.backends.torch_lora.backend import SHARED_ROWS_ON_CPU
+from skyrl.training.backends.torch_lora.device import HOST
+from skyrl.training.backends.torch_lora.experts import noted
+from skyrl.training.backends.torch_lora.group import RankGroup, results_of
+from skyrl.training.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
+from skyrl.training.backends.torch_lora.plan import make_plan
+from skyrl.training.backends.torch_lora.projections import trained_targets
+from skyrl.training.backends.torch_lora.rank import AdapterBuffers, AdapterFacts
+from skyrl.training.backends.torch_lora.rank_base import PieceResult
+
+
+class ShardedBackend(BackendOverRanks):
+    """LoRA training on several ranks. Each rank holds a part of the base model and runs a part of every pass.
+
+    On CPUs a pass is cut and divided by itself alone, each piece goes through the model alone, and sums over ranks have
+    a fixed order: so results are the same to the last bit however passes are grouped, as long as the number of ranks
+    stays the same. Another number of ranks changes the order of the sums, so results differ by rounding. With
+    `merge_passes` (the default on CUDA) and on CUDA, see `TorchLoraBackend`.
+
+    Files are the same as those of `TorchLoraBackend`: each backend reads what the other has written, and what was
+    written with another number of ranks.
+    """
+
+    def __init__(self, config: ServerConfig, group: RankGroup) -> None:
+        """As `BackendOverRanks`."""
+        super().__init__(config, group)
+        facts: AdapterFacts = self._facts
+        self._targets = facts.targets
+        self._max_rank = config.backend_config.lora.max_lora_rank
+        self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
+        merge = config.backend_config.trainer.merge_passes
+        self._merge = not self._on_cpu if merge is None else merge
+        shared_rows = min(self._budget, SHARED_ROWS_ON_CPU) if self._on_cpu else self._budget
+        self._shared_rows = shared_rows if self._merge else 0
+        self._models: dict[str, tuple[LoraSpec, tuple[Target, ...]]] = {}
+
+    @property
+    def merges_passes(self) -> bool:
+        return self._merge
+
+    @property
+    def repeats_exactly(self) -> bool:
+        return self._on_cpu and not self._merge
+
+    def create_model(self, model_id: str, spec: LoraSpec) -> None:
+        """Add an adapter. Raises InvalidRequest: the id exists, or the spec cannot be honoured."""
+        self._check_new(model_id, spec, self._train_mlp_of_mixtures)
+        targets = self._targets_of(spec)
+        self._call("create", model_id, spec, targets)
+        self._models[model_id] = spec, targets
+
+    def _check_new(self, model_id: str, spec: LoraSpec, train_mlp_of_mixtures: TrainMlpOfMixtures) -> None:
+        checks.check_spec(spec, self._max_rank, self._limits.mixture, train_mlp_of_mixtures)
+        if model_id in self._models:
+            raise InvalidRequest(f"model_id: {model_id} exists already")
+
+    def _targets_of(self, spec: LoraSpec) -> tuple[Target, ...]:
+        """What a new adapter trains."""
+        mlp = self._limits.mixture is None or self._train_mlp_of_mixtures == "train"
+        return tuple(trained_targets(self._targets, spec, mlp=mlp))
+
+    def delete_model(self, model_id: str) -> None:
+        if self._models.pop(model_id, None) is not None:
+            self._call("delete", model_id)
+
+    def _run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
+        numbered = list(enumerate(passes))
+        forwards, backwards = (
+            make_plan(
+                [(number, each) for number, each in numbered if each.backward == backward],
+                self._group.size,
+                self._budget,
+                shared_rows=self._shared_rows,
+            )
+            for backward in (False, True)
+        )
+        results: list[dict[int, list[PieceResult]]] = self._call("run", passes, forwards, backwards)
+        outcomes = (
+            outcome_of(each, self._losses[each.loss_fn], number, backwards if each.backward else forwards, results)
+            for number, each in numbered
+        )
+        known = [self._known(each.model_id) for each in passes]
+        return [noted(each, *of_model, self._limits.mixture) for each, of_model in zip(outcomes, known, strict=True)]
+
+    def save_state(self, model_id: str, directory: Path) -> None:
+        state.save_state(self._copy(model_id, optimizer=True), self._path, directory)
+
+    def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        self._load(model_id, self._empty(model_id), directory, optimizer=optimizer)
+
+    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
+        """As `TorchLoraBackend.restore_model`."""
+        self._check_new(model_id, spec, "train")
+        empty = Adapter(spec, self._targets_of(spec), HOST, drawn=False)
+        self._load(model_id, empty, directory, optimizer=True)
+
+    def _load(self, model_id: str, empty: Adapter, directory: Path, *, optimizer: bool) -> None:
+        adapter = state.load_state(empty, directory, self._targets, optimizer=optimizer)
+        parts = (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
+        weights, exp_avg, exp_avg_sq, gradient = (None if part is None else part.numpy() for part in parts)
+        assert weights is not None
+        buffers = AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step)
+        self._call("replace", model_id, adapter.spec, adapter.targets, buffers)
+        self._models[model_id] = adapter.spec, adapter.targets
+
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
+        adapter = self._copy(model_id, optimizer=False)
+        state.save_adapter(adapter, self._path, directory, getattr(torch, dtype or "float32"))
+
+    def close(self) -> None:
+        self._models.clear()
+        super().close()
+
+    def _require(self, model_id: str) -> None:
+        self._known(model_id)
+
+    def _known(self, model_id: str) -> tuple[LoraSpec, tuple[Target, ...]]:
+        if model_id not in self._models:
+            raise InvalidRequest(f"model_id: there is no model {model_id}")
+        return self._models[model_id]
+
+    def _empty(self, model_id: str) -> Adapter:
+        """An adapter of the model's shape on the CPU. Its weights are not the model's."""
+        spec, targets = self._known(model_id)
+        return Adapter(spec, targets, HOST, drawn=False)
+
+    def _copy(self, model_id: str, *, optimizer: bool) -> Adapter:
+        adapter = self._empty(model_id)
+        buffers: AdapterBuffers = results_of([self._group.read("export", model_id, optimizer)])[0]
+        parts = (buffers.weights, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient)
+        weights, exp_avg, exp_avg_sq, gradient = (None if part is None else _tensor(part) for part in parts)
+        assert weights is not None
+        adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers.step)
+        return adapter
+
+
+def _tensor(array: npt.NDArray[np.float32]) -> Tensor:
+    """A tensor on the array's memory, which is not written to: the arrays that Ray delivers are read-only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        return torch.from_numpy(array)

@@ -1,0 +1,262 @@
+"""The base model over several ranks: each rank holds, and reads from the files, its rows of every parameter (FSDP2).
+
+Knows transformers' configurations and safetensors files. Knows nothing of adapters' weights, passes or how ranks find
+each other: torch.distributed is already initialized.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.hub import cached_file
+
+from skyrl.base.config.server import ConfigError
+from skyrl.training.backends.torch_lora.collectives import SumInRankOrder, failed_anywhere
+from skyrl.training.backends.torch_lora.device import base_dtype
+from skyrl.training.backends.torch_lora.experts import stored_tensor
+from skyrl.training.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config, wrap
+from skyrl.training.backends.torch_lora.packed_model import PackedModel
+from skyrl.training.backends.torch_lora.recomputation import Setting
+from skyrl.training.backends.torch_lora.shards import rows_of
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ModelForm:
+    """`wrap` makes the packed model of a path and transformers' model; it may raise ConfigError. `trained`: the
+    parameters are float32 and require gradients; the model computes in the device's dtype, and gathers in it."""
+
+    wrap: Callable[[str, Any], PackedModel]
+    trained: bool
+
+
+def frozen(*, mlp_of_mixtures: bool) -> ModelForm:
+    """A base model for adapters. `mlp_of_mixtures`: see `PackedModel`."""
+    return ModelForm(partial(wrap, mlp_of_mixtures=mlp_of_mixtures), trained=False)
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model of which this rank holds `numel` of all ranks' `total` parameters."""
+
+    base: BaseModel
+    mesh: DeviceMesh
+    numel: int
+    total: int
+
+    def read_again(self) -> None:
+        """Give this rank's rows the numbers of the base model's files again.
+
+        Raises ConfigError, or one of LOADING_ERRORS; the rows may then hold anything."""
+        path = self.base.path
+        rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
+        _fill_parameters(path, self.base.packed, _files(path), rank, ranks)
+
+
+def load_sharded_model(
+    path: str,
+    device: torch.device,
+    mesh: DeviceMesh,
+    form: ModelForm,
+    *,
+    gradient_checkpointing: Setting,
+    agree: Callable[[Exception | None], None],
+) -> ShardedModel:
+    """Load this rank's rows of the base model. Every rank calls this at the same time.
+
+    No rank ever holds the whole model: the parameters of one decoder layer, or those outside the layers, are the most
+    that a rank gathers. Each decoder layer is gathered for itself; embeddings, final norm and output layer together,
+    so that tied embeddings stay one parameter.
+
+    `agree` is called twice, with this rank's failure or None: after loading, and after comparing the logits. It raises
+    on every rank if a rank failed: the next steps need all ranks.
+
+    Raises ConfigError as `load_base_model` does, and for a model without safetensors files.
+    """
+    failure: Exception | None = None
+    base: BaseModel | None = None
+    try:
+        base = _load(path, device, mesh, form)
+    except ConfigError as error:
+        failure = error
+    except LOADING_ERRORS as error:
+        failure = ConfigError(f"base_model: cannot load {path}: {error}")
+        failure.__cause__ = error
+    agree(failure)
+    assert base is not None
+    packed = base.packed
+    for method in ("stock_logits", "changed_logits", "attention_calls", "packed_logits"):
+        register_fsdp_forward_method(packed, method)
+    try:
+        base.check_stock()
+        with torch.no_grad():
+            expected = packed.stock_logits(base.probe_rows())
+        packed.use_own_kernels()
+        base.verify(expected)
+    except ConfigError as error:
+        failure = error
+    agree(failure)
+    reshard(packed)
+    packed.recompute(gradient_checkpointing, ranks=mesh.size(), anywhere=lambda own: failed_anywhere([own])[0])
+    parameters = list(packed.parameters())
+    local = sum(local_of(parameter).numel() for parameter in parameters)
+    return ShardedModel(base, mesh, local, sum(parameter.numel() for parameter in parameters))
+
+
+def reshard(packed: PackedModel) -> None:
+    """Free the gathered parameters outside the decoder layers. FSDP2 keeps them after the forward of a root module, for
+    the backward."""
+    packed.reshard()  # pyright: ignore[reportCallIssue]  # fully_shard has made the module an FSDPModule
+
+
+def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) -> BaseModel:
+    config = AutoConfig.from_pretrained(path)
+    check_config(path, config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"base_model: {path} is quantized; several ranks need float32, float16 or bfloat16 weights")
+    files = _files(path)
+    computed = base_dtype(device)
+    held = torch.float32 if form.trained else computed
+    policy = MixedPrecisionPolicy(None if held == computed else computed, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=held, attn_implementation="eager")
+    model.eval().requires_grad_(form.trained)
+    packed = form.wrap(path, model)
+    for layer in packed.decoder_layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(packed, mesh=mesh, mp_policy=policy)
+    if form.trained:
+        _sum_gradients(packed, device)
+    packed.to_empty(device=device)
+    _fill_buffers(path, model)
+    _fill_parameters(path, packed, files, mesh.get_local_rank(), mesh.size())
+    return BaseModel(path, device, packed, config)
+
+
+def _sum_gradients(packed: PackedModel, device: torch.device) -> None:
+    """Gradients of the ranks are sums, where FSDP2 makes means. On CPUs they are added in the order of the ranks."""
+    for module in packed.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # else the factor needs NCCL
+            if device.type == "cpu":
+                reduce_scatter: Any = SumInRankOrder()  # the type that FSDP2 names is private
+                module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def _files(path: str) -> list[Path]:
+    """The model's safetensors files, in a directory or downloaded from the hub."""
+    if (one := _find(path, ONE_FILE)) is not None:
+        return [one]
+    if (index := _find(path, INDEX)) is None:
+        raise ConfigError(
+            f"base_model: {path} has neither {ONE_FILE} nor {INDEX}. Ranks read only safetensors files: each reads "
+            "its rows alone: save the model with transformers' save_pretrained, or train without ranks"
+        )
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found = [_find(path, name) for name in names]
+    if missing := [name for name, file in zip(names, found, strict=True) if file is None]:
+        raise ConfigError(f"base_model: {path} lacks {', '.join(missing[:3])}, which {INDEX} names")
+    return [file for file in found if file is not None]
+
+
+def _find(path: str, name: str) -> Path | None:
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)
+
+
+def _fill_buffers(path: str, model: Any) -> None:
+    """Compute the buffers that no file holds, for example the frequencies of rotary embeddings, as transformers does.
+
+    Raises ConfigError if transformers leaves one of them as it is: it would hold garbage.
+    """
+    for module in model.modules():
+        names = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
+        if not names:
+            continue
+        for name in names:
+            if module._buffers[name].is_floating_point():
+                module._buffers[name].fill_(torch.nan)
+        model._init_weights(module)
+        for name in names:
+            if not module._buffers[name].is_floating_point() or bool(module._buffers[name].isnan().any()):
+                raise ConfigError(
+                    f"base_model: {path} has a buffer {name} in {type(module).__name__} that only from_pretrained of "
+                    "the whole model computes; train with one rank"
+                )
+
+
+def _fill_parameters(path: str, packed: PackedModel, files: Sequence[Path], rank: int, ranks: int) -> None:
+    """Copy this rank's rows of all parameters and buffers from the files.
+
+    A tied parameter has several names. If the files hold it under more than one, the values must agree.
+    """
+    with ExitStack() as opened:
+        stored: dict[str, Any] = {}
+        for file in files:
+            reader = opened.enter_context(safe_open(file, framework="pt"))
+            stored |= dict.fromkeys(reader.keys(), reader)
+        filled: set[int] = set()
+        missing: dict[int, str] = {}
+        for name, tensor in _stored_tensors(packed):
+            local = local_of(tensor)
+            if (found := stored_tensor(stored, name)) is None:
+                missing.setdefault(id(tensor), name)
+                continue
+            rows = _rows(found, path, name, tensor, rank, ranks).to(local.dtype)
+            if id(tensor) not in filled:
+                with torch.no_grad():
+                    local.copy_(rows)
+                filled.add(id(tensor))
+            elif not torch.equal(local.cpu(), rows):
+                raise ConfigError(
+                    f"base_model: {path} ties its embeddings, but its files hold another tensor as {name}"
+                )
+        if absent := [name for key, name in missing.items() if key not in filled]:
+            raise ConfigError(f"base_model: the safetensors files of {path} lack {', '.join(absent[:3])}")
+
+
+def _stored_tensors(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers with the names that they have in files; tied ones under each of their names."""
+    named: list[tuple[str, Tensor]] = [*packed.model.named_parameters(remove_duplicate=False)]
+    for prefix, module in packed.model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                named.append((f"{prefix}.{leaf}" if prefix else leaf, buffer))
+    for name, tensor in named:
+        module, _, leaf = name.rpartition(".")
+        wrapped = module.removesuffix(".base")
+        is_wrapped = wrapped in packed.linears or wrapped in packed.experts
+        yield (f"{wrapped}.{leaf}" if is_wrapped else name), tensor
+
+
+def _rows(stored: Any, path: str, name: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:
+    """This rank's rows of a stored tensor."""
+    shape = list(stored.get_shape())
+    if shape != list(tensor.shape):
+        raise ConfigError(f"base_model: {path} holds {name} with shape {shape}, its config says {list(tensor.shape)}")
+    if not isinstance(tensor, DTensor):
+        return stored[:]
+    rows = rows_of(shape[0], rank, ranks)
+    if not rows:
+        return torch.empty(0, *shape[1:])
+    return stored[rows.start : rows.stop]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor that is divided; else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,221 @@
+"""Building an engine: makes its parts and connects them. Starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from skyrl.base.config.server import ServerConfig
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.runtime.metrics.processes import EngineMetrics
+from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.db.fence import FencedDatabase
+from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.training.backends.base import Backend
+from skyrl.training.engine.activity import ActivityWatch, Holds
+from skyrl.training.engine.barriers import Barriers
+from skyrl.training.engine.command_log import CommandLog
+from skyrl.training.engine.crash_ledger import CrashLedger
+from skyrl.training.engine.execution import Execution
+from skyrl.training.engine.file_commands import FileCommands
+from skyrl.training.engine.loop import Engine
+from skyrl.training.engine.model_ends import ModelEnds
+from skyrl.training.engine.publishing import WeightPublisher
+from skyrl.training.engine.reclaim import FileSweeper
+from skyrl.training.engine.recovery import Recovery
+from skyrl.training.engine.run_times import RunTimes
+from skyrl.training.engine.sample_turns import SampleTurns
+from skyrl.training.engine.sampling import ColocatedSampler
+from skyrl.training.engine.scheduler import FILES_AT_ONCE, Scheduler
+from skyrl.training.engine.settlement import Settlement
+from skyrl.training.engine.signals import EngineSignals
+from skyrl.training.engine.snapshots import Snapshots
+from skyrl.training.engine.sweeping import Sweep
+from skyrl.training.engine.threads import EngineThreads
+from skyrl.training.engine.tracing import CommandTracing
+
+BYTES_PER_TOKEN = 20
+"""A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """An engine, and its parts for tests. Run `recovery` first, then `engine`; `activity` beside both."""
+
+    engine: Engine
+    activity: ActivityWatch
+    recovery: Recovery
+    signals: EngineSignals
+    threads: EngineThreads
+    scheduler: Scheduler
+    log: CommandLog
+    settlement: Settlement
+    snapshots: Snapshots
+    file_commands: FileCommands
+    model_ends: ModelEnds
+    sweeper: FileSweeper
+    sweep: Sweep
+    publisher: WeightPublisher
+    metrics: EngineMetrics
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What the other parts stand on."""
+
+    config: ServerConfig
+    database: FencedDatabase
+    backend: Backend
+    store: CheckpointStore
+    threads: EngineThreads
+    scheduler: Scheduler
+    snapshots: Snapshots
+    settlement: Settlement
+    log: CommandLog
+    model_ends: ModelEnds
+    run_times: RunTimes
+    holds: Holds
+    metrics: EngineMetrics
+    tracing: CommandTracing
+
+    @classmethod
+    def of(
+        cls,
+        config: ServerConfig,
+        database: FencedDatabase,
+        backend: Backend,
+        store: CheckpointStore,
+        api: Doorbell,
+        metrics: EngineMetrics,
+        tracing: CommandTracing,
+    ) -> Self:
+        threads = EngineThreads(FILES_AT_ONCE)
+        # Twice the micro-batch: enough to fill one, and small enough that every model's turn comes soon.
+        scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
+        snapshots = Snapshots(config, database, backend)
+        settlement = Settlement(database, api, metrics.commands)
+        log = CommandLog(database, scheduler, settlement)
+        model_ends = ModelEnds(database, backend, snapshots, threads, log, api)
+        return cls(
+            config,
+            database,
+            backend,
+            store,
+            threads,
+            scheduler,
+            snapshots,
+            settlement,
+            log,
+            model_ends,
+            RunTimes(),
+            Holds(),
+            metrics,
+            tracing,
+        )
+
+
+def build_engine(
+    config: ServerConfig,
+    database: FencedDatabase,
+    backend: Backend,
+    store: CheckpointStore,
+    ledger: CrashLedger,
+    api: Doorbell,
+    signals: EngineSignals,
+    group: EngineGroup | None = None,
+    sampler: ColocatedSampler | None = None,
+    metrics: EngineMetrics | None = None,
+    tracing: CommandTracing | None = None,
+) -> EngineParts:
+    """Must be called on the event loop.
+
+    `group` is None where skyrl does not run the inference server. `sampler` is None where API processes forward
+    samples.
+    """
+    seen = metrics or EngineMetrics.new(), tracing or CommandTracing()
+    base = _Base.of(config, database, backend, store, api, *seen)
+    publisher = WeightPublisher(config, database, group, base.threads)
+    base.model_ends.on_end = publisher.restore_current
+    recovery = _recovery(base, signals, ledger)
+    recovery.on_failed = publisher.restore_current
+    execution = _execution(base, ledger, publisher)
+    file_commands = FileCommands(base.log, base.scheduler, execution, signals)
+    sweeper = FileSweeper(config, database, store, database.confirm_claim)
+    sweep = Sweep(sweeper, group, base.scheduler, signals)
+    samples = SampleTurns(database, base.scheduler, base.settlement, sampler)
+    inference_ready = None if group is None else lambda: group.ready
+    return EngineParts(
+        engine=_engine(base, signals, execution, file_commands, samples, sweep),
+        activity=ActivityWatch(base.scheduler, base.run_times, base.holds, inference_ready, base.metrics.commands),
+        recovery=recovery,
+        signals=signals,
+        threads=base.threads,
+        scheduler=base.scheduler,
+        log=base.log,
+        settlement=base.settlement,
+        snapshots=base.snapshots,
+        file_commands=file_commands,
+        model_ends=base.model_ends,
+        sweeper=sweeper,
+        sweep=sweep,
+        publisher=publisher,
+        metrics=base.metrics,
+    )
+
+
+def _execution(base: _Base, ledger: CrashLedger, publisher: WeightPublisher) -> Execution:
+    return Execution(
+        base.database,
+        base.backend,
+        Barriers(base.config, base.database, base.backend, base.store, base.threads),
+        base.snapshots,
+        base.settlement,
+        ledger,
+        base.threads,
+        base.scheduler,
+        publisher,
+        base.model_ends,
+        base.run_times,
+        base.metrics,
+        base.tracing,
+    )
+
+
+def _engine(
+    base: _Base,
+    signals: EngineSignals,
+    execution: Execution,
+    file_commands: FileCommands,
+    samples: SampleTurns,
+    sweep: Sweep,
+) -> Engine:
+    return Engine(
+        signals,
+        base.threads,
+        base.scheduler,
+        base.log,
+        execution,
+        file_commands,
+        samples,
+        base.model_ends,
+        sweep,
+        base.metrics,
+        merges_passes=base.backend.merges_passes,
+    )
+
+
+def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recovery:
+    return Recovery(
+        base.database,
+        base.backend,
+        base.scheduler,
+        base.log,
+        base.settlement,
+        base.threads,
+        base.snapshots,
+        base.store,
+        ledger,
+        signals,
+        base.holds,
+        base.tracing,
+    )

@@ -1,0 +1,72 @@
+"""Reading the command log: new commands go from the database to the scheduler.
+
+Commands whose model is closed are refused instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import ENGINE_KINDS
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.models import living_among
+from skyrl.training.engine.scheduler import Scheduler
+from skyrl.training.engine.settlement import Settlement
+
+
+class CommandLog:
+    """Several tasks may call `read` and `close_queue`; a lock runs them one at a time."""
+
+    def __init__(self, database: Database, scheduler: Scheduler, settlement: Settlement) -> None:
+        self._database = database
+        self._scheduler = scheduler
+        self._settlement = settlement
+        self._has_news = True
+        """Whether commands may have arrived since the log was last read."""
+        self._reading = asyncio.Lock()
+
+    def note_news(self) -> None:
+        """Commands may have arrived: let the next `read` ask the database."""
+        self._has_news = True
+
+    async def read(self) -> None:
+        """Queue new commands, and delayed commands that may start now."""
+        async with self._reading:
+            if self._has_news:
+                self._has_news = False
+                try:
+                    await self._queue_new()
+                except BaseException:
+                    self._has_news = True
+                    raise
+        self._scheduler.start_due(time.time())
+
+    async def close_queue(self, model_id: str) -> None:
+        """Close the queue of a closed or failed model: fail its waiting commands, also commands that wait for a missing
+        seq_id."""
+        async with self._reading:  # a running `read` may be about to queue a command of this model
+            waiting = self._scheduler.close_model(model_id)
+        await self._refuse(waiting)
+
+    async def _queue_new(self) -> None:
+        last_row, known = self._scheduler.last_row, self._scheduler.model_ids
+
+        def read(connection: Connection) -> tuple[list[Command], set[str]]:
+            new = rows.pending(connection, sorted(ENGINE_KINDS), last_row)
+            unknown = {c.model_id for c in new if c.model_id is not None} - known
+            return new, unknown - living_among(connection, unknown)
+
+        new, closed = await self._database.read_async(read)
+        # Refuse first. If that raises, nothing is queued, `last_row` stays, and the next read finds the same commands.
+        await self._refuse([command for command in new if command.model_id in closed])
+        for command in new:
+            if command.model_id not in closed:
+                self._scheduler.add(command)
+
+    async def _refuse(self, commands: Sequence[Command]) -> None:
+        if commands:
+            await asyncio.to_thread(self._settlement.refuse, commands)

@@ -1,0 +1,149 @@
+"""The engine's loop: waits for work, takes commands from the scheduler, and runs them in turns.
+
+The scheduler decides which command is next, `execution` how a command runs, the backend what a command computes. The
+functions that a pass goes through, from top to bottom:
+
+    Engine.run            read the command log, begin a turn
+    Execution.run_passes  on the backend thread: read the bodies, then
+    passes.run_passes     decode and check each body
+    Backend.run           forward, backward
+    Settlement.settle     write the outcomes, ring the API
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+
+from skyrl.runtime.metrics.processes import EngineMetrics
+from skyrl.storage.notify.doorbell import SESSIONS
+from skyrl.training.engine.command_log import CommandLog
+from skyrl.training.engine.execution import Execution
+from skyrl.training.engine.file_commands import FileCommands
+from skyrl.training.engine.model_ends import ModelEnds
+from skyrl.training.engine.sample_turns import SampleTurns
+from skyrl.training.engine.scheduler import Scheduler, cost_of
+from skyrl.training.engine.signals import EngineSignals
+from skyrl.training.engine.sweeping import Sweep
+from skyrl.training.engine.threads import EngineThreads
+
+SAFETY_POLL_S = 2.0
+"""How often the engine asks the database for commands and ended sessions, in case a ring was lost."""
+NOTE_OLDEST_S = 1.0
+
+
+class Engine:
+    """Runs commands until it is stopped or fails. `build_engine` makes the engine and its parts."""
+
+    def __init__(
+        self,
+        signals: EngineSignals,
+        threads: EngineThreads,
+        scheduler: Scheduler,
+        log: CommandLog,
+        execution: Execution,
+        file_commands: FileCommands,
+        samples: SampleTurns,
+        model_ends: ModelEnds,
+        sweep: Sweep,
+        metrics: EngineMetrics,
+        *,
+        merges_passes: bool,
+    ) -> None:
+        """`merges_passes`: the backend gains from running passes of several models together."""
+        self._signals = signals
+        self._threads = threads
+        self._scheduler = scheduler
+        self._log = log
+        self._execution = execution
+        self._file_commands = file_commands
+        self._samples = samples
+        self._model_ends = model_ends
+        self._sweep = sweep
+        self._metrics = metrics
+        self._merges_passes = merges_passes
+        self._poll_due = 0.0
+        """When the next safety poll is due, in monotonic seconds."""
+
+    def ring(self, messages: Sequence[str] = ()) -> None:
+        """The database has new commands; or, if `messages` contain SESSIONS, a session that has ended."""
+        if SESSIONS in messages:
+            self._poll_due = 0.0
+        self._log.note_news()
+        self._signals.wake()
+
+    async def run(self) -> None:
+        """Run until stopped; the running turn ends first. Raises the error that the engine has failed of."""
+        work = (self._sweep.run(), self._file_commands.listen(), self._note_oldest())
+        background = [asyncio.create_task(each) for each in work]
+        try:
+            while not self._signals.is_stopped:
+                self._signals.raise_failure()
+                self._signals.work.clear()
+                await self._poll_if_due()
+                await self._log.read()
+                self._file_commands.start_ready()
+                await self._execution.snapshot_overdue()
+                self._samples.hold_or_release()
+                if self._scheduler.has_work:
+                    await self._turn()
+                else:
+                    await self._wait_for_work()
+        finally:
+            self._signals.stop()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, *self._file_commands.running, return_exceptions=True)
+            await self._threads.shut_down()
+
+    async def _poll_if_due(self) -> None:
+        if time.monotonic() >= self._poll_due:
+            self._poll_due = time.monotonic() + SAFETY_POLL_S
+            self._log.note_news()
+            await self._model_ends.end_sessions()
+
+    async def _wait_for_work(self) -> None:
+        """Wait for a ring, the next safety poll, or the start of a delayed command."""
+        idle_s = self._poll_due - time.monotonic()
+        if (start := self._scheduler.next_start) is not None:
+            idle_s = min(idle_s, max(0.0, start - time.time()))
+        with contextlib.suppress(TimeoutError), self._metrics.phases.phase("idle"):
+            async with asyncio.timeout(idle_s):
+                await self._signals.work.wait()
+
+    async def _note_oldest(self) -> None:
+        """Until cancelled, note how long the oldest command has waited: also while a turn runs, which may hang."""
+        while True:
+            self._metrics.commands.oldest_accepted_at = self._scheduler.oldest
+            await asyncio.sleep(NOTE_OLDEST_S)
+
+    async def _turn(self) -> None:
+        """Run one share of training, then the waiting samples.
+
+        If passes are not merged, a share belongs to one model. Alternating between models command by command would
+        finish all tenants at the same late moment; from then on they would all train, and all sample, at the same time
+        (docs/decisions/shares.md).
+        """
+        ready = self._scheduler.ready_models()
+        if self._merges_passes:
+            await self._run_share(ready)
+        else:
+            spent = 0
+            while spent < self._scheduler.budget and (cost := await self._run_share(ready[:1])):
+                spent += cost
+        await self._samples.run()
+
+    async def _run_share(self, model_ids: Sequence[str]) -> int:
+        """Run passes of these models, then one barrier of each. Returns their cost as the scheduler counts it, in
+        bytes."""
+        passes = self._scheduler.take_passes(model_ids)
+        if passes:
+            await self._execution.run_passes(passes)
+        await self._log.read()
+        self._file_commands.start_ready()
+        barriers = self._scheduler.take_barriers(model_ids)
+        for command in barriers:
+            await self._execution.run_barrier(command)
+        return sum(cost_of(command) for command in (*passes, *barriers))

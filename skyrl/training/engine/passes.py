@@ -1,0 +1,84 @@
+"""A batch of passes: decode and check each body, run the valid passes together, encode their results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import Kind
+from skyrl.base.wire.results import encode_forward_backward
+from skyrl.base.wire.training import decode_forward_backward
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.run_steps import StepSums
+from skyrl.training.backends.base import Backend, Datum, PassResult, TrainingPass
+from skyrl.training.engine.failures import failed
+
+GAP = "kl:mean"
+"""The metric of a pass that compares its logprobs with the sampler's."""
+
+
+@dataclass(frozen=True)
+class PassOutcomes:
+    """One outcome per command, in order. `tokens`: by model id, the number of tokens in passes that succeeded. `gaps`:
+    for each of them with logprobs of the sampler, the mean of sampler's minus trainer's logprobs in nats. `trained`: by
+    model id, the sums over the forward_backward passes that succeeded."""
+
+    outcomes: list[tuple[Command, Outcome]]
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    gaps: Sequence[float] = ()
+    trained: Mapping[str, StepSums] = field(default_factory=dict)
+
+
+def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:
+    """The command's pass, checked. Raises RequestError or InvalidRequest, naming field and datum."""
+    assert command.model_id is not None  # checked by the API; the model_id in the body is ignored
+    forward_only = command.kind is Kind.FORWARD
+    decoded = decode_forward_backward(body, command.body_format, forward_only=forward_only)
+    training_pass = TrainingPass(
+        model_id=command.model_id,
+        data=[Datum(tokens, inputs) for tokens, inputs in zip(decoded.tokens, decoded.loss_inputs, strict=True)],
+        loss_fn=decoded.loss_fn,
+        loss_config=decoded.loss_config,
+        backward=not decoded.forward_only,
+    )
+    backend.check(training_pass)
+    return training_pass
+
+
+def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend) -> PassOutcomes:
+    """Run passes on the backend thread. An invalid pass fails alone; the other passes run.
+
+    Raises BackendLost: then no outcome is known, and the engine must end.
+    """
+    outcomes: dict[str, Outcome] = {}
+    tokens: Counter[str] = Counter()
+    gaps: list[float] = []
+    trained: dict[str, StepSums] = {}
+    runnable: list[tuple[Command, TrainingPass]] = []
+    for command in commands:
+        try:
+            runnable.append((command, decode_pass(command, bodies[command.request_id], backend)))
+        except Exception as error:
+            outcomes[command.request_id] = failed(error, command)
+    results: Sequence[PassResult | Exception]
+    try:
+        results = backend.run([training_pass for _, training_pass in runnable]) if runnable else []
+    except Exception as error:
+        results = [error] * len(runnable)
+    for (command, training_pass), result in zip(runnable, results, strict=True):
+        if isinstance(result, Exception):
+            outcomes[command.request_id] = failed(result, command)
+        else:
+            encoded = encode_forward_backward(result.logprobs, result.metrics)
+            outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
+            size = sum(len(datum.tokens) for datum in training_pass.data)
+            tokens[training_pass.model_id] += size
+            if GAP in result.metrics:
+                gaps.append(result.metrics[GAP])
+            if training_pass.backward:
+                sums = StepSums.of_pass(size, result.metrics)
+                before = trained.get(training_pass.model_id)
+                trained[training_pass.model_id] = sums if before is None else before + sums
+    return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens, gaps, trained)

@@ -1,0 +1,104 @@
+"""Brings weights to the inference servers: the adapter, or version of the full weights, that a save has just written.
+
+Also puts the base model's weights back when the model that was fine-tuned as a whole has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, served_version
+from skyrl.base.wire.errors import FailedRequest
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.full_weights import VersionFiles
+from skyrl.inference.remote.base_model import base_directory
+from skyrl.inference.remote.references import BASE_MODEL, reference_to
+from skyrl.inference.vllm_client import VllmError
+from skyrl.storage.checkpoint_store.full_weights import full_directory, full_key
+from skyrl.storage.db import full_weights
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import find_model
+from skyrl.training.engine.threads import EngineThreads
+from skyrl.weights.adapters import AdapterFiles
+from skyrl.weights.protocol import publish
+
+logger = logging.getLogger(__name__)
+
+
+class WeightPublisher:
+    """Without a group (skyrl does not run the inference server), adapters are loaded when samples need them."""
+
+    def __init__(
+        self, config: ServerConfig, database: Database, group: EngineGroup | None, threads: EngineThreads
+    ) -> None:
+        self._config = config
+        self._database = database
+        self._group = group
+        self._threads = threads
+        self._order = asyncio.Lock()
+        """Full weights change one after another."""
+        self._restoring: set[asyncio.Task[None]] = set()
+
+    def publish(self, weights: AdapterVersion | FullWeights) -> None:
+        """Bring the weights to all inference servers. Called on a file thread, before the save is settled.
+
+        The save succeeds even if a server is away: an adapter is loaded when a sample needs it, and a server is not
+        used before it has the newest full weights. Raises FailedRequest when the model has ended meanwhile, and
+        NotPublished when all servers refuse the full weights.
+        """
+        if self._group is None:
+            return
+        if isinstance(weights, FullWeights):
+            self._threads.wait_for_loop(self._publish_full(self._group, weights))
+            return
+        try:
+            self._threads.wait_for_loop(publish(AdapterFiles(self._group.publish_adapter), weights, [weights]))
+        except (httpx.TransportError, VllmError, AdapterMissing) as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s", weights.name, error)
+        except AdapterUnavailable as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s (%s)", weights.name, error, error.reason)
+
+    async def _publish_full(self, group: EngineGroup, weights: FullWeights) -> None:
+        async with self._order:
+            model = await self._database.read_async(lambda c: find_model(c, weights.model_id))
+            if model is None or not model.is_living:
+                raise FailedRequest(f"model_id: model {weights.model_id!r} has ended while its weights were saved")
+            await group.publish_weights(version_files(self._config, weights))
+
+    def restore_current(self) -> None:
+        """A model has ended: put the base model's weights back, in the background. Called on the event loop."""
+        if self._group is not None and self._config.full_finetuning:
+            task = asyncio.create_task(self._restore_current(self._group))
+            self._restoring.add(task)
+            task.add_done_callback(self._restoring.discard)
+
+    async def _restore_current(self, group: EngineGroup) -> None:
+        async with self._order:
+            try:
+                now = await self._database.read_async(full_weights.current)
+                await group.want_weights(version_files(self._config, now))
+            except Exception:  # nobody is given samples of these weights: samples of the base model wait
+                logger.exception("the weights of the inference servers were not put back")
+
+    async def close(self) -> None:
+        for task in self._restoring:
+            task.cancel()
+        await asyncio.gather(*self._restoring, return_exceptions=True)
+
+
+def version_files(config: ServerConfig, weights: BaseWeights | FullWeights) -> VersionFiles:
+    """The files of a version: directories of this machine, or what nodes find by themselves."""
+    return VersionFiles(served_version(weights), _location(config, weights))
+
+
+def _location(config: ServerConfig, weights: BaseWeights | FullWeights) -> str:
+    if isinstance(weights, FullWeights):
+        if config.weights_travel:
+            return reference_to(full_key(weights))
+        return str(full_directory(config.state_dir, weights))
+    return BASE_MODEL if config.weights_travel else str(base_directory(config.base_model_path))

@@ -1,0 +1,268 @@
+"""Recovery after a restart: every living model is restored from its last snapshot and the commands that ran after it.
+
+Every command that changed a model is repeated once, in the old order. Where the backend `repeats_exactly` (on a CPU
+without merged passes), the restored model is the same to the last bit. Elsewhere (on CUDA, or with merged passes) it is
+the same up to rounding: kernels may add in another order, and passes that ran together are repeated one by one. Such a
+difference fails no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from skyrl.base.types.activity import WaitsFor
+from skyrl.base.types.command import Command, ExecutedCommand
+from skyrl.base.types.kinds import ENGINE_KINDS, Kind
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.paths import parse_path
+from skyrl.base.wire.requests import LoadWeightsCommand
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as model_rows
+from skyrl.storage.db.checkpoints import Checkpoint, find_checkpoint
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.faults import is_transient
+from skyrl.storage.db.fence import Displaced
+from skyrl.storage.db.models import ModelRecord
+from skyrl.training.backends.base import Backend, OutOfMemory
+from skyrl.training.engine.activity import Holds
+from skyrl.training.engine.command_log import CommandLog
+from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
+from skyrl.training.engine.repeating import repeat_command
+from skyrl.training.engine.scheduler import Scheduler
+from skyrl.training.engine.settlement import Settlement
+from skyrl.training.engine.signals import EngineSignals
+from skyrl.training.engine.snapshots import Snapshots
+from skyrl.training.engine.threads import EngineThreads
+from skyrl.training.engine.tracing import CommandTracing
+
+logger = logging.getLogger(__name__)
+
+SKIPPED = (
+    f"skipped: the engine died {DEATHS_TO_BLAME} times while it ran this command, so the command is not tried again; "
+    "it has not changed its model"
+)
+MEMORY_PAUSE = 9.0
+"""A try that found too little memory is followed by a pause of MEMORY_PAUSE times the try's duration. Each try repeats
+commands on the backend thread; in the pause other models train."""
+
+
+class _Stopped(Exception):
+    """The engine is stopped: the next start restores the remaining models."""
+
+
+class Recovery:
+    """Call `run` once, before the engine's loop. Then call `retry` now and then for held models: their checkpoint store
+    was away, or memory was short."""
+
+    def __init__(
+        self,
+        database: Database,
+        backend: Backend,
+        scheduler: Scheduler,
+        log: CommandLog,
+        settlement: Settlement,
+        threads: EngineThreads,
+        snapshots: Snapshots,
+        store: CheckpointStore,
+        ledger: CrashLedger,
+        signals: EngineSignals,
+        holds: Holds,
+        tracing: CommandTracing,
+    ) -> None:
+        """After `signals.stop()`, recovery ends before the next command."""
+        self._database = database
+        self._backend = backend
+        self._scheduler = scheduler
+        self._log = log
+        self._settlement = settlement
+        self._threads = threads
+        self._snapshots = snapshots
+        self._store = store
+        self._ledger = ledger
+        self._signals = signals
+        self._holds = holds
+        self._tracing = tracing
+        self._counts = ledger.counts
+        self.on_failed: Callable[[], None] = lambda: None
+        """Called when a model has failed for good."""
+        self._held: set[str] = set()
+        self._without_memory: set[str] = set()
+        """The held models that wait for memory."""
+        self._memory_due = 0.0
+        """When these models are tried again, in monotonic seconds."""
+
+    async def run(self) -> None:
+        """Skip commands that have killed the engine too often, then restore all living models.
+
+        A model that cannot be restored is failed, and the log says why. A model is held while its checkpoint store is
+        away or memory is short: its commands wait. Other models go on.
+        """
+        suspects = await asyncio.to_thread(self._skip_poison)
+        models = await self._database.read_async(model_rows.living)
+        self._holds.begin(
+            await self._database.read_async(lambda c: sum(rows.count_executed(c, m.id, m.next_seq) for m in models))
+        )
+        for model in models:
+            next_seq = await self._database.read_async(lambda c, model=model: _next_seq(c, model))
+            self._scheduler.open_model(model.id, next_seq)
+            self._scheduler.hold(model.id)
+            await self._restore(model)
+        if self._signals.is_stopped:
+            return
+        self._holds.end()
+        suspected = {command.request_id for command in suspects if command.model_id in self._scheduler.model_ids}
+        self._scheduler.suspect(suspected)
+        self._ledger.forget_all_but(suspected)
+
+    async def retry(self) -> None:
+        """Try again to restore the models that are held."""
+        for closed in self._held - self._scheduler.model_ids:
+            self._release(closed)
+        began = time.monotonic()
+        due = self._held - (self._without_memory if began < self._memory_due else set())
+        if due:
+            for model in await self._database.read_async(model_rows.living):
+                if model.id in due:
+                    await self._restore(model)
+        if due & self._without_memory:
+            now = time.monotonic()
+            self._memory_due = now + MEMORY_PAUSE * (now - began)
+
+    async def _restore(self, model: ModelRecord) -> None:
+        """Restore one model and let its commands run; or hold the model, or fail it.
+
+        Raises Displaced when the claim is lost, and DatabaseError when the database is away and the engine is stopped.
+        In these cases no model is failed.
+        """
+        if self._signals.is_stopped:
+            return
+        try:
+            await asyncio.to_thread(self._restore_state, model)
+        except _Stopped:
+            return
+        except Exception as error:
+            if is_transient(error) or isinstance(error, Displaced):
+                raise
+            if self._signals.is_stopped:  # the error may come from the shutdown, so the model may be intact
+                logger.info("model %s is left to the next start: %s", model.id, error)
+                return
+            if await self._hold(model.id, error):
+                return
+            logger.exception("model %s cannot be restored", model.id)
+            await asyncio.to_thread(self._database.write, model_rows.set_model(model.id, status="failed"))
+            await self._log.close_queue(model.id)
+            self.on_failed()
+        if model.id not in self._scheduler:  # the model has failed, or its session has ended meanwhile
+            await self._threads.on_backend(lambda: self._backend.delete_model(model.id))
+        self._release(model.id)
+
+    async def _hold(self, model_id: str, error: Exception) -> bool:
+        """Hold the model if a later try may succeed after `error`. Returns whether the model is held."""
+        if isinstance(error, StoreError) and not isinstance(error, NotStored):
+            logger.warning("model %s waits for a checkpoint that it has loaded: %s", model_id, error)
+            self._without_memory.discard(model_id)
+            self._holds.reasons[model_id] = WaitsFor.STORE
+        elif isinstance(error, OutOfMemory):
+            logger.warning("model %s waits until there is memory to restore it: %s", model_id, error)
+            await self._threads.on_backend(lambda: self._backend.delete_model(model_id))
+            self._without_memory.add(model_id)
+            self._holds.reasons[model_id] = WaitsFor.MEMORY
+        else:
+            return False
+        self._held.add(model_id)
+        return True
+
+    def _release(self, model_id: str) -> None:
+        self._held.discard(model_id)
+        self._without_memory.discard(model_id)
+        self._holds.reasons.pop(model_id, None)
+        self._scheduler.release(model_id)
+        self._signals.wake()
+
+    def _restore_state(self, model: ModelRecord) -> None:
+        """Runs on a worker thread. Fetches the files of all loads first, so that the backend thread never waits for the
+        network."""
+        commands = self._database.read(lambda c: rows.executed(c, model.id, model.next_seq))
+        with contextlib.ExitStack() as files:
+            loaded = {
+                executed.command.request_id: files.enter_context(
+                    self._store.reading(self._loaded_from(executed, model))
+                )
+                for executed in commands
+                if executed.command.kind == Kind.LOAD_WEIGHTS
+            }
+            self._threads.wait_for_backend(lambda: self._repeat_all(model, commands, loaded))
+        self._snapshots.restored(model.id, model.next_seq, commands)
+
+    def _loaded_from(self, executed: ExecutedCommand, model: ModelRecord) -> str:
+        """The checkpoint store's key of the checkpoint that a command has loaded. Raises FileNotFoundError when the
+        checkpoint has been deleted or replaced."""
+        load = decode_json(LoadWeightsCommand, self._body(executed.command))
+        reader = load.source_tenant or model.tenant
+        saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
+        if saved is None or saved.store_key is None or _is_replaced(saved, load, executed):
+            raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
+        return saved.store_key
+
+    def _repeat_all(self, model: ModelRecord, commands: Sequence[ExecutedCommand], loaded: Mapping[str, Path]) -> None:
+        """Runs on the backend thread. The crash ledger records each step, because the engine may die in it again."""
+        if model.next_seq > 0:
+            with self._recorded(f"snapshot {model.id}", "its snapshot was loaded"):
+                directory = self._snapshots.path(model.id, model.next_seq)
+                self._backend.restore_model(model.id, model.lora, directory)
+        for executed in commands:
+            if self._signals.is_stopped:
+                raise _Stopped
+            command = executed.command
+            began_at = time.time()
+            with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
+                repeat_command(executed, self._body(command), model, self._backend, loaded)
+            self._holds.repeated()
+            self._tracing.repeated(command, began_at)
+        logger.info("model %s: %d commands repeated", model.id, len(commands))
+
+    def _body(self, command: Command) -> bytes:
+        return self._database.read(lambda c: rows.bodies(c, [command.request_id]))[command.request_id]
+
+    def _recorded(self, key: str, action: str) -> AbstractContextManager[None]:
+        if self._counts.get(key, 0) >= DEATHS_TO_BLAME:
+            raise RuntimeError(f"the engine died {DEATHS_TO_BLAME} times while {action}")
+        return self._ledger.running([key], not_blamed=(Exception,))
+
+    def _skip_poison(self) -> list[Command]:
+        """Fail the commands that have killed the engine too often. Returns the other commands that were running when
+        the engine died."""
+        if not self._counts:
+            return []
+        pending = self._database.read(lambda c: rows.pending(c, sorted(ENGINE_KINDS)))
+        suspects: list[Command] = []
+        for command in pending:
+            if (deaths := self._counts.get(command.request_id, 0)) == 0:
+                continue
+            description = f"{command.kind} {command.request_id} (model {command.model_id}, command {command.seq_id})"
+            logger.warning("the engine died while it ran %s; deaths so far: %d", description, deaths)
+            if deaths >= DEATHS_TO_BLAME:
+                self._settlement.skip(command, SKIPPED)
+            else:
+                suspects.append(command)
+        return suspects
+
+
+def _next_seq(connection: Connection, model: ModelRecord) -> int:
+    """The number of a model's next command."""
+    return max(model.next_seq, rows.highest_settled_seq(connection, model.id) + 1)
+
+
+def _is_replaced(saved: Checkpoint, load: LoadWeightsCommand, executed: ExecutedCommand) -> bool:
+    """Whether the checkpoint of that name is another one than the command has loaded. Early versions of skyrl did not
+    write the loaded key; their times tell."""
+    if load.loaded_key is None:
+        return saved.created_at > executed.completed_at
+    return saved.store_key != load.loaded_key
