@@ -21,7 +21,7 @@ from benchmarks.report import bench_page
 from benchmarks.series import without_nan
 from benchmarks.stage import MODEL, NullUpstream, Other, Stage
 from benchmarks.table import Row, text_table
-from skyrl.demo.server import ServerFailed
+from skyrl.cli.demo.server import ServerFailed
 
 STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "latency": rows_forwarding.latency,

@@ -19,7 +19,7 @@ from statistics import median
 from benchmarks.processes import cpu_seconds, parts_of
 from benchmarks.samples import LoadSpec, TinkerSamples
 from benchmarks.stage import NullUpstream, gateway
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 IN_FLIGHT = 64
 SAMPLES = 1_500

@@ -26,7 +26,7 @@ from benchmarks.machine import facts
 from benchmarks.payloads import Client
 from benchmarks.processes import cpu_seconds, parts_of
 from benchmarks.prompts import prompt
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 POLICIES = ("fcfs", "priority")
 MANY, FEW = 300, 10

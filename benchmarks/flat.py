@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.rows_forwarding import DELAY_MS, errors
 from benchmarks.stage import NullUpstream, Stage, gateway
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 IN_FLIGHT = (64, 512, 2048)
 DELAYED_IN_FLIGHT = 512

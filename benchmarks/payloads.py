@@ -27,7 +27,7 @@ import zstandard
 from benchmarks.processes import cpu_seconds, disk_bytes, parts_of, peak_resident_mb, resident_mb
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.training import PROTOBUF
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 BODIES = 208
 SEQUENCES, LENGTH = 640, 256

@@ -21,7 +21,7 @@ import psutil
 import tinker
 from tinker import types
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 SAMPLES = 60
 MODES = {"without Ray": (), "Ray, local": ("--ray-address", "local")}

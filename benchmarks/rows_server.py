@@ -11,7 +11,7 @@ from benchmarks.rows_forwarding import errors
 from benchmarks.samples import LoadSpec
 from benchmarks.stage import Stage, gateway, trainer
 from benchmarks.table import Row, Target
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.storage.db.database import Database
 
 IN_FLIGHT = 2048

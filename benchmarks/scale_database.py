@@ -29,7 +29,7 @@ from skyrl.base.types.ids import new_session_id
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import adapter_versions, quotas, retention, runs, session_ends, usage
 from skyrl.storage.db.database import Connection, Database

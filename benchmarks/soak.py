@@ -26,7 +26,7 @@ from benchmarks.samples import LoadSpec
 from benchmarks.series import drift, quantile, without_nan
 from benchmarks.stage import NullUpstream, gateway
 from benchmarks.table import Row, Target, text_table
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 EVERY_S = 10.0
 READ_AGAIN_AT = 0.8

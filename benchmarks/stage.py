@@ -21,7 +21,7 @@ import httpx
 
 from benchmarks.processes import parts_of
 from benchmarks.samples import LoadSpec
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
 

@@ -47,9 +47,9 @@ import psutil
 from benchmarks.gaps import Gaps
 from benchmarks.machine import facts
 from benchmarks.processes import busy_seconds, cpu_seconds, parts_of, thread_seconds
-from skyrl.demo.rl import Settings
-from skyrl.demo.server import DemoServer
-from skyrl.demo.tenants import Run, Tenant
+from skyrl.cli.demo.rl import Settings
+from skyrl.cli.demo.server import DemoServer
+from skyrl.cli.demo.tenants import Run, Tenant
 
 CORES = 2
 TENANTS = {"A": "count", "B": "sort"}

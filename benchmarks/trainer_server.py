@@ -20,7 +20,7 @@ from benchmarks.processes import parts_of
 from benchmarks.stage import NullUpstream
 from benchmarks.trainer_rows import TenantPass
 from benchmarks.trainer_ways import COMPUTED, STEP, Trained, joined
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.training.backends.base import Datum
 
 

@@ -28,7 +28,7 @@ import tinker
 from tinker import types
 
 from benchmarks.machine import facts
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.inference.remote.cache import NodeCache
 from skyrl.runtime.processes.ports import free_port
 from skyrl.storage.checkpoint_store.adapters import is_adapter

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import text
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
 from tests.postgres_server import PostgresServer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 SLOW_START_S = 500.0
 """Seconds until a server must be ready, on a busy machine."""

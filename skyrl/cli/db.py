@@ -27,7 +27,7 @@ def _database(
 
     from skyrl.base.config.loading import load_config
     from skyrl.base.config.server import ConfigError
-    from skyrl.launcher.state_dir import lock_state_dir
+    from skyrl.cli.launcher.state_dir import lock_state_dir
     from skyrl.storage.db.database import Database
     from skyrl.storage.db.faults import DatabaseError, reason
     from skyrl.storage.db.migrate import SchemaError, revision_of
@@ -110,7 +110,7 @@ def import_rows(
     from contextlib import closing
 
     from skyrl.base.config.server import ConfigError
-    from skyrl.launcher.state_dir import lock_state_dir
+    from skyrl.cli.launcher.state_dir import lock_state_dir
     from skyrl.storage.db.database import Database
     from skyrl.storage.db.transfer import carry_over
 

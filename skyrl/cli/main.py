@@ -131,8 +131,8 @@ def serve(
         "log_format": log_format,
         "access_log": access_log,
     }
-    from skyrl.launcher.main import serve as launch
-    from skyrl.launcher.parts import ServerEnded
+    from skyrl.cli.launcher.main import serve as launch
+    from skyrl.cli.launcher.parts import ServerEnded
     from skyrl.runtime.processes.startup import StartupError
     from skyrl.storage.db.migrate import DatabaseAway, SchemaError
 
@@ -156,8 +156,8 @@ def demo(
     compare: Annotated[bool, typer.Option(help="Also measure colocate_all: true, all in the engine loop.")] = True,
 ) -> None:
     """Start a server, let two tenants train and sample at the same time, and measure the gain."""
-    from skyrl.demo.rl import Settings
-    from skyrl.demo.run import run_demo
+    from skyrl.cli.demo.rl import Settings
+    from skyrl.cli.demo.run import run_demo
 
     raise typer.Exit(run_demo(out, Settings(steps=steps), compare=compare))
 

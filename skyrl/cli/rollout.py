@@ -69,8 +69,8 @@ def rollout(
     from skyrl.base.config.keys import ray_cluster
     from skyrl.base.config.loading import load_config
     from skyrl.base.config.server import ConfigError
-    from skyrl.launcher.parts import ServerEnded
-    from skyrl.rollout.plane import PlaneOptions, run_plane
+    from skyrl.cli.launcher.parts import ServerEnded
+    from skyrl.cli.launcher.rollout_plane import PlaneOptions, run_plane
     from skyrl.runtime.processes.runtime import set_up_process
     from skyrl.runtime.processes.startup import StartupError
 

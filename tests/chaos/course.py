@@ -18,7 +18,7 @@ from statistics import median
 import psutil
 import tinker
 
-from skyrl.demo.server import DemoServer, ServerFailed
+from skyrl.cli.demo.server import DemoServer, ServerFailed
 from skyrl.storage.checkpoint_store.base import MANIFEST
 from tests.chaos import journal, ledger, reference, training
 from tests.chaos.injector import Injector, NotRecovered

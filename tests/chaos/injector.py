@@ -18,7 +18,7 @@ from contextlib import closing, suppress
 import httpx
 import psutil
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.chaos.plan import DATABASE, ENGINE, LAUNCHER, NETWORK, VLLM_CORE, VLLM_SERVER, Fault, Kind
 from tests.chaos.processes import alive, find
 from tests.e2e.fault_proxy import Answer, Call, FaultProxy, late, lost_request, lost_response

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import tinker
 
-from skyrl.demo.rl import datum
+from skyrl.cli.demo.rl import datum
 from tests.chaos import training
 from tests.chaos.journal import Sample, Step
 

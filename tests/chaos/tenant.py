@@ -18,7 +18,7 @@ import tinker
 from tinker import types
 
 from skyrl.base.tiny.corpus import TASKS, Task, chat_prompt
-from skyrl.demo.rl import advantages
+from skyrl.cli.demo.rl import advantages
 from tests.chaos import journal, training
 from tests.chaos.journal import Sample, Step
 

@@ -7,7 +7,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-from skyrl.demo.rl import datum
+from skyrl.cli.demo.rl import datum
 from tests.chaos.journal import Step
 
 RANK = 8

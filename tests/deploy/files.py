@@ -116,7 +116,7 @@ def read_serve(monkeypatch: pytest.MonkeyPatch) -> ReadServe:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         started: list[ServerConfig] = []
-        monkeypatch.setattr("skyrl.launcher.main.serve", started.append)
+        monkeypatch.setattr("skyrl.cli.launcher.main.serve", started.append)
         result = CliRunner().invoke(app, list(words))
         assert result.exit_code == 0, result.output
         [config] = started

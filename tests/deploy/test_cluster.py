@@ -15,7 +15,7 @@ import yaml
 from skyrl.base.config.backend import dotted_keys
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
-from skyrl.launcher.own_parts import API_GRACE_S, ENGINE_GRACE_S, PLACER_GRACE_S, ROUTER_GRACE_S
+from skyrl.cli.launcher.skyrl_processes import API_GRACE_S, ENGINE_GRACE_S, PLACER_GRACE_S, ROUTER_GRACE_S
 from tests.deploy.conftest import GetStatus
 from tests.deploy.files import DEPLOY, ReadServe, documents, image_environment, of_image
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.launcher.own_parts import API_GRACE_S, ENGINE_GRACE_S, PLACER_GRACE_S, RAY_GRACE_S, ROUTER_GRACE_S
-from skyrl.launcher.server_parts import INFERENCE_GRACE_S
+from skyrl.cli.launcher.server_parts import INFERENCE_GRACE_S
+from skyrl.cli.launcher.skyrl_processes import API_GRACE_S, ENGINE_GRACE_S, PLACER_GRACE_S, RAY_GRACE_S, ROUTER_GRACE_S
 from tests.deploy.files import (
     DEPLOY,
     SETTINGS,

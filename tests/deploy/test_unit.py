@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.launcher.own_parts import API_GRACE_S, ENGINE_GRACE_S, PLACER_GRACE_S, RAY_GRACE_S, ROUTER_GRACE_S
+from skyrl.cli.launcher.skyrl_processes import API_GRACE_S, ENGINE_GRACE_S, PLACER_GRACE_S, RAY_GRACE_S, ROUTER_GRACE_S
 from tests.deploy.files import DEPLOY, ReadServe
 
 NEEDS_SYSTEMD = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")

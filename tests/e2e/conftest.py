@@ -16,7 +16,7 @@ from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import model_path
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.storage.db.database import Database
 from tests.databases import rows_in, url_of
 from tests.otlp_receiver import Collector, collector

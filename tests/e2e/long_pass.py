@@ -12,7 +12,7 @@ import time
 import tinker
 from tinker import types
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 from .conftest import ask, cross_entropy, greedy
 

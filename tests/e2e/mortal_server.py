@@ -16,7 +16,7 @@ import httpx
 import psutil
 from aiohttp import web
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.storage.db.database import Database
 from tests.databases import rows_in, url_of
 from tests.servers import SLOW_START_S

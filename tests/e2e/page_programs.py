@@ -34,8 +34,8 @@ with socket.socket(socket.AF_UNIX) as programs:
 
 def _skyrl() -> None:
     """The real command, except that `skyrl serve` stops where it would start the server."""
+    from skyrl.cli.launcher import main as launcher
     from skyrl.cli.main import main
-    from skyrl.launcher import main as launcher
 
     launcher.serve = lambda config: print("the configuration is good")
     main()
@@ -66,7 +66,7 @@ IMPORTED = (
     "skyrl.storage.db.migrate",
     "skyrl.storage.db.quotas",
     "skyrl.storage.db.transfer",
-    "skyrl.launcher.main",
+    "skyrl.cli.launcher.main",
     "skyrl.server.quotas.limits",
     "skyrl.base.tiny.corpus",
 )

@@ -21,7 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import model_path
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.runtime.processes.runtime import RUNTIME_ENV
 
 from .conftest import ClientFactory, cross_entropy, greedy, train

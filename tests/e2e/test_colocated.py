@@ -12,7 +12,7 @@ import tinker
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.servers import ready
 
 from .conftest import ask, cross_entropy, greedy, train

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.sdk_programs import TRACED, succeeded
 
 pytestmark = pytest.mark.vllm

@@ -18,7 +18,7 @@ from tinker import types
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import moe
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.servers import ready
 
 from .conftest import cross_entropy

@@ -8,7 +8,7 @@ import time
 import pytest
 from tinker import types
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 from .conftest import ClientFactory, ask
 

@@ -10,7 +10,7 @@ import pytest
 from openai import APIError, OpenAI
 from transformers import PreTrainedTokenizerBase
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.servers import SLOW_START_S
 
 from .conftest import ClientFactory, cross_entropy, find_process, greedy, train

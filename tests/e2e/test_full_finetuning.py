@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import model_path
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.servers import SLOW_START_S, ready
 
 from .conftest import ask, cross_entropy, find_process

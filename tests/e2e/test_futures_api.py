@@ -14,7 +14,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 from .conftest import ask, vllm_of
 from .fault_proxy import FaultProxy, edited

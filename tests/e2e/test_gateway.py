@@ -12,7 +12,7 @@ from openai import OpenAI
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.servers import ready
 
 from .conftest import greedy, vllm_of

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import tinker
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.databases import url_of
 
 from .mortal_server import WAIT_S

@@ -21,7 +21,7 @@ from benchmarks.payloads import BODIES, PERIOD_S, Client, repeated
 from benchmarks.processes import parts_of, peak_resident_mb
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.training import PROTOBUF
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.servers import SLOW_START_S
 
 BODY_BYTES = 3_300_000

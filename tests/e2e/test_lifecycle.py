@@ -25,7 +25,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.servers import SLOW_START_S
 
 from .conftest import ask, cross_entropy, greedy, train, vllm_of

@@ -10,7 +10,7 @@ import httpx
 import tinker
 from transformers import PreTrainedTokenizerBase
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 from .conftest import ALIAS, ClientFactory, cross_entropy
 

@@ -21,7 +21,7 @@ from tinker import types
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import moe
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.training.backends.torch_lora.routing import own_experts
 from tests.servers import ready
 

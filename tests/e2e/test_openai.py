@@ -20,7 +20,7 @@ from openai import OpenAI
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.servers import SLOW_START_S
 
 from .conftest import ALIAS, cross_entropy, train, vllm_of

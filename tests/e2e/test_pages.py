@@ -17,7 +17,7 @@ from urllib.parse import quote
 import pytest
 import tinker
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.runtime.processes.ports import free_port
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.database import Database

@@ -15,7 +15,7 @@ import numpy as np
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.e2e.conftest import ClientFactory, greedy
 from tests.prometheus import NEEDS_PROMETHEUS, Prometheus, board_expressions, names_in, promtool, scraping
 

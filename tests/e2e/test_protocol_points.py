@@ -26,7 +26,7 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.server.api.futures import HOLD_S, SHORTEST_HOLD
 
 from .conftest import ClientFactory, ask, cross_entropy, greedy

@@ -13,7 +13,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.server.api.tokens import tenant_of_key
 from tests.databases import url_of
 from tests.servers import SLOW_START_S

@@ -21,7 +21,7 @@ import pytest
 import tinker
 from openai import OpenAI
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.router.admin import ADMIN_METHODS
 from tests.servers import SLOW_START_S, ready
 

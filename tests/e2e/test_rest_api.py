@@ -20,7 +20,7 @@ from tinker.lib._jwt_auth import JwtAuthProvider
 from tinker.types import BillingUsageResponse, SessionSearchRequest, UserSearchOwner
 from transformers import PreTrainedTokenizerBase
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 from .conftest import ClientFactory, cross_entropy, train
 from .fault_proxy import FaultProxy, edited

@@ -10,7 +10,7 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.base.tiny.corpus import chat_prompt
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 
 from .conftest import ClientFactory, ask, cross_entropy, greedy, train
 from .long_pass import sample_ends_first

@@ -21,7 +21,7 @@ from tinker import types
 
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import NoSpace
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.servers import SLOW_START_S
 
 from . import fault_proxy

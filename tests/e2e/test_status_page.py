@@ -16,9 +16,9 @@ import tinker
 from tinker import types
 from typer.testing import CliRunner, Result
 
+from skyrl.cli.demo.rl import datum
+from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.main import app
-from skyrl.demo.rl import datum
-from skyrl.demo.server import DemoServer
 
 from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser
 from .conftest import ClientFactory, ask, cross_entropy, train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import tinker
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.runtime.tracing.context import SpanContext
 from tests.otlp_receiver import Collector
 

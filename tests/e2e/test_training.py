@@ -9,8 +9,8 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.base.tiny.corpus import TASKS
-from skyrl.demo.rl import Settings, Step
-from skyrl.demo.rl import train as train_rl
+from skyrl.cli.demo.rl import Settings, Step
+from skyrl.cli.demo.rl import train as train_rl
 
 from .conftest import ClientFactory, cross_entropy, greedy, train
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from skyrl.demo.server import ServerFailed
+from skyrl.cli.demo.server import ServerFailed
 from skyrl.storage.db.database import Database
 from tests.postgres_server import PostgresServer
 from tests.servers import SLOW_START_S

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.e2e.conftest import find_process
 from tests.e2e.mortal_server import MortalServer, Upstream, running
 from tests.servers import SLOW_START_S

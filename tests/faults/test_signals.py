@@ -38,4 +38,4 @@ def test_the_second_interrupt_is_explained_and_the_last_line_says_stopped(tmp_pa
             assert psutil.Process(server.pid).wait(WAIT_S) == 0
         finally:
             server.stop()
-        assert serve_log(server).splitlines()[-1].endswith("skyrl.launcher.main: stopped")
+        assert serve_log(server).splitlines()[-1].endswith("skyrl.cli.launcher.main: stopped")

@@ -20,7 +20,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.e2e.conftest import ask, cross_entropy, find_process, train, vllm_of
 from tests.e2e.load import client_that_outlives
 from tests.servers import ready

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams, Trajectory, make_strategy
 from tests.plane.running import READY_S, RunningPlane, gateway
 from tests.sdk_programs import TRACED, succeeded

@@ -22,7 +22,7 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from skyrl.base.tiny import model_path, moe
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from skyrl.rollout import RolloutAnswer, RolloutClient, RolloutConfig, RolloutRequest, SamplingParams
 from skyrl.rollout.routed_experts import routed_experts_input
 from tests.pages import blocks_of

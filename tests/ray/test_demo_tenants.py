@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.demo.rl import Settings
-from skyrl.demo.run import BACKEND_CONFIG, BASE_MODEL
-from skyrl.demo.server import DemoServer
-from skyrl.demo.tenants import Run, Tenant
+from skyrl.cli.demo.rl import Settings
+from skyrl.cli.demo.run import BACKEND_CONFIG, BASE_MODEL
+from skyrl.cli.demo.server import DemoServer
+from skyrl.cli.demo.tenants import Run, Tenant
 from tests.servers import SLOW_START_S
 
 from .machines import machines

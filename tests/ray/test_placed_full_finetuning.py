@@ -17,7 +17,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.e2e.conftest import cross_entropy
 from tests.servers import ready
 

@@ -137,7 +137,7 @@ def test_an_engine_that_comes_up_elsewhere_waits_for_an_update(
 def test_a_killed_placer_brings_all_engines_back_and_they_wait_for_an_update(
     plane: RunningPlane, boxes: list[Machine], variant: Path, expected: list[float]
 ) -> None:
-    (placer,) = plane.processes("skyrl.placer.plane")
+    (placer,) = plane.processes("skyrl.cli.ray_placement.rollout_plane")
     before = set(plane.sidecars())
     placer.kill()
     until(lambda: not routable(plane))

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import tinker
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.e2e.conftest import cross_entropy, find_process, train
 from tests.e2e.load import PROMPT, Load, client_that_outlives, sample, start_load
 from tests.servers import ready
@@ -159,9 +159,9 @@ def test_a_killed_actor_is_replaced(server: DemoServer, node: Machine, samplers:
 def test_a_killed_placer_costs_no_sample(
     server: DemoServer, node: Machine, samplers: list[tinker.SamplingClient]
 ) -> None:
-    placer = find_process(server, "skyrl.placer.main")
+    placer = find_process(server, "skyrl.cli.ray_placement.main")
     _recovers(server, samplers, placer.kill, "killed placer", node.address)
-    assert find_process(server, "skyrl.placer.main").pid != placer.pid
+    assert find_process(server, "skyrl.cli.ray_placement.main").pid != placer.pid
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from sqlalchemy import text
 from typer.testing import CliRunner, Result
 
 from alembic import command
+from skyrl.cli.launcher.state_dir import lock_state_dir
 from skyrl.cli.main import app
-from skyrl.launcher.state_dir import lock_state_dir
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import _config, newest_revision, revision_of
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE

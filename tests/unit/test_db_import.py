@@ -27,8 +27,8 @@ from sqlmodel import SQLModel
 from typer.testing import CliRunner, Result
 
 from alembic import command
+from skyrl.cli.launcher.main import lock_state_dir
 from skyrl.cli.main import app
-from skyrl.launcher.main import lock_state_dir
 from skyrl.storage.db.columns import WeightsText
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import _config, migrate

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from skyrl.demo.report import JUDGED_STEPS, Findings, print_report
-from skyrl.demo.rl import Settings
-from skyrl.demo.run import Demo
-from skyrl.demo.tenants import Run
+from skyrl.cli.demo.report import JUDGED_STEPS, Findings, print_report
+from skyrl.cli.demo.rl import Settings
+from skyrl.cli.demo.run import Demo
+from skyrl.cli.demo.tenants import Run
 
 
 def run_of(steps: int, last: float) -> Run:

@@ -13,10 +13,10 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
-from skyrl.launcher import own_parts
-from skyrl.launcher.main import Launcher
-from skyrl.launcher.parts import ServerEnded
-from skyrl.launcher.preflight import Findings
+from skyrl.cli.launcher import skyrl_processes
+from skyrl.cli.launcher.main import Launcher
+from skyrl.cli.launcher.parts import ServerEnded
+from skyrl.cli.launcher.preflight import Findings
 from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.startup import CANNOT_START, MARK, MAY_START, StartupError
 from skyrl.runtime.processes.supervision import SupervisedProcess
@@ -64,7 +64,7 @@ def run(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     def start(engine: str, stop: asyncio.Event, api: str = SLEEP) -> asyncio.Task[None]:
         programs = {"skyrl.training.engine.main": engine, "skyrl.server.api.server": api}
-        monkeypatch.setattr(own_parts, "_python", lambda module: [sys.executable, "-S", "-c", programs[module]])
+        monkeypatch.setattr(skyrl_processes, "_python", lambda module: [sys.executable, "-S", "-c", programs[module]])
         return asyncio.create_task(Launcher(config, Findings([]), Systemd()).run(stop))
 
     return start
@@ -208,7 +208,7 @@ async def test_the_log_says_what_the_server_waits_for_and_the_last_line_of_the_d
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("skyrl.launcher.progress.SAY_S", 0.0)
+    monkeypatch.setattr("skyrl.cli.launcher.progress.SAY_S", 0.0)
     stop = asyncio.Event()
     with caplog.at_level(logging.INFO):
         running = run("print('Segmentation fault', flush=True); raise SystemExit(1)", stop)

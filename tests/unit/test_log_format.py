@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.launcher.log_rotation import rotate_once
+from skyrl.cli.launcher.log_rotation import rotate_once
 from skyrl.runtime.processes.log_format import JsonFormat, about_request, formatter, vllm_logging
 from skyrl.runtime.processes.running_file import running_now
 from skyrl.runtime.tracing.context import SpanContext

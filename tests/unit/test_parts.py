@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from skyrl.launcher.parts import Part, Parts, ServerEnded
+from skyrl.cli.launcher.parts import Part, Parts, ServerEnded
 
 
 class RecordingParts:

@@ -18,11 +18,11 @@ from huggingface_hub import constants
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.tiny import model_path
+from skyrl.cli.launcher import preflight
+from skyrl.cli.launcher.preflight import check, check_base_model, check_gpus, check_inference_port
 from skyrl.inference import vllm_version
 from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
 from skyrl.inference.vllm_version import check_vllm
-from skyrl.launcher import preflight
-from skyrl.launcher.preflight import check, check_base_model, check_gpus, check_inference_port
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.launcher.state_dir import lock_state_dir, private_directory
+from skyrl.cli.launcher.state_dir import lock_state_dir, private_directory
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate

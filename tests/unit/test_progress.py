@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from skyrl.launcher.progress import Progress, stages
+from skyrl.cli.launcher.progress import Progress, stages
 
 NAMES = ["api", "engine", "vllm"]
 RUNNING = {"api": 1.0, "engine": 2.0, "vllm": 12.3}

@@ -13,7 +13,7 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.launcher import preflight
+from skyrl.cli.launcher import preflight
 from skyrl.runtime.ray_cluster import facts
 from skyrl.runtime.ray_cluster.facts import ClusterFacts
 from skyrl.runtime.ray_cluster.head import HOST, LONGEST_TMPDIR, LocalCluster, wanted_cpus

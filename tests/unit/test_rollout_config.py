@@ -28,7 +28,7 @@ else:
     raise SystemExit("nothing is blocked")
 import skyrl.rollout
 from skyrl.rollout import client, config, engines, messages, strategies
-print("skyrl.rollout.plane" in sys.modules)
+print("skyrl.cli.launcher.rollout_plane" in sys.modules)
 """
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from skyrl.base.config.server import ConfigError
-from skyrl.launcher import training_claim
-from skyrl.launcher.training_claim import TrainingClaim, server_id
+from skyrl.cli.launcher import training_claim
+from skyrl.cli.launcher.training_claim import TrainingClaim, server_id
 from skyrl.storage.db import engine_state
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.fence import Fence

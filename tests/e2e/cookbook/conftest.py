@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tinker
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.environments import ROOT, environment
 
 from .workspace import KEY, Run, Workspace

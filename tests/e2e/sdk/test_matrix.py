@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.demo.server import DemoServer
+from skyrl.cli.demo.server import DemoServer
 from tests.slow import RUNS_SLOW_TESTS
 
 from .matrix import AT_ONCE, UNCALLED, UNTRIED_COMMANDS, Result, isolated, run_version, versions

@@ -1,6 +1,6 @@
 """The parts for inference on this machine: the vLLMs of this server with their watchdogs.
 
-Knows where samples go: to the only vLLM, or to the router in front of several. `own_parts` makes the router's part.
+Knows where samples go: to the only vLLM, or to the router in front of several. `skyrl_processes` makes the router's part.
 Imports neither torch nor vLLM.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.cli.launcher.first_ready import StartObserver
+from skyrl.cli.launcher.parts import Part
+from skyrl.cli.launcher.preflight import Findings, taken_port
+from skyrl.cli.launcher.server_parts import ServerParts
 from skyrl.inference.engine_kinds import VLLM, Vllm
 from skyrl.inference.placement import Placement, ServerPlan
 from skyrl.inference.vllm_command import inference_devices
-from skyrl.launcher.first_ready import StartObserver
-from skyrl.launcher.parts import Part
-from skyrl.launcher.preflight import Findings, taken_port
-from skyrl.launcher.server_parts import ServerParts
 from skyrl.runtime.metrics.restarts import RestartMetrics
 from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts
 

@@ -1,5 +1,5 @@
 """The processes of a plane whose vLLMs and sidecars run on a Ray cluster: the cluster of this machine, if it is started
-here, and the placer (`skyrl.placer.plane`), which tells the router of them."""
+here, and the placer (`skyrl.cli.ray_placement.rollout_plane`), which tells the router of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.cli.launcher.preflight import Findings
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
-from skyrl.launcher.preflight import Findings
 from skyrl.runtime.processes.ports import HeldPorts
 from skyrl.runtime.processes.runtime import PLACED, RUNTIME_ENV, Runtime
 from skyrl.runtime.ray_cluster import head
@@ -82,7 +82,7 @@ def placed_processes(
     env = {RUNTIME_ENV: str(runtime.write()), "PYTHONDONTWRITEBYTECODE": "", **NO_PROGRESS_BARS, **offline}
     if cluster is not None:
         env |= cluster.client_environment()
-    placer = Command((sys.executable, "-m", "skyrl.placer.plane"), env)
+    placer = Command((sys.executable, "-m", "skyrl.cli.ray_placement.rollout_plane"), env)
     if cluster is None:
         return PlacedProcesses(placer, None)
     return PlacedProcesses(placer, Command(tuple(cluster.command()), {**cluster.environment(found.devices), **offline}))

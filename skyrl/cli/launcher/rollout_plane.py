@@ -21,15 +21,15 @@ from pathlib import Path
 import httpx
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.cli.launcher.first_ready import Supervised
+from skyrl.cli.launcher.inference_parts import InferenceParts, in_url
+from skyrl.cli.launcher.parts import Part, Parts
+from skyrl.cli.launcher.preflight import Findings, check, check_placed_vllms
+from skyrl.cli.launcher.rollout_on_ray import PLACER_GRACE_S, RAY_GRACE_S, check_keys, placed_processes, tell_changes
+from skyrl.cli.launcher.skyrl_processes import PLACER, RAY, log_part, metrics_part
+from skyrl.cli.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST
-from skyrl.launcher.first_ready import Supervised
-from skyrl.launcher.inference_parts import InferenceParts, in_url
-from skyrl.launcher.own_parts import PLACER, RAY, log_part, metrics_part
-from skyrl.launcher.parts import Part, Parts
-from skyrl.launcher.preflight import Findings, check, check_placed_vllms
-from skyrl.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
-from skyrl.rollout.placed import PLACER_GRACE_S, RAY_GRACE_S, check_keys, placed_processes, tell_changes
 from skyrl.router.state_file import FILE_NAME
 from skyrl.runtime.metrics.files import FILE_VARIABLE
 from skyrl.runtime.metrics.processes import LauncherMetrics

@@ -20,12 +20,12 @@ from typing import Any
 
 import httpx
 
+from skyrl.cli.launcher.server_parts import ServerParts, wherever
+from skyrl.cli.ray_placement.lifecycle import Starts, end, live, run_servers, server_parts
+from skyrl.cli.ray_placement.ray_server import RayServer
+from skyrl.cli.ray_placement.scheduling import RayPlacement
 from skyrl.inference.plane_kind import PlaneVllm
 from skyrl.inference.remote.placement_route import PATH
-from skyrl.launcher.server_parts import ServerParts, wherever
-from skyrl.placer.life import Starts, end, live, run_servers, server_parts
-from skyrl.placer.ray_placement import RayPlacement
-from skyrl.placer.ray_server import RayServer
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.processes.runtime import PLACED, Runtime

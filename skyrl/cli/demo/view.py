@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from skyrl.demo.tenants import Run
+from skyrl.cli.demo.tenants import Run
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -16,7 +16,7 @@ import tinker
 import transformers
 
 from skyrl.base.tiny.corpus import TASKS
-from skyrl.demo.rl import Settings, Step, train
+from skyrl.cli.demo.rl import Settings, Step, train
 
 
 def report(**event: object) -> None:

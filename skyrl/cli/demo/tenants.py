@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyrl.demo.rl import Settings
+from skyrl.cli.demo.rl import Settings
 
 
 class TenantFailed(RuntimeError):
@@ -42,7 +42,7 @@ class Run:
 
 
 class Tenant:
-    """One process of `skyrl.demo.tenant`. The terminal's Ctrl-C does not reach it; `stop` ends it."""
+    """One process of `skyrl.cli.demo.tenant`. The terminal's Ctrl-C does not reach it; `stop` ends it."""
 
     def __init__(self, name: str, task: str, log_dir: Path) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class Tenant:
         self._log = log_dir / f"tenant-{name}.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl.demo.tenant", task, f"tml-demo-{name}"],
+                [sys.executable, "-m", "skyrl.cli.demo.tenant", task, f"tml-demo-{name}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

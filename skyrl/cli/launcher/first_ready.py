@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.launcher.progress import READY, stages, until_ready
+from skyrl.cli.launcher.progress import READY, stages, until_ready
 from skyrl.runtime.processes.startup import Cause, FirstStarts, StartupError
 from skyrl.runtime.processes.systemd import Systemd
 

@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.cli.launcher.first_ready import FirstReady
+from skyrl.cli.launcher.log_rotation import rotate_logs
+from skyrl.cli.launcher.parts import Part
+from skyrl.cli.launcher.training_claim import TrainingClaim
 from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.inference.watchdog import Watchdog
-from skyrl.launcher.first_ready import FirstReady
-from skyrl.launcher.log_rotation import rotate_logs
-from skyrl.launcher.parts import Part
-from skyrl.launcher.training_claim import TrainingClaim
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.metrics.restarts import RestartMetrics
@@ -134,7 +134,7 @@ class OwnProcesses:
 
     def placer(self, needs: tuple[str, ...]) -> Part:
         """The process that runs the vLLMs on a Ray cluster."""
-        self._placer = self._process(PLACER, "skyrl.placer.main")
+        self._placer = self._process(PLACER, "skyrl.cli.ray_placement.main")
         return self._part(self._placer, needs, PLACER_GRACE_S)
 
     def ray_head(self, cluster: LocalCluster, devices: Sequence[str], needs: tuple[str, ...]) -> Part:

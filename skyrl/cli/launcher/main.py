@@ -15,10 +15,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.inference.placement import LocalPlacement
-from skyrl.launcher.first_ready import FirstReady
-from skyrl.launcher.inference_parts import InferenceParts, router_url
-from skyrl.launcher.own_parts import (
+from skyrl.cli.launcher.first_ready import FirstReady
+from skyrl.cli.launcher.inference_parts import InferenceParts, router_url
+from skyrl.cli.launcher.parts import Part, Parts, ServerEnded
+from skyrl.cli.launcher.preflight import Findings, check
+from skyrl.cli.launcher.skyrl_processes import (
     CLAIM_WATCH,
     ENGINE,
     PLACER,
@@ -32,10 +33,9 @@ from skyrl.launcher.own_parts import (
     metrics_part,
     port_part,
 )
-from skyrl.launcher.parts import Part, Parts, ServerEnded
-from skyrl.launcher.preflight import Findings, check
-from skyrl.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
-from skyrl.launcher.training_claim import server_id
+from skyrl.cli.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
+from skyrl.cli.launcher.training_claim import server_id
+from skyrl.inference.placement import LocalPlacement
 from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.processes.listening import listen
 from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts

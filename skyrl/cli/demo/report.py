@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from skyrl.demo.latency import Latency
-from skyrl.demo.rl import Settings
-from skyrl.demo.tenants import Run
+from skyrl.cli.demo.latency import Latency
+from skyrl.cli.demo.rl import Settings
+from skyrl.cli.demo.tenants import Run
 
 GAIN_WINDOW = 5
 MIN_GAIN = 0.15

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from skyrl.cli.ray_placement.ray_server import RayServer
 from skyrl.inference.engine_kinds import VLLM
-from skyrl.placer.ray_server import RayServer
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.inference_servers import PlacedServer, write_servers

@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from skyrl.demo.latency import measure
-from skyrl.demo.report import Findings, WallTimes, plot, print_report, write_figures
-from skyrl.demo.rl import Settings
-from skyrl.demo.server import DemoServer
-from skyrl.demo.tenants import Run, Tenant
-from skyrl.demo.view import live_view
+from skyrl.cli.demo.latency import measure
+from skyrl.cli.demo.report import Findings, WallTimes, plot, print_report, write_figures
+from skyrl.cli.demo.rl import Settings
+from skyrl.cli.demo.server import DemoServer
+from skyrl.cli.demo.tenants import Run, Tenant
+from skyrl.cli.demo.view import live_view
 
 BASE_MODEL = "tiny"
 BACKEND_CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 
+from skyrl.cli.launcher.server_parts import wherever
+from skyrl.cli.ray_placement.lifecycle import Starts, end, live, run_servers, server_parts
+from skyrl.cli.ray_placement.publisher import ServersPublisher
+from skyrl.cli.ray_placement.scheduling import RayPlacement
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.vllm_metrics import VllmMetrics
-from skyrl.launcher.server_parts import wherever
-from skyrl.placer.life import Starts, end, live, run_servers, server_parts
-from skyrl.placer.publisher import ServersPublisher
-from skyrl.placer.ray_placement import RayPlacement
 from skyrl.runtime.metrics.files import MetricsDirectory, publishing
 from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.processes.runtime import Runtime

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl.cli.ray_placement.choosing import actor_options, choose
+from skyrl.cli.ray_placement.ray_server import Host, Lost, RayServer, in_loop
 from skyrl.inference.placement import Kind, OnExit, ServerPlan, ServerSpec, Spot
-from skyrl.placer.choosing import actor_options, choose
-from skyrl.placer.ray_server import Host, Lost, RayServer, in_loop
 from skyrl.runtime.ray_cluster.capacity import Bundle, nodes, reserve
 from skyrl.runtime.ray_cluster.hosts import Look, ServerHost, Started
 
