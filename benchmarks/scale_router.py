@@ -56,7 +56,7 @@ def server_router() -> Generator[RunningRouter]:
         router_url, key = f"http://127.0.0.1:{free_port()}", secrets.token_hex(16)
         runtime = Runtime(load_config({"state_dir": Path(directory)}), Path(directory), router_url, key)
         environment = os.environ | {RUNTIME_ENV: str(runtime.write())}
-        command = dies_with_parent([sys.executable, "-m", "skyrl.router.of_server"])
+        command = dies_with_parent([sys.executable, "-m", "skyrl.router.managed"])
         process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
         try:
             wait_ready(f"{router_url}/liveness")

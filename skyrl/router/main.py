@@ -26,8 +26,8 @@ from skyrl.router.broadcast import Broadcasts
 from skyrl.router.connections import Connections
 from skyrl.router.context import RouterContext
 from skyrl.router.control import ControlClient
+from skyrl.router.fast_path import Lane, protocol_with
 from skyrl.router.hung import HungWorkers
-from skyrl.router.lean import Lane, protocol_with
 from skyrl.router.metrics import RouterMetrics
 from skyrl.router.plugins import Chain
 from skyrl.router.policies import DEFAULT_POLICY, make_policy

@@ -155,7 +155,7 @@ class OwnProcesses:
 
     def router(self, needs: tuple[str, ...]) -> list[Part]:
         """The router in front of several vLLMs, and its watchdog."""
-        process = self._process(ROUTER, "skyrl.router.of_server")
+        process = self._process(ROUTER, "skyrl.router.managed")
         watch = Part(ROUTER_WATCH, (ROUTER,), supervise=lambda: self._watch_router(process), duty="watching the router")
         return [self._part(process, needs, ROUTER_GRACE_S), watch]
 
