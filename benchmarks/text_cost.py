@@ -1,5 +1,5 @@
-"""What the text of samples costs vLLM's API server: answers with text and without (`skyrl.inference.vllm_plugin.tokens_header`),
-in turns. `python -m benchmarks.text_cost [--rounds N]`.
+"""What the text of samples costs vLLM's API server: answers with text and without
+(`skyrl.inference.vllm_plugin.tokens_header`), in turns. `python -m benchmarks.text_cost [--rounds N]`.
 
 One vLLM with the tiny model. A round sends 24 requests with 8 sequences of 32 tokens, three at a time. Prints the
 median CPU seconds of the API server's process per 1,000 sampled tokens, and the bytes of an answer.

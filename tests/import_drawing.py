@@ -1,4 +1,4 @@
-"""Draws the imports between the packages of skyrl, and writes the drawing into docs/development.md:
+"""Draws the imports between the doors of skyrl, and writes the drawing into docs/reading-the-code.md:
 
 .venv/bin/python -m tests.import_drawing
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grimp
 
-PAGE = Path(__file__).parents[1] / "docs" / "development.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reading-the-code.md"
 BEGIN = "<!-- begin: drawn by tests/import_drawing.py -->\n"
 END = "<!-- end: drawn by tests/import_drawing.py -->\n"
 
@@ -25,20 +25,20 @@ def file_imports() -> Imports:
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
-def package_imports(files: Imports) -> Imports:
-    """Imports between the packages directly below skyrl."""
+def package_imports(files: Imports, depth: int) -> Imports:
+    """Imports between packages at most `depth` below skyrl: 1 for doors. A file belongs to the innermost of them."""
+    parents = {module.rpartition(".")[0] for module in files}
+
+    def package(module: str) -> str | None:
+        """None for skyrl itself."""
+        below = module.split(".")[1 : depth + 1]
+        return ".".join(below if ".".join(["skyrl", *below]) in parents else below[:-1]) or None
+
     packages: dict[str, set[str]] = {}
     for module, imported in files.items():
-        if (package := _package(module)) is not None:
-            found = packages.setdefault(package, set())
-            found |= {_package(name) or package for name in imported} - {package}
+        if (name := package(module)) is not None:
+            packages.setdefault(name, set()).update({package(other) or name for other in imported} - {name})
     return packages
-
-
-def _package(module: str) -> str | None:
-    """The package of a module; None for skyrl itself."""
-    _, _, rest = module.partition(".")
-    return rest.partition(".")[0] or None
 
 
 def levels(packages: Imports) -> list[list[str]]:
@@ -50,13 +50,17 @@ def levels(packages: Imports) -> list[list[str]]:
 
 
 def drawing() -> str:
-    """The levels from the highest to the lowest, then each package with its imports."""
-    packages = package_imports(file_imports())
-    from_top = levels(packages)[::-1]
-    lines = [f"{len(from_top) - 1 - index:>2}   {'   '.join(level)}" for index, level in enumerate(from_top)]
-    width = max(map(len, packages))
-    edges = [f"{name:<{width}}  imports  {' '.join(sorted(packages[name])) or '-'}" for name in sum(from_top, [])]
-    return "\n".join(["```text", *lines, "", *edges, "```", ""])
+    """The levels from the highest to the lowest; on each line a door and its imports."""
+    doors = package_imports(file_imports(), 1)
+    from_top = levels(doors)[::-1]
+    width = max(map(len, doors))
+    ordered = [
+        [door for level in from_top for door in level if door in doors[name]] for level in from_top for name in level
+    ]
+    lines: list[str] = []
+    for level in from_top:
+        lines += [f"{name:<{width}}  ->  {'  '.join(ordered.pop(0)) or '-'}" for name in level] + [""]
+    return "\n".join(["```text", *lines[:-1], "```", ""])
 
 
 def main() -> None:

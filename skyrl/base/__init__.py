@@ -1,2 +1,1 @@
-"""What every part speaks: the Tinker wire format, types, the configuration, and the tiny model of demo and tests. Knows no
-other part of skyrl."""
+"""What every part speaks: the Tinker wire, shared types, the configuration and the tiny model. Knows no other door."""

@@ -1,1 +1,4 @@
-"""vLLM servers that skyrl manages: their command line, placement, watchdog, adapters and sleep."""
+"""vLLM: its command line and placement, its adapters and health, what runs beside it on its node and inside it.
+
+Knows how vLLM is started, told and watched. Knows neither the database nor who asks for samples.
+"""

@@ -1,7 +1,7 @@
 """Where inference servers run: a `Placement` finds a spot for a server, makes its command for that spot, and starts it.
 
-Knows processes on this machine; `skyrl.cli.ray_placement` knows those of a Ray cluster. `engine_kinds` makes the commands.
-`engine_group` knows whether a server is healthy: a started server may still be loading its model.
+Knows processes on this machine; `skyrl.cli.ray_placement` knows those of a Ray cluster. `engine_kinds` makes the
+commands. `engine_group` knows whether a server is healthy: a started server may still be loading its model.
 """
 
 from __future__ import annotations

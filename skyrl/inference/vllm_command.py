@@ -251,8 +251,8 @@ def inference_devices(config: ServerConfig, devices: Sequence[str], *, has_train
 
 @cache
 def plugin_installed() -> bool:
-    """Whether vLLM will find `skyrl.inference.vllm_plugin`. Without the plugin, LoRA on a CPU is wrong, and the development
-    endpoints need no key."""
+    """Whether vLLM will find `skyrl.inference.vllm_plugin`. Without the plugin, LoRA on a CPU is wrong, and the
+    development endpoints need no key."""
     return any(point.name == "skyrl" for point in entry_points(group="vllm.general_plugins"))
 
 

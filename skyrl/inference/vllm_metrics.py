@@ -1,4 +1,5 @@
-"""Publishes the metrics of each vLLM, as `skyrl.runtime.metrics.vllm` shows them, beside those of skyrl's own processes."""
+"""Publishes the metrics of each vLLM, as `skyrl.runtime.metrics.vllm` shows them, beside those of skyrl's own
+processes."""
 
 from __future__ import annotations
 

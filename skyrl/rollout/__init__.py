@@ -1,4 +1,7 @@
-"""The inference plane of an RL framework: `skyrl rollout`, which starts one, and the client that samples from it."""
+"""The client that samples for an RL framework, from a rollout plane or any inference server.
+
+Public: trainers import it. Knows HTTP and the answers of SGLang and vLLM, and no other door.
+"""
 
 from skyrl.rollout.client import RetrievedText, RolloutClient
 from skyrl.rollout.config import RolloutConfig

@@ -1,2 +1,4 @@
-"""What a process needs to run, whatever it serves: supervision, a web server's limits, metrics, traces, and the Ray cluster.
-Knows nothing of Tinker, models or requests."""
+"""What a process needs to run, whatever it serves: supervision, HTTP listening, metrics, traces, the Ray cluster.
+
+Knows names, numbers and sockets, and neither models nor requests.
+"""

@@ -1,2 +1,4 @@
-"""What outlives a process: the database, the notices between processes, and the checkpoint store. Knows neither HTTP nor
-models."""
+"""What outlives a process: the database, the checkpoint store, and the notices that the database has changed.
+
+Knows the rows and files of runs, samples and checkpoints, and nothing of HTTP or of models in memory.
+"""

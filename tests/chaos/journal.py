@@ -20,9 +20,9 @@ class Sample:
 
 @dataclass
 class Step:
-    """One RL step. `data` are arguments of `skyrl.cli.demo.rl.datum`. `answers` holds the answer of each pass (metrics, and
-    logprobs of every datum) and of each optimizer step (metrics). Afterwards the tenant saved its state under the name
-    `saved`, or went on with a new model made from the state `loaded`. The step took `seconds`."""
+    """One RL step. `data` are arguments of `skyrl.cli.demo.rl.datum`. `answers` holds the answer of each pass (metrics,
+    and logprobs of every datum) and of each optimizer step (metrics). Afterwards the tenant saved its state under the
+    name `saved`, or went on with a new model made from the state `loaded`. The step took `seconds`."""
 
     samples: list[Sample] = field(default_factory=list)
     data: list[tuple[list[int], list[int], list[float], float]] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""Rows leave skyrl/storage/db as typed values: none of its public functions and classes has `Any` in its annotations, and the
-modules that use them name the types of rows."""
+"""Rows leave skyrl/storage/db as typed values: none of its public functions and classes has `Any` in its annotations,
+and the modules that use them name the types of rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import skyrl.storage.db
 
 PACKAGE = Path(skyrl.storage.db.__file__).parent
+SOURCE = PACKAGE.parents[1]
 JSON = {"dict", "Mapping"}
 """Types whose `Any` is allowed, because `dict[str, Any]` is a JSON object."""
 OF_ROWS = {"Iterable", "Iterator", "Sequence", "frozenset", "list", "set", "tuple"}
@@ -84,7 +85,7 @@ def test_untyped_rows_are_found_where_they_are_used() -> None:
 
 
 def test_rows_are_used_as_typed_values() -> None:
-    users = [path for path in PACKAGE.parent.rglob("*.py") if path.parent != PACKAGE and "skyrl.db" in path.read_text()]
+    users = [path for path in SOURCE.rglob("*.py") if path.parent != PACKAGE and "skyrl.storage.db" in path.read_text()]
     assert len(users) > 50
-    found = {f"{path.relative_to(PACKAGE.parent)}:{line}" for path in users for line in untyped_rows(path.read_text())}
+    found = {f"{path.relative_to(SOURCE)}:{line}" for path in users for line in untyped_rows(path.read_text())}
     assert not found

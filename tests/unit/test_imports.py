@@ -1,8 +1,9 @@
-"""The imports of skyrl have no circle, and the drawing of them in docs/development.md is up to date."""
+"""The imports of skyrl have no circle, and the drawing of them in docs/reading-the-code.md is up to date."""
 
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.import_drawing import BEGIN, END, PAGE, drawing, file_imports, levels
 
 SOURCE = Path(__file__).parents[2] / "skyrl"
 EXECUTES = {"execute", "exec_driver_sql", "scalar", "scalars"}
-LISTENS = {"notify/postgres.py"}
+LISTENS = {"storage/notify/postgres.py"}
 """Files that run LISTEN and NOTIFY on connections of their own, and no statement on skyrl's tables."""
 
 
@@ -22,19 +23,35 @@ def test_imports_between_files_have_no_circle() -> None:
     TopologicalSorter(files).prepare()  # raises CycleError, which names the circle
 
 
-def test_imports_between_packages_have_no_circle() -> None:
-    packages = package_imports(file_imports())
-    assert {"api", "db", "engine", "wire"} <= packages.keys()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_imports_between_packages_have_no_circle(depth: int) -> None:
+    packages = package_imports(file_imports(), depth)
+    assert {"base", "server"} <= packages.keys() if depth == 1 else {"base.wire", "server.api"} <= packages.keys()
     TopologicalSorter(packages).prepare()
+
+
+def test_skyrl_has_at_most_ten_doors_and_few_arrows_between_them() -> None:
+    doors = package_imports(file_imports(), 1)
+    assert len(doors) <= 10
+    assert sum(map(len, doors.values())) <= 28
+
+
+def test_each_door_says_what_it_knows_and_what_not() -> None:
+    for door in SOURCE.glob("*/__init__.py"):
+        said = ast.get_docstring(ast.parse(door.read_text())) or ""
+        assert re.search(r"\bknows?\b", said, re.IGNORECASE), door
+        assert len(said) < 400, door
 
 
 def test_a_circle_of_packages_is_found_although_the_files_have_none() -> None:
     files = {"skyrl": set(), "skyrl.a": {"skyrl.b.x"}, "skyrl.b": set(), "skyrl.b.x": set(), "skyrl.b.y": {"skyrl.a"}}
+    files |= {"skyrl.a.z": set()}
     TopologicalSorter(files).prepare()
-    with pytest.raises(CycleError):
-        TopologicalSorter(package_imports(files)).prepare()
-    with pytest.raises(CycleError):
-        levels(package_imports(files))
+    for depth in (1, 2):
+        with pytest.raises(CycleError):
+            TopologicalSorter(package_imports(files, depth)).prepare()
+        with pytest.raises(CycleError):
+            levels(package_imports(files, depth))
 
 
 def test_every_module_belongs_to_a_package() -> None:
@@ -56,7 +73,7 @@ def statements_outside_db() -> set[str]:
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="c" | "connection"), attr=attr)) if attr in EXECUTES:
                     found.add(name)
-    return {name for name in found if not name.startswith("db/")}
+    return {name for name in found if not name.startswith("storage/db/")}
 
 
 def test_only_skyrl_db_executes_statements() -> None:

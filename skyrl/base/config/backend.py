@@ -1,7 +1,7 @@
 """The keys of `--backend-config`, with their types and bounds. They have the names that operators of SkyRL know.
 
-An unknown key is an error that names the nearest known key. `skyrl.base.config.skyrl_keys` tells what becomes of SkyRL's
-other keys.
+An unknown key is an error that names the nearest known key. `skyrl.base.config.skyrl_keys` tells what becomes of
+SkyRL's other keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The keys of a server's configuration: each with its type, its default and its bounds, and what follows from them.
 
 Imports neither torch nor vLLM nor the database, so that `skyrl --help` answers at once. Does not read the TOML file or
-the environment (`skyrl.base.config.loading` does), and does not check whether a model directory holds a usable model (the
-launcher and the engine do). Does not know which keys go together: `skyrl.base.config.server` does.
+the environment (`skyrl.base.config.loading` does), and does not check whether a model directory holds a usable model
+(the launcher and the engine do). Does not know which keys go together: `skyrl.base.config.server` does.
 """
 
 from __future__ import annotations
@@ -298,7 +298,8 @@ class ServerKeys(BaseSettings):
 
     @property
     def running_file(self) -> Path:
-        """What the engine runs now, and how often it died while it ran each command (`skyrl.training.engine.crash_ledger`)."""
+        """What the engine runs now, and how often it died while it ran each command
+        (`skyrl.training.engine.crash_ledger`)."""
         return self.state_dir / "running.json"
 
     @property

@@ -1,5 +1,6 @@
 """What the engine does now, as it tells the API processes every few seconds: for each model with commands, what its
-next command waits for. Holds no rules; `skyrl.training.engine.activity` fills it, and `skyrl.server.request_status` puts it into words.
+next command waits for. Holds no rules; `skyrl.training.engine.activity` fills it, and `skyrl.server.request_status`
+puts it into words.
 """
 
 from __future__ import annotations

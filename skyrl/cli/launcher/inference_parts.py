@@ -1,7 +1,7 @@
 """The parts for inference on this machine: the vLLMs of this server with their watchdogs.
 
-Knows where samples go: to the only vLLM, or to the router in front of several. `skyrl_processes` makes the router's part.
-Imports neither torch nor vLLM.
+Knows where samples go: to the only vLLM, or to the router in front of several. `skyrl_processes` makes the router's
+part. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations

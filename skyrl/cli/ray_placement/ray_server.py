@@ -43,7 +43,8 @@ class Lost(Exception):
 
 
 class Host(Protocol):
-    """`skyrl.runtime.ray_cluster.hosts.ServerHost` as seen from here. Calls raise Lost when the actor is lost, TimeoutError."""
+    """`skyrl.runtime.ray_cluster.hosts.ServerHost` as seen from here. Calls raise Lost when the actor is lost,
+    TimeoutError."""
 
     async def node(self, within_s: float) -> tuple[str, str]: ...
 

@@ -45,8 +45,8 @@ class KeyNeeded:
 
 
 def around(sidecar: Any, placed: PlacedSidecar, values: Mapping[str, str]) -> App:
-    """What is around a `skyrl.inference.sidecar.app.Sidecar`: the placer's route, the node's cache if the environment names a
-    checkpoint store, and the keys."""
+    """What is around a `skyrl.inference.sidecar.app.Sidecar`: the placer's route, the node's cache if the environment
+    names a checkpoint store, and the keys."""
     admin, client = values.get(ADMIN_KEY), values.get(CLIENT_KEY)
     updates: Updates = sidecar.updates
     app: App = PlacersRoute(sidecar, updates, AdminKey(admin))

@@ -1,8 +1,8 @@
 """Runs a module of vLLM as `python -m MODULE` does, but without garbage collection while it is imported.
 
-`python -m skyrl.inference.vllm_plugin.start MODULE ARGUMENT...`. vLLM imports 5,000 modules, which make two million objects and
-hardly any garbage: looking for garbage among them takes a fifth of the time. Afterwards the collector leaves these
-objects alone, so that the forked engine core shares their memory with the API server.
+`python -m skyrl.inference.vllm_plugin.start MODULE ARGUMENT...`. vLLM imports 5,000 modules, which make two million
+objects and hardly any garbage: looking for garbage among them takes a fifth of the time. Afterwards the collector
+leaves these objects alone, so that the forked engine core shares their memory with the API server.
 
 Knows nothing of the module.
 """

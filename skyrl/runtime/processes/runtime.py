@@ -132,7 +132,8 @@ class Runtime:
 def run_process(name: str, run: Callable[[], None], outage: Callable[[Exception], str | None]) -> None:
     """Run a process to its end. If the configuration is wrong, the model cannot be loaded, or the database is away, the
     process logs one line without a traceback. Its exit code tells the launcher whether another start could help
-    (`skyrl.runtime.processes.startup`). `outage` gives the reason if an error means that the database is away, and None if not.
+    (`skyrl.runtime.processes.startup`). `outage` gives the reason if an error means that the database is away, and None
+    if not.
     """
     try:
         run()

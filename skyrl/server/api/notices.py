@@ -1,4 +1,5 @@
-"""What an API process does when another process tells it of a change. `skyrl.storage.notify` carries and lists the notices."""
+"""What an API process does when another process tells it of a change. `skyrl.storage.notify` carries and lists the
+notices."""
 
 from __future__ import annotations
 

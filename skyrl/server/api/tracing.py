@@ -1,7 +1,7 @@
 """The hook that traces requests: it decides for each request, and records the request's own span when it is answered.
 
-The other spans are recorded where the work is done (`skyrl.runtime.tracing.current`). Long polls are not traced: one sample
-may have many.
+The other spans are recorded where the work is done (`skyrl.runtime.tracing.current`). Long polls are not traced: one
+sample may have many.
 """
 
 from __future__ import annotations

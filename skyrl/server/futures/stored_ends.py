@@ -1,8 +1,8 @@
 """Answers the long poll by which a sampling client learns which of its samples have ended.
 
 An end is the row of a sample that has ended. The database gives each end a later time than the one before
-(`skyrl.storage.db.ended_at.EndedAt`). A cursor is the time of the last end that a client was told. So any process can answer
-the client's next poll, also after a restart.
+(`skyrl.storage.db.ended_at.EndedAt`). A cursor is the time of the last end that a client was told. So any process can
+answer the client's next poll, also after a restart.
 
 While clients poll, new ends of all samples are read from the table together, as soon as a sample is known to have
 ended, but at most every READ_EVERY_S. Ends that a client was not told yet are kept in memory, up to a bound. A client

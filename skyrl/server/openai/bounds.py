@@ -1,6 +1,7 @@
 """The size of an OpenAI request, its bounds, and the largest answer that an inference server can give to it.
 
-The bounds are those of `asample` (`skyrl.server.sampling.job`, `skyrl.server.sampling.answer_bound`), over all prompts of a request.
+The bounds are those of `asample` (`skyrl.server.sampling.job`, `skyrl.server.sampling.answer_bound`), over all prompts
+of a request.
 """
 
 from __future__ import annotations

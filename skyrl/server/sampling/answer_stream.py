@@ -1,7 +1,7 @@
 """An HTTP/1.1 connection for one request whose answer is read while it arrives. httptools parses the answer.
 
-Knows bytes; `skyrl.server.openai.events` knows what they say. Each stream has a connection of its own, which `close` ends, so
-that the inference server stops computing what nobody reads.
+Knows bytes; `skyrl.server.openai.events` knows what they say. Each stream has a connection of its own, which `close`
+ends, so that the inference server stops computing what nobody reads.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class EngineState:
     state_dir: str | None = None
     """Where the adapters' files are; see `publish_state_dir`."""
     activity: str | None = None
-    """What the engine does, see `skyrl.base.types.activity`. From the last heartbeat of an engine, which may be gone."""
+    """What the engine does, see `skyrl.base.types.activity`. From the last heartbeat of an engine, which may be
+    gone."""
 
 
 def read_state(connection: Connection) -> EngineState:

@@ -36,7 +36,7 @@ _REFUSED = re.compile(r"FATAL:(?!.*(?:starting up|shutting down|recovery|too man
 
 def _script_location() -> Path:
     packaged = Path(__file__).parent / "alembic"
-    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "alembic"
+    return packaged if packaged.is_dir() else Path(__file__).parents[3] / "alembic"
 
 
 def _config(url: str) -> Config:

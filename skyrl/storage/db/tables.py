@@ -81,9 +81,9 @@ class SamplingSessionRow(SQLModel, table=True):
     """A sampling session: the `weights` from which a sampling client samples. They never change.
 
     `status` is active, closed (the session has ended) or dropped (the adapter's files are deleted, see
-    `skyrl.storage.db.adapter_versions`). `closed_at` is when the status stopped being active. `size_bytes` is the size of the
-    adapter's files. `last_used_at` is the time of the last sample, written about once a minute. Both are None for the
-    base model. `clones` counts the copies of the client that have asked for a number.
+    `skyrl.storage.db.adapter_versions`). `closed_at` is when the status stopped being active. `size_bytes` is the size
+    of the adapter's files. `last_used_at` is the time of the last sample, written about once a minute. Both are None
+    for the base model. `clones` counts the copies of the client that have asked for a number.
 
     `old_directory` is where an early version of skyrl has put the adapter's files, if that is not the directory that
     follows from the version's name. When the engine starts, it brings them to that directory."""
@@ -222,7 +222,8 @@ class EngineStateRow(SQLModel, table=True):
 class InferenceServerRow(SQLModel, table=True):
     """An inference server that the server `owner` has placed, or wants to place, on a Ray cluster. `url` is None while
     it does not run; then `reason` says why. `node` is the address of the machine, `incarnation` the name of the start
-    that runs, `sidecar_url` that of the sidecar beside it, if there is one. See `skyrl.storage.db.inference_servers`."""
+    that runs, `sidecar_url` that of the sidecar beside it, if there is one. See
+    `skyrl.storage.db.inference_servers`."""
 
     __tablename__ = "inference_servers"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (PrimaryKeyConstraint("owner", "name"),)

@@ -1,6 +1,7 @@
 """What the engine does now: looks at the scheduler every few seconds, and keeps the text that the heartbeat publishes.
 
-Reads the scheduler and the inference servers' states, and changes nothing. `skyrl.server.request_status` puts it into words.
+Reads the scheduler and the inference servers' states, and changes nothing. `skyrl.server.request_status` puts it into
+words.
 """
 
 from __future__ import annotations
