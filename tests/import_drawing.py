@@ -25,33 +25,31 @@ def file_imports() -> Imports:
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
-def package_imports(files: Imports, depth: int) -> Imports:
-    """Imports between packages at most `depth` below skyrl: 1 for doors. A file belongs to the innermost of them."""
-    parents = {module.rpartition(".")[0] for module in files}
-
-    def package(module: str) -> str | None:
-        """None for skyrl itself."""
-        below = module.split(".")[1 : depth + 1]
-        return ".".join(below if ".".join(["skyrl", *below]) in parents else below[:-1]) or None
-
-    packages: dict[str, set[str]] = {}
+def door_imports(files: Imports) -> Imports:
+    """Imports between the packages directly below skyrl."""
+    doors: dict[str, set[str]] = {}
     for module, imported in files.items():
-        if (name := package(module)) is not None:
-            packages.setdefault(name, set()).update({package(other) or name for other in imported} - {name})
-    return packages
+        if (door := _door(module)) is not None:
+            doors.setdefault(door, set()).update({_door(name) or door for name in imported} - {door})
+    return doors
 
 
-def levels(packages: Imports) -> list[list[str]]:
-    """The packages in levels, the lowest first. A package imports from lower levels only. Raises CycleError."""
+def _door(module: str) -> str | None:
+    """The door of a module; None for skyrl itself."""
+    return module.split(".")[1] if "." in module else None
+
+
+def levels(doors: Imports) -> list[list[str]]:
+    """The doors in levels, the lowest first. A door imports from lower levels only. Raises CycleError."""
     height: dict[str, int] = {}
-    for package in TopologicalSorter(packages).static_order():
-        height[package] = 1 + max((height[name] for name in packages[package]), default=-1)
-    return [sorted(p for p in height if height[p] == level) for level in range(1 + max(height.values()))]
+    for door in TopologicalSorter(doors).static_order():
+        height[door] = 1 + max((height[name] for name in doors[door]), default=-1)
+    return [sorted(door for door in height if height[door] == level) for level in range(1 + max(height.values()))]
 
 
 def drawing() -> str:
     """The levels from the highest to the lowest; on each line a door and its imports."""
-    doors = package_imports(file_imports(), 1)
+    doors = door_imports(file_imports())
     from_top = levels(doors)[::-1]
     width = max(map(len, doors))
     ordered = [

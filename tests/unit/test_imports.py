@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_drawing import BEGIN, END, PAGE, drawing, file_imports, levels, package_imports
+from tests.import_drawing import BEGIN, END, PAGE, door_imports, drawing, file_imports, levels
 
 SOURCE = Path(__file__).parents[2] / "skyrl"
 EXECUTES = {"execute", "exec_driver_sql", "scalar", "scalars"}
@@ -20,20 +20,15 @@ LISTENS = {"storage/notify/postgres.py"}
 def test_imports_between_files_have_no_circle() -> None:
     files = file_imports()
     assert len(files) > 200, "the graph has all files"
-    TopologicalSorter(files).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(files).prepare()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_imports_between_packages_have_no_circle(depth: int) -> None:
-    packages = package_imports(file_imports(), depth)
-    assert {"base", "server"} <= packages.keys() if depth == 1 else {"base.wire", "server.api"} <= packages.keys()
-    TopologicalSorter(packages).prepare()
-
-
-def test_skyrl_has_at_most_ten_doors_and_few_arrows_between_them() -> None:
-    doors = package_imports(file_imports(), 1)
+def test_at_most_ten_doors_few_arrows_between_them_and_no_circle() -> None:
+    doors = door_imports(file_imports())
+    assert {"base", "server", "training"} <= doors.keys()
     assert len(doors) <= 10
     assert sum(map(len, doors.values())) <= 28
+    TopologicalSorter(doors).prepare()  # raises CycleError, which names the circle
 
 
 def test_each_door_says_what_it_knows_and_what_not() -> None:
@@ -43,19 +38,17 @@ def test_each_door_says_what_it_knows_and_what_not() -> None:
         assert len(said) < 400, door
 
 
-def test_a_circle_of_packages_is_found_although_the_files_have_none() -> None:
+def test_a_circle_of_doors_is_found_although_the_files_have_none() -> None:
     files = {"skyrl": set(), "skyrl.a": {"skyrl.b.x"}, "skyrl.b": set(), "skyrl.b.x": set(), "skyrl.b.y": {"skyrl.a"}}
-    files |= {"skyrl.a.z": set()}
     TopologicalSorter(files).prepare()
-    for depth in (1, 2):
-        with pytest.raises(CycleError):
-            TopologicalSorter(package_imports(files, depth)).prepare()
-        with pytest.raises(CycleError):
-            levels(package_imports(files, depth))
+    with pytest.raises(CycleError):
+        TopologicalSorter(door_imports(files)).prepare()
+    with pytest.raises(CycleError):
+        levels(door_imports(files))
 
 
-def test_every_module_belongs_to_a_package() -> None:
-    """The test of packages above would not see a module that lies directly below skyrl."""
+def test_every_module_belongs_to_a_door() -> None:
+    """The test of doors above would not see a module that lies directly below skyrl."""
     assert [path.name for path in SOURCE.glob("*.py")] == ["__init__.py"]
 
 
