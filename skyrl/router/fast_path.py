@@ -54,7 +54,7 @@ class Lane:
         return hmac.compare_digest(given, self._bearer)
 
 
-class LeanCycle:
+class FastCycle:
     """One request on the short way. Stands where uvicorn keeps the request that runs on a connection, and has the
     attributes that uvicorn reads there."""
 
@@ -80,7 +80,7 @@ class LeanCycle:
         self.disconnected = False
 
     @property
-    def message_event(self) -> LeanCycle:
+    def message_event(self) -> FastCycle:
         """A property, because an attribute would be a cycle, which only the garbage collector frees."""
         return self
 
@@ -204,13 +204,13 @@ class RouterHttp(WholeRequests):
         if not proxy.slots.try_acquire():  # the worker is chosen when the request's turn has come
             return False
         worker = proxy.pool.choose(RequestFacts(self._head.key, proxy.adapter(path, body)))
-        if worker is None or not self._start_lean(worker, path, self._head, body):
+        if worker is None or not self._start_fast(worker, path, self._head, body):
             proxy.slots.release()
             self.hand_over(body, more=False)
             self.scope[CHOSEN] = worker  # type: ignore[typeddict-unknown-key]
         return True
 
-    def _start_lean(self, worker: Worker, path: str, head: RequestHead, body: bytes) -> bool:
+    def _start_fast(self, worker: Worker, path: str, head: RequestHead, body: bytes) -> bool:
         """False: this request must take the long way. The caller has taken a slot."""
         proxy = self.lane.proxy
         is_v1 = worker.completions_url is not None and path.startswith("/v1/")
@@ -222,14 +222,14 @@ class RouterHttp(WholeRequests):
         request = b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s%s\r\n%s" % (
             self.parser.get_method(), address.prefix, self.url, address.host, head.lines, length, body,
         )  # fmt: skip
-        cycle = LeanCycle(self, proxy, worker, address, connection)
+        cycle = FastCycle(self, proxy, worker, address, connection)
         self.cycle = self._running = cycle  # type: ignore[assignment]
         cycle.start(request)
         return True
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if isinstance(self._running, LeanCycle):
+        if isinstance(self._running, FastCycle):
             self._running.advance()
 
 

@@ -1,4 +1,5 @@
-"""The replicas follow the rows of the placer. The router breaks off what was in flight at one that has ended."""
+"""The replicas follow the rows of the placement process. The router breaks off what was in flight at one that has
+ended."""
 
 from __future__ import annotations
 

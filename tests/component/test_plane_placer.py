@@ -1,4 +1,5 @@
-"""The placer of `skyrl rollout` and a real router: which sidecars the router has, and which have old weights."""
+"""The placement process of `skyrl rollout` and a real router: which sidecars the router has, and which have old
+weights."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ async def test_a_server_that_runs_without_the_first_update_is_out_of_use_until_i
             await until(lambda: states(router) == {one.url: "healthy", other.url: "quarantined"})
             second.update()
             await until(lambda: states(router) == {one.url: "healthy", other.url: "healthy"})
-            await asyncio.sleep(0.1)  # the placer has seen that update
+            await asyncio.sleep(0.1)  # the placement process has seen that update
             second.updated = False  # the sidecar was started again, and its vLLM has the new weights
             await asyncio.sleep(0.1)
             assert not second.is_old
@@ -147,7 +148,7 @@ async def test_a_server_whose_end_the_router_was_not_told_is_removed_later(tmp_p
         workers._router = "http://127.0.0.1:9"
         async with served(workers, FakeSidecar(upstream)):
             await router.session.post(f"{router.url}/workers", json={"url": upstream.url, "starting": True})
-        assert upstream.url in (tmp_path / REGISTERED).read_text(), "the next placer would remove it"
+        assert upstream.url in (tmp_path / REGISTERED).read_text(), "the next placement process would remove it"
         workers._router = router.url
         await until(lambda: states(router) == {})
         await stopped(removing)
@@ -164,7 +165,7 @@ async def test_a_router_that_has_lost_its_workers_is_told_again(tmp_path: Path) 
         await workers.close()
 
 
-async def test_the_next_placer_removes_what_a_killed_one_has_registered(tmp_path: Path) -> None:
+async def test_the_next_placement_removes_what_a_killed_one_has_registered(tmp_path: Path) -> None:
     async with fake_upstream() as one, fake_upstream() as other, running_router(**PROBED) as router:
         killed = Workers(router.url, None, tmp_path)
         async with served(killed, FakeSidecar(one)):

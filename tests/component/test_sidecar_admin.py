@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl.inference.remote.placement_route import PATH, PlacersRoute
+from skyrl.inference.remote.placement_route import PATH, PlacementRoute
 from skyrl.inference.sidecar.updates import FIRST_WEIGHTS
 from skyrl.runtime.web.admin import AdminKey
 from tests.component.router_world import Exchange, until
@@ -314,14 +314,14 @@ async def test_adapters_are_loaded_and_listed() -> None:
 
 
 async def test_a_sidecar_whose_vllm_started_after_an_update_is_not_healthy_until_it_is_updated() -> None:
-    """Its placer says so, also before the sidecar has first looked at its vLLM."""
+    """Its placement says so, also before the sidecar has first looked at its vLLM."""
     vllm = SleepingVllm()
     vllm.answer["/health"] = answers({})
     vllm.answer["/collective_rpc"] = answers({"results": [{"ok": True, "broken": None, "job": 1}]})
     async with sidecar_before(vllm) as sidecar:
         updates = sidecar.app.updates
         app: Any = sidecar.app
-        routed = PlacersRoute(app, updates, AdminKey(None))
+        routed = PlacementRoute(app, updates, AdminKey(None))
         assert (await _asked(routed, "GET"))["updated"] is False
         assert (await _asked(routed, "POST"))["updated"] is False
         await updates.run()

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from skyrl.cli.launcher.server_parts import INFERENCE_GRACE_S
-from skyrl.cli.launcher.skyrl_processes import API_GRACE_S, ENGINE_GRACE_S, PLACER_GRACE_S, RAY_GRACE_S, ROUTER_GRACE_S
+from skyrl.cli.launcher.skyrl_processes import (
+    API_GRACE_S,
+    ENGINE_GRACE_S,
+    PLACEMENT_GRACE_S,
+    RAY_GRACE_S,
+    ROUTER_GRACE_S,
+)
 from tests.deploy.files import (
     DEPLOY,
     SETTINGS,
@@ -28,7 +34,7 @@ from tests.deploy.files import (
 FILES = ("compose.yaml", "compose.gpu.yaml", "compose.gateway.yaml")
 SECRET = re.compile(r"PASSWORD|_KEY|SECRET|DATABASE_URL")
 STOP_S = {
-    "skyrl": API_GRACE_S + ENGINE_GRACE_S + ROUTER_GRACE_S + PLACER_GRACE_S + RAY_GRACE_S,
+    "skyrl": API_GRACE_S + ENGINE_GRACE_S + ROUTER_GRACE_S + PLACEMENT_GRACE_S + RAY_GRACE_S,
     "gateway": API_GRACE_S + ENGINE_GRACE_S + ROUTER_GRACE_S + INFERENCE_GRACE_S,
 }
 """The longest stop of each server. That of `skyrl` is one with a Ray cluster of its own."""

@@ -134,12 +134,12 @@ def test_an_engine_that_comes_up_elsewhere_waits_for_an_update(
     assert "vllm-1 waits for" in plane.log() or "vllm-0 waits for" in plane.log()
 
 
-def test_a_killed_placer_brings_all_engines_back_and_they_wait_for_an_update(
+def test_a_killed_placement_brings_all_engines_back_and_they_wait_for_an_update(
     plane: RunningPlane, boxes: list[Machine], variant: Path, expected: list[float]
 ) -> None:
-    (placer,) = plane.processes("skyrl.cli.ray_placement.rollout_plane")
+    (placement,) = plane.processes("skyrl.cli.ray_placement.rollout_plane")
     before = set(plane.sidecars())
-    placer.kill()
+    placement.kill()
     until(lambda: not routable(plane))
     until(lambda: len(set(plane.sidecars())) == 2 and not before & set(plane.sidecars()))
     assert generate(plane).status_code == 503

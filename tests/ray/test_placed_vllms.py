@@ -1,5 +1,5 @@
 """Two vLLMs on the nodes of a Ray cluster, through a whole server: one waits until a node joins; the death of a node,
-of an actor, of the placer and of the launcher costs no client a sample, and leaves nothing behind.
+of an actor, of the placement process and of the launcher costs no client a sample, and leaves nothing behind.
 
 The tests share one server, and run in the order of this file.
 """
@@ -156,12 +156,12 @@ def test_a_killed_actor_is_replaced(server: DemoServer, node: Machine, samplers:
 
 
 @pytest.mark.slow
-def test_a_killed_placer_costs_no_sample(
+def test_a_killed_placement_costs_no_sample(
     server: DemoServer, node: Machine, samplers: list[tinker.SamplingClient]
 ) -> None:
-    placer = find_process(server, "skyrl.cli.ray_placement.main")
-    _recovers(server, samplers, placer.kill, "killed placer", node.address)
-    assert find_process(server, "skyrl.cli.ray_placement.main").pid != placer.pid
+    placement = find_process(server, "skyrl.cli.ray_placement.main")
+    _recovers(server, samplers, placement.kill, "killed placement process", node.address)
+    assert find_process(server, "skyrl.cli.ray_placement.main").pid != placement.pid
 
 
 @pytest.mark.slow

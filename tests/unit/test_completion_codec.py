@@ -269,7 +269,7 @@ def test_target_ids_and_alternatives_are_requested_from_the_plugin() -> None:
     def plugin_request(**changes: Any) -> PromptScores:
         body = request_of(**changes)
         assert body["prompt_logprobs"] == changes.get("topk_prompt", 0)
-        arrived = PromptScores.from_xargs(body["vllm_xargs"], 3, 500)
+        arrived = PromptScores.from_extra_args(body["vllm_xargs"], 3, 500)
         assert arrived is not None
         return arrived
 

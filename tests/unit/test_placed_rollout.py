@@ -82,15 +82,15 @@ def test_the_variable_of_skyrl_serve_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_placer_gets_the_router_and_the_cluster_and_no_key_on_its_command_line(tmp_path: Path) -> None:
+def test_the_placement_gets_the_router_and_the_cluster_and_no_key_on_its_command_line(tmp_path: Path) -> None:
     config = load_config({"state_dir": str(tmp_path)})
     found = Findings([], ray_address="10.0.0.1:6379")
     there = placed_processes(config, "auto", found, tmp_path, "http://r:1", "secret", HeldPorts())
     assert there.ray is None
-    runtime = json.loads(Path(there.placer.env[RUNTIME_ENV]).read_text())
+    runtime = json.loads(Path(there.placement.env[RUNTIME_ENV]).read_text())
     assert (runtime["inference_url"], runtime["ray_address"]) == ("http://r:1", "10.0.0.1:6379")
-    assert not any("secret" in word for word in there.placer.argv)
+    assert not any("secret" in word for word in there.placement.argv)
     with HeldPorts() as held:
         here = placed_processes(config, "local", Findings([]), tmp_path, "http://r:1", "secret", held)
     assert here.ray is not None
-    assert here.placer.env["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "ray-token")
+    assert here.placement.env["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "ray-token")

@@ -1,4 +1,4 @@
-"""When the placer gives up: no vLLM can start. A node that cannot run one of several does not count."""
+"""When the placement process gives up: no vLLM can start. A node that cannot run one of several does not count."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_once_a_vllm_has_answered_others_are_tried_for_ever(count: int) ->
     assert not starts.hopeless.done()
 
 
-async def test_what_runs_beside_the_servers_and_fails_ends_the_placer() -> None:
+async def test_what_runs_beside_the_servers_and_fails_ends_the_placement() -> None:
     ended: list[str] = []
 
     async def returns() -> None:

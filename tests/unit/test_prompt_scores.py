@@ -20,9 +20,9 @@ def make_scores(rows: list[int], ids: list[int], draws: int = 0, seed: int | Non
     return PromptScores(np.asarray(rows, np.int32), np.asarray(ids, np.int32), draws, seed)
 
 
-def as_xargs(scores: PromptScores) -> dict[str, Any]:
+def as_extra_args(scores: PromptScores) -> dict[str, Any]:
     """The scores in the form in which vLLM gets them."""
-    return json.loads(json.dumps(scores.to_xargs()))
+    return json.loads(json.dumps(scores.to_extra_args()))
 
 
 def random_logprobs(rows: int = TOKENS - 1, spread: float = 1.0) -> torch.Tensor:
@@ -43,7 +43,7 @@ def random_logprobs(rows: int = TOKENS - 1, spread: float = 1.0) -> torch.Tensor
     ],
 )
 def test_the_requested_scores_arrive_unchanged(scores: PromptScores) -> None:
-    arrived = PromptScores.from_xargs(as_xargs(scores) | {"session_id": "x"}, TOKENS, VOCAB)
+    arrived = PromptScores.from_extra_args(as_extra_args(scores) | {"session_id": "x"}, TOKENS, VOCAB)
     assert arrived is not None
     assert arrived.rows.tolist() == scores.rows.tolist()
     assert arrived.ids.tolist() == scores.ids.tolist()
@@ -53,7 +53,7 @@ def test_the_requested_scores_arrive_unchanged(scores: PromptScores) -> None:
 
 @pytest.mark.parametrize("xargs", [None, {}, {"session_id": "x"}, {"skyrl_prompt_seed": 1}])
 def test_requests_without_cells_or_draws_ask_for_no_scores(xargs: Any) -> None:
-    assert PromptScores.from_xargs(xargs, TOKENS, VOCAB) is None
+    assert PromptScores.from_extra_args(xargs, TOKENS, VOCAB) is None
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_requests_without_cells_or_draws_ask_for_no_scores(xargs: Any) -> None:
         {"skyrl_prompt_cells": "?"},
         {"skyrl_prompt_cells": 7},
         {"skyrl_prompt_cells": "AAAAAA=="},
-        as_xargs(make_scores([TOKENS - 1], [0])),
-        as_xargs(make_scores([-1], [0])),
-        as_xargs(make_scores([0], [VOCAB])),
-        as_xargs(make_scores([0], [-1])),
+        as_extra_args(make_scores([TOKENS - 1], [0])),
+        as_extra_args(make_scores([-1], [0])),
+        as_extra_args(make_scores([0], [VOCAB])),
+        as_extra_args(make_scores([0], [-1])),
         {"skyrl_prompt_draws": -1},
         {"skyrl_prompt_draws": "3"},
         {"skyrl_prompt_draws": 1, "skyrl_prompt_seed": -1},
@@ -74,13 +74,15 @@ def test_requests_without_cells_or_draws_ask_for_no_scores(xargs: Any) -> None:
 )
 def test_invalid_requests_for_scores_get_none(xargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="skyrl_prompt_"):
-        PromptScores.from_xargs(xargs, TOKENS, VOCAB)
+        PromptScores.from_extra_args(xargs, TOKENS, VOCAB)
     prompt = scored_prompt(xargs, list(range(TOKENS)), vocab_size=VOCAB, columns=1, temperature=1.0)
     assert prompt is None
 
 
 def test_prompts_of_embeddings_get_no_scores() -> None:
-    assert scored_prompt(as_xargs(make_scores([0], [0])), None, vocab_size=VOCAB, columns=1, temperature=1.0) is None
+    assert (
+        scored_prompt(as_extra_args(make_scores([0], [0])), None, vocab_size=VOCAB, columns=1, temperature=1.0) is None
+    )
 
 
 # The answer
@@ -88,7 +90,7 @@ def test_prompts_of_embeddings_get_no_scores() -> None:
 
 def computed_in_parts(scores: PromptScores, logprobs: torch.Tensor, *cuts: int, columns: int = 3) -> ScoredPrompt:
     """The scores of a prompt that vLLM computes in parts, which end at `cuts`."""
-    prompt = scored_prompt(as_xargs(scores), [0] * TOKENS, vocab_size=VOCAB, columns=columns, temperature=0.8)
+    prompt = scored_prompt(as_extra_args(scores), [0] * TOKENS, vocab_size=VOCAB, columns=columns, temperature=0.8)
     assert prompt is not None
     for start, end in zip((0, *cuts), (*cuts, len(logprobs)), strict=True):
         prompt.continued_at(start).add(logprobs[start:end])
@@ -113,7 +115,9 @@ def test_rows_of_cells_and_draws_follow_the_prompts_own_rows(cuts: tuple[int, ..
 
 
 def test_scores_of_rows_that_were_never_computed_are_nan() -> None:
-    prompt = scored_prompt(as_xargs(make_scores([5], [3])), [0] * TOKENS, vocab_size=VOCAB, columns=1, temperature=1.0)
+    prompt = scored_prompt(
+        as_extra_args(make_scores([5], [3])), [0] * TOKENS, vocab_size=VOCAB, columns=1, temperature=1.0
+    )
     assert prompt is not None
     prompt.add(random_logprobs()[:3])
     assert prompt.logprobs[TOKENS - 1].isnan().all()
@@ -121,7 +125,7 @@ def test_scores_of_rows_that_were_never_computed_are_nan() -> None:
 
 def test_scores_are_complete_after_vllm_computes_a_prompt_again_from_its_start() -> None:
     logprobs, scores = random_logprobs(), make_scores([0, 5], [1, 2], draws=1, seed=3)
-    prompt = scored_prompt(as_xargs(scores), [0] * TOKENS, vocab_size=VOCAB, columns=1, temperature=1.0)
+    prompt = scored_prompt(as_extra_args(scores), [0] * TOKENS, vocab_size=VOCAB, columns=1, temperature=1.0)
     assert prompt is not None
     prompt.add(logprobs[:4])
     prompt.continued_at(0).add(logprobs)

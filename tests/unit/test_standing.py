@@ -33,9 +33,9 @@ def model(
 def turns(before: Sequence[Kind] = (), /, **others: ModelActivity) -> str:
     """The sentence of a command that waits for its turn beside other models."""
     models = {"mine": model(WaitsFor.TURN)} | others
-    standing = of_command(command(before=before), EngineActivity(models, run_s=RUN_S), NOW)  # type: ignore[arg-type]
-    assert standing.state == "paused_capacity"
-    return standing.sentence
+    status = of_command(command(before=before), EngineActivity(models, run_s=RUN_S), NOW)  # type: ignore[arg-type]
+    assert status.state == "paused_capacity"
+    return status.sentence
 
 
 @pytest.mark.parametrize(
@@ -69,25 +69,25 @@ def turns(before: Sequence[Kind] = (), /, **others: ModelActivity) -> str:
 )
 def test_a_command_says_what_it_waits_for(waits_for: WaitsFor, state: str, sentence: str) -> None:
     activity = EngineActivity({"mine": model(waits_for, starts_at=NOW + 30)})
-    standing = of_command(command(), activity, NOW)
-    assert (standing.state, standing.sentence) == (state, sentence)
+    status = of_command(command(), activity, NOW)
+    assert (status.state, status.sentence) == (state, sentence)
 
 
 def test_everything_that_a_model_can_wait_for_has_a_sentence_without_the_tenants_name() -> None:
     for waits_for in WaitsFor:
         theirs = {"theirs": model(waits_for, tenant="secret")}
-        standing = of_command(command(), EngineActivity(theirs | {"mine": model(waits_for)}), NOW)
-        assert standing.sentence
-        assert "secret" not in standing.sentence
-        assert "theirs" not in standing.sentence
+        status = of_command(command(), EngineActivity(theirs | {"mine": model(waits_for)}), NOW)
+        assert status.sentence
+        assert "secret" not in status.sentence
+        assert "theirs" not in status.sentence
 
 
 def test_a_command_behind_its_own_models_running_command_is_active() -> None:
     """The SDK sends a pass and a step together. Both have one state, or the SDK would never log a real pause."""
     running = EngineActivity({"mine": model(WaitsFor.NOTHING)})
-    standing = of_command(command(8, [PASS], STEP), running, NOW)
-    assert standing.state == "active"
-    assert standing.sentence == ("1 earlier command of this model first: forward_backward (command 7) began 12 s ago")
+    status = of_command(command(8, [PASS], STEP), running, NOW)
+    assert status.state == "active"
+    assert status.sentence == ("1 earlier command of this model first: forward_backward (command 7) began 12 s ago")
 
 
 def test_merged_passes_of_one_model_all_run() -> None:
@@ -97,9 +97,9 @@ def test_merged_passes_of_one_model_all_run() -> None:
 
 def test_a_command_behind_earlier_commands_says_what_they_wait_for() -> None:
     limited = EngineActivity({"mine": model(WaitsFor.QUOTA, starts_at=NOW + 30)})
-    standing = of_command(command(9, [PASS, STEP]), limited, NOW)
-    assert standing.state == "paused_rate_limit"
-    assert standing.sentence == (
+    status = of_command(command(9, [PASS, STEP]), limited, NOW)
+    assert status.state == "paused_rate_limit"
+    assert status.sentence == (
         "2 earlier commands of this model first: the tokens of this minute are used up; forward_backward (command 7) "
         "starts in about 30 s"
     )
@@ -130,8 +130,8 @@ def test_there_is_no_estimate_before_every_kind_of_command_has_run() -> None:
 
 
 def test_a_command_that_the_engine_has_not_told_of_is_about_to_begin() -> None:
-    standing = of_command(command(None, kind=Kind.UNLOAD_MODEL), EngineActivity(), NOW)
-    assert (standing.state, standing.sentence) == ("active", "unload_model is about to begin")
+    status = of_command(command(None, kind=Kind.UNLOAD_MODEL), EngineActivity(), NOW)
+    assert (status.state, status.sentence) == ("active", "unload_model is about to begin")
 
 
 @pytest.mark.parametrize(
@@ -145,16 +145,16 @@ def test_a_command_that_the_engine_has_not_told_of_is_about_to_begin() -> None:
     ],
 )
 def test_a_sample_says_what_it_waits_for(waits_for: SampleWait | None, state: str, words: str) -> None:
-    standing = of_forwarded(SampleProgress(waits_for, 34.0, has_adapter=True), adapters=4, places=4)
-    assert standing.state == state
-    assert words in standing.sentence
+    status = of_forwarded(SampleProgress(waits_for, 34.0, has_adapter=True), adapters=4, places=4)
+    assert status.state == state
+    assert words in status.sentence
 
 
 def test_with_more_adapters_than_places_a_sample_may_wait_for_a_place() -> None:
     waits = SampleProgress(None, 34.0, has_adapter=True)
-    standing = of_forwarded(waits, adapters=6, places=4)
-    assert standing.state == "paused_capacity"
-    assert "from 6 adapters are in flight, and the inference server runs 4 at a time" in standing.sentence
+    status = of_forwarded(waits, adapters=6, places=4)
+    assert status.state == "paused_capacity"
+    assert "from 6 adapters are in flight, and the inference server runs 4 at a time" in status.sentence
     assert of_forwarded(SampleProgress(None, 34.0, has_adapter=False), 6, 4).state == "active", "the base model"
     assert of_forwarded(waits, 6, None).state == "active", "a server that skyrl does not run"
 

@@ -22,7 +22,7 @@ from skyrl.cli.launcher.preflight import Findings, check
 from skyrl.cli.launcher.skyrl_processes import (
     CLAIM_WATCH,
     ENGINE,
-    PLACER,
+    PLACEMENT,
     PORT,
     RAY,
     ROUTER_WATCH,
@@ -97,7 +97,7 @@ class Launcher:
     async def _start_parts(
         self, directory: Path, name: str, sockets: list[socket.socket], first_ready: FirstReady
     ) -> None:
-        """Start the vLLMs with their sidecars (or the Ray cluster and the placer of
+        """Start the vLLMs with their sidecars (or the Ray cluster and the placement process of
         vLLMs), the router, the engine, the port and the API
         processes. They stop in reverse: the API processes first, so that they can end the samples in flight, then the
         port, the engine, the router, and the vLLMs last."""
@@ -145,8 +145,8 @@ class Launcher:
             needs = (*needs, RAY)
         if config.modes.manages_inference:
             if inference is None:
-                await self._add(own.placer(needs))
-                needs = (*needs, PLACER)
+                await self._add(own.placement(needs))
+                needs = (*needs, PLACEMENT)
             else:
                 await self._add(*inference.parts(needs))
                 needs = (*needs, *inference.watches)

@@ -26,9 +26,9 @@ LIVE_LOOK_S = 1.0
 SAY_S = 30.0
 """How often the log says what is missing."""
 _CLEAR_LINE = "\r\x1b[2K"
-_PROCESSES_OF = {"training": ("engine",), "sampling": ("vllm", "placer")}
+_PROCESSES_OF = {"training": ("engine",), "sampling": ("vllm", "placement")}
 """By the first word of a reason of `/readyz`: the process that the reason is about, or the beginning of the names of
-several. Vllms on a Ray cluster are the placer's."""
+several. Vllms on a Ray cluster are the placement process's."""
 READY = "ready"
 """The stage of a process for which `/readyz` gives no reason."""
 _UNPUBLISHED = "no inference server has been published"

@@ -1,5 +1,5 @@
 """The processes of a plane whose vLLMs and sidecars run on a Ray cluster: the cluster of this machine, if it is started
-here, and the placer (`skyrl.cli.ray_placement.rollout_plane`), which tells the router of them."""
+here, and the placement process (`skyrl.cli.ray_placement.rollout_plane`), which tells the router of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-PLACER_GRACE_S, RAY_GRACE_S = 15.0, 10.0
+PLACEMENT_GRACE_S, RAY_GRACE_S = 15.0, 10.0
 
 
 def check_keys(ray: str) -> None:
@@ -48,7 +48,7 @@ class Command:
 class PlacedProcesses:
     """`ray` is None where the cluster runs already."""
 
-    placer: Command
+    placement: Command
     ray: Command | None
 
 
@@ -82,19 +82,21 @@ def placed_processes(
     env = {RUNTIME_ENV: str(runtime.write()), "PYTHONDONTWRITEBYTECODE": "", **NO_PROGRESS_BARS, **offline}
     if cluster is not None:
         env |= cluster.client_environment()
-    placer = Command((sys.executable, "-m", "skyrl.cli.ray_placement.rollout_plane"), env)
+    placement = Command((sys.executable, "-m", "skyrl.cli.ray_placement.rollout_plane"), env)
     if cluster is None:
-        return PlacedProcesses(placer, None)
-    return PlacedProcesses(placer, Command(tuple(cluster.command()), {**cluster.environment(found.devices), **offline}))
+        return PlacedProcesses(placement, None)
+    return PlacedProcesses(
+        placement, Command(tuple(cluster.command()), {**cluster.environment(found.devices), **offline})
+    )
 
 
 async def tell_changes(directory: Path) -> None:
-    """Log what the placer says of each vLLM whenever it changes, until cancelled."""
+    """Log what the placement process says of each vLLM whenever it changes, until cancelled."""
     told: dict[str, str] = {}
     while True:
         try:
             placed = json.loads(await asyncio.to_thread((directory / PLACED).read_text))
-        except (OSError, ValueError):  # the placer is starting
+        except (OSError, ValueError):  # the placement process is starting
             placed = {}
         for name, what in placed.items():
             if told.get(name) != what:

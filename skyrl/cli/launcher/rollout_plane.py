@@ -1,5 +1,5 @@
 """`skyrl rollout`: starts vLLMs, a sidecar for each, and the router in front of the sidecars, and stops them all. With
-a Ray cluster the placer starts vLLMs and sidecars there.
+a Ray cluster the placement process starts vLLMs and sidecars there.
 
 Knows which processes an inference plane has. The command line of vLLM is `skyrl.inference`'s; what the processes do is
 theirs. Imports neither torch nor vLLM.
@@ -25,8 +25,8 @@ from skyrl.cli.launcher.first_ready import Supervised
 from skyrl.cli.launcher.inference_parts import InferenceParts, in_url
 from skyrl.cli.launcher.parts import Part, Parts
 from skyrl.cli.launcher.preflight import Findings, check, check_placed_vllms
-from skyrl.cli.launcher.rollout_on_ray import PLACER_GRACE_S, RAY_GRACE_S, check_keys, placed_processes, tell_changes
-from skyrl.cli.launcher.skyrl_processes import PLACER, RAY, log_part, metrics_part
+from skyrl.cli.launcher.rollout_on_ray import PLACEMENT_GRACE_S, RAY_GRACE_S, check_keys, placed_processes, tell_changes
+from skyrl.cli.launcher.skyrl_processes import PLACEMENT, RAY, log_part, metrics_part
 from skyrl.cli.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST
@@ -172,21 +172,23 @@ class Plane:
         """Start what places the vLLMs on a Ray cluster. Returns the parts that the router needs."""
         made = placed_processes(self._options.config, ray, self._found, directory, self._options.url, key, self._held)
         needs: tuple[str, ...] = ()
-        placer: list[SupervisedProcess] = []
+        placement: list[SupervisedProcess] = []
         if made.ray is not None:
 
             def ended() -> None:
-                """What ran on the cluster has ended with it: the placer begins anew."""
-                if placer and placer[0].pid is not None:
-                    placer[0].kill(placer[0].pid)
+                """What ran on the cluster has ended with it: the placement process begins anew."""
+                if placement and placement[0].pid is not None:
+                    placement[0].kill(placement[0].pid)
 
             await self._add(self._part(RAY, made.ray.argv, (), made.ray.env, starts, grace_s=RAY_GRACE_S, also=ended))
             needs = (RAY,)
-        command = made.placer
-        placing = self._part(PLACER, command.argv, needs, command.env, starts, grace_s=PLACER_GRACE_S, made=placer)
+        command = made.placement
+        placing = self._part(
+            PLACEMENT, command.argv, needs, command.env, starts, grace_s=PLACEMENT_GRACE_S, made=placement
+        )
         telling = Part("placed", supervise=lambda: tell_changes(directory), duty="telling where the vLLMs run")
         await self._add(placing, telling)
-        return (PLACER,)
+        return (PLACEMENT,)
 
     def _part(
         self,

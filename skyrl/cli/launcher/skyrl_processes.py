@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 API_GRACE_S = 15.0
 ENGINE_GRACE_S = 20.0
 ROUTER_GRACE_S = 3.0
-PLACER_GRACE_S = 15.0
+PLACEMENT_GRACE_S = 15.0
 RAY_GRACE_S = 10.0
 SIDECAR_GRACE_S = 3.0
 ROUTER_TIMEOUT_S = 10.0
 """A router that answers nothing for this long is killed and started again. It never computes for long."""
 ROUTER_PROBE_S = 1.0
 CLAIM, CLAIM_WATCH, ENGINE, PORT, DISK, METRICS = "claim", "claim watch", "engine", "port", "disk", "metrics"
-LOGS, RAY, PLACER = "logs", "ray", "placer"
+LOGS, RAY, PLACEMENT = "logs", "ray", "placement"
 ROUTER, ROUTER_WATCH = "router", "router watch"
 SIDECAR = "sidecar"
 """Names of parts."""
@@ -127,23 +127,24 @@ class OwnProcesses:
             **self._offline,
             **(environment or {}),
         }
-        self._placer: SupervisedProcess | None = None
+        self._placement: SupervisedProcess | None = None
 
     def engine(self, needs: tuple[str, ...]) -> Part:
         return self._part(self._process(ENGINE, "skyrl.training.engine.main"), needs, ENGINE_GRACE_S)
 
-    def placer(self, needs: tuple[str, ...]) -> Part:
+    def placement(self, needs: tuple[str, ...]) -> Part:
         """The process that runs the vLLMs on a Ray cluster."""
-        self._placer = self._process(PLACER, "skyrl.cli.ray_placement.main")
-        return self._part(self._placer, needs, PLACER_GRACE_S)
+        self._placement = self._process(PLACEMENT, "skyrl.cli.ray_placement.main")
+        return self._part(self._placement, needs, PLACEMENT_GRACE_S)
 
     def ray_head(self, cluster: LocalCluster, devices: Sequence[str], needs: tuple[str, ...]) -> Part:
-        """The Ray cluster of this machine. When it ends, its vLLMs end, and their placer is started again."""
+        """The Ray cluster of this machine. When it ends, its vLLMs end, and their placement process is started
+        again."""
 
         def ended(code: int) -> None:
             logger.error("Ray has ended with %d, and with it all that ran on it", code)
-            if self._placer is not None and self._placer.pid is not None:
-                self._placer.kill(self._placer.pid)
+            if self._placement is not None and self._placement.pid is not None:
+                self._placement.kill(self._placement.pid)
             cause = cause_of_vllm(code, process.log_tail(TAIL_LINES))
             sentence = None if cause is None else Cause(f"Ray cannot start: {cause.sentence}", cause.final)
             self._first_ready.ended(RAY, code, sentence)

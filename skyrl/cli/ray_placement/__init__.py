@@ -1,1 +1,1 @@
-"""The placer: the process that places a server's vLLMs on the nodes of a Ray cluster."""
+"""The placement process, which places a server's vLLMs on the nodes of a Ray cluster."""

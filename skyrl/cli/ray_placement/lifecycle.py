@@ -1,4 +1,5 @@
-"""The life of a placer: starts its servers, finds out when none can start or the cluster is away, and stops them."""
+"""What a placement process does: starts its servers, finds out when none can start or the cluster is away, and stops
+them."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 AWAY_S = 15.0
-"""The placer ends, and is started again, when the cluster's head has refused connections for this long."""
+"""The placement process ends, and is started again, when the cluster's head has refused connections for this long."""
 
 
 class Starts:
-    """Finds out when no vLLM can ever start. Then the placer ends, as a vLLM's failure ends the start of a server
-    without Ray. Once a vLLM has answered, a vLLM that cannot start is tried for ever: others may be in use."""
+    """Finds out when no vLLM can ever start. Then the placement process ends, as a vLLM's failure ends the start of a
+    server without Ray. Once a vLLM has answered, a vLLM that cannot start is tried for ever: others may be in use."""
 
     def __init__(self) -> None:
         self.servers: Sequence[ServerParts] = ()
@@ -137,9 +138,10 @@ def end(code: int, sentence: str) -> None:
 
 
 def live(run: Callable[[Runtime], Coroutine[None, None, None]], outage: Callable[[Exception], str | None]) -> None:
-    """The process of a placer: connects to Ray, and runs `run` until it returns. `outage` is as in `run_process`."""
+    """A placement process: connects to Ray, and runs `run` until it returns. `outage` is as in
+    `run_process`."""
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level, runtime.config.log_format, "placer")
+    set_up_process(runtime.config.log_level, runtime.config.log_format, "placement")
 
     def place() -> None:
         assert runtime.ray_address is not None
@@ -148,4 +150,4 @@ def live(run: Callable[[Runtime], Coroutine[None, None, None]], outage: Callable
         logging.shutdown()
         os._exit(0)  # the connection to Ray ends with the process; ray.shutdown would wait for the head
 
-    run_process("the placer", place, outage)
+    run_process("the placement process", place, outage)

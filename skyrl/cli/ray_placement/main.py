@@ -1,4 +1,4 @@
-"""The placer's process: a driver of the Ray cluster that keeps the server's vLLMs running on it.
+"""The placement process's process: a driver of the Ray cluster that keeps the server's vLLMs running on it.
 
 Writes where each vLLM runs into the database, for the engine and the API processes. Neither the launcher nor the engine
 is the driver: Ray ends a driver's actors with the driver, and may end the driver when the cluster's head is away.
@@ -33,7 +33,7 @@ async def run(runtime: Runtime) -> None:
         placement = RayPlacement(runtime.config.state_dir / "logs", publisher.changed)
         publisher.servers = placement.servers
         publishing_rows = asyncio.create_task(publisher.run())
-        async with publishing(metrics.registry, "placer", runtime.metrics_directory) as published:
+        async with publishing(metrics.registry, "placement", runtime.metrics_directory) as published:
             kind = KINDS[VLLM](runtime.config, runtime.inference_api_key or "")
             starts.servers = server_parts(runtime, kind, placement, starts, metrics)
             beside = (metrics.lag.run, *_vllm_metrics(runtime, starts, published))

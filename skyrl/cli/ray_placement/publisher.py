@@ -32,7 +32,7 @@ class ServersPublisher:
         self._has_changed.set()
 
     async def run(self) -> None:
-        """Write each change until cancelled. The rows of a placer that was killed are replaced at once."""
+        """Write each change until cancelled. The rows of a placement process that was killed are replaced at once."""
         rounds = Rounds("writing where the vLLMs run", RETRY_S)
         while True:
             await self._has_changed.wait()
@@ -60,7 +60,7 @@ class ServersPublisher:
                 rounds.went_well()
 
     async def clear(self) -> None:
-        """No vLLM runs any more. A failure is logged: the next placer replaces the rows."""
+        """No vLLM runs any more. A failure is logged: the next placement process replaces the rows."""
         try:
             await self._write([])
         except Exception as error:

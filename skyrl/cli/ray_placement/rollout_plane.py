@@ -1,9 +1,10 @@
-"""The placer of `skyrl rollout`: keeps the plane's vLLMs and their sidecars running on a Ray cluster, and tells the
-plane's router of them.
+"""The placement process of `skyrl rollout`: keeps the plane's vLLMs and their sidecars running on a Ray cluster, and
+tells the plane's router of them.
 
 A vLLM that starts after the weights were changed, or meanwhile, has its first weights, wherever it starts: its sidecar
-is told so, and answers no client until an update. Two files in the plane's directory are for the next placer, if this
-one is killed: UPDATED remembers that the weights were changed, REGISTERED which sidecars the router was told of.
+is told so, and answers no client until an update. Two files in the plane's directory are for the next placement
+process, if this one is killed: UPDATED remembers that the weights were changed, REGISTERED which sidecars the router
+was told of.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Workers:
         self._file = directory / REGISTERED
         self._registered: set[str] = set()
         self._left = set(json.loads(self._file.read_text())) if self._file.exists() else set[str]()
-        """Sidecars that have ended and that the router may still have: those of a placer that was killed, and those
-        whose end the router could not be told."""
+        """Sidecars that have ended and that the router may still have: those of a placement process that was killed,
+        and those whose end the router could not be told."""
         self._have_changed = self._updated.exists()
         """Some vLLM of the plane got new weights."""
         self._is_disk_bad = False
@@ -124,7 +125,7 @@ class Workers:
             self._updated.touch()
         except OSError as error:
             if not self._is_disk_bad:
-                logger.warning("%s cannot be written; the next placer needs it: %s", self._updated, error)
+                logger.warning("%s cannot be written; the next placement process needs it: %s", self._updated, error)
             self._is_disk_bad = True
         else:
             self._is_disk_bad = False
@@ -192,7 +193,7 @@ async def run(runtime: Runtime) -> None:
     workers = Workers(runtime.inference_url, admin_key or client_key, runtime.directory)
     kind = PlaneVllm(runtime.config, runtime.inference_api_key or "", client_key=client_key, admin_key=admin_key)
     try:
-        async with publishing(metrics.registry, "placer", runtime.metrics_directory):
+        async with publishing(metrics.registry, "placement", runtime.metrics_directory):
             starts.servers = server_parts(runtime, kind, placement, starts, metrics)
             serving = [partial(_serve, workers, parts) for parts in starts.servers]
             hopeless = await run_servers(runtime.ray_address, starts, (metrics.lag.run, workers.remove_left, *serving))

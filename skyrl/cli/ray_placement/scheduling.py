@@ -1,7 +1,7 @@
 """The placement of inference servers on a Ray cluster: asks Ray for resources and actors, and turns its errors
 into Lost.
 
-The only module of the placer that imports Ray. `ray_server` decides what is started where and when.
+The only module of the placement process that imports Ray. `ray_server` decides what is started where and when.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Around the sidecar of a placed vLLM: the route by which its placer learns of updates, and tells of those before.
+"""Around the sidecar of a placed vLLM: the route by which its placement process learns of updates, and tells of those
+before.
 
-A vLLM that starts has its first weights, and its sidecar started with it. Only the placer knows whether the vLLMs were
-updated meanwhile, perhaps on a node that is gone.
+A vLLM that starts has its first weights, and its sidecar started with it. Only the placement process knows whether the
+vLLMs were updated meanwhile, perhaps on a node that is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from skyrl.runtime.web.admin import AdminKey
 PATH = "/placed"
 
 
-class PlacersRoute:
+class PlacementRoute:
     """An ASGI application around the sidecar. `GET /placed` answers `{"updated": bool}`: whether this vLLM got new
     weights. `POST /placed` says that others got some before it started: it is not healthy until it is updated. Both
     need the admin key."""

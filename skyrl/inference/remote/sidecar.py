@@ -17,7 +17,7 @@ from skyrl.inference.remote.base_model import base_directory
 from skyrl.inference.remote.cache import SCRATCH, NodeCache
 from skyrl.inference.remote.files import NodeFiles
 from skyrl.inference.remote.placed_sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
-from skyrl.inference.remote.placement_route import PlacersRoute
+from skyrl.inference.remote.placement_route import PlacementRoute
 from skyrl.inference.remote.settings import API_KEY, STORE, NodeSettings
 from skyrl.inference.remote.versions import StoredVersions
 from skyrl.inference.sidecar.main import run_sidecar
@@ -45,11 +45,11 @@ class KeyNeeded:
 
 
 def around(sidecar: Any, placed: PlacedSidecar, values: Mapping[str, str]) -> App:
-    """What is around a `skyrl.inference.sidecar.app.Sidecar`: the placer's route, the node's cache if the environment
-    names a checkpoint store, and the keys."""
+    """What is around a `skyrl.inference.sidecar.app.Sidecar`: the placement process's route, the node's cache if the
+    environment names a checkpoint store, and the keys."""
     admin, client = values.get(ADMIN_KEY), values.get(CLIENT_KEY)
     updates: Updates = sidecar.updates
-    app: App = PlacersRoute(sidecar, updates, AdminKey(admin))
+    app: App = PlacementRoute(sidecar, updates, AdminKey(admin))
     if STORE in values:
         settings = NodeSettings.from_environment(values)
         store = store_at(settings.store, settings.store_options, settings.cache / SCRATCH)

@@ -40,7 +40,7 @@ class PromptScores:
         """The number of appended rows: first the cells, then the draws of each position."""
         return len(self.rows) + self.draws * (prompt_tokens - 1)
 
-    def to_xargs(self) -> dict[str, str | int]:
+    def to_extra_args(self) -> dict[str, str | int]:
         """Cells are base64 text, because vLLM reads every element of a list four times."""
         xargs: dict[str, str | int] = {}
         if len(self.rows):
@@ -53,7 +53,9 @@ class PromptScores:
         return xargs
 
     @classmethod
-    def from_xargs(cls, xargs: Mapping[str, Any] | None, prompt_tokens: int, vocab_size: int) -> PromptScores | None:
+    def from_extra_args(
+        cls, xargs: Mapping[str, Any] | None, prompt_tokens: int, vocab_size: int
+    ) -> PromptScores | None:
         """None without cells and draws. Raises ValueError for xargs that are invalid for this prompt."""
         if not xargs or not (_CELLS in xargs or _DRAWS in xargs):
             return None

@@ -83,7 +83,7 @@ def scored_prompt(
     if prompt is None:
         return None
     try:
-        requested = PromptScores.from_xargs(xargs, len(prompt), vocab_size)
+        requested = PromptScores.from_extra_args(xargs, len(prompt), vocab_size)
     except ValueError as error:
         logger.error("a request's vllm_xargs are ignored: %s", error)
         return None

@@ -26,7 +26,7 @@ SLOT_ENV = "SKYRL_API_SLOT"
 SIDECAR_ENV = "SKYRL_SIDECAR_NUMBER"
 """The number of a sidecar, and of its vLLM, within its server: 0, 1, ..."""
 PLACED = "placed.json"
-"""The file in `Runtime.directory` in which the placer of a plane says what each of its vLLMs does."""
+"""The file in `Runtime.directory` in which the placement process of a plane says what each of its vLLMs does."""
 SOCKETS_ENV = "SKYRL_API_SOCKETS"
 """The file descriptors of the sockets from which an API process accepts connections."""
 

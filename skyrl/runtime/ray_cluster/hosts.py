@@ -2,10 +2,10 @@
 the server does, and ends them.
 
 A sidecar that ends is started again; with the server it is ended. When it ends soon after each start, the server is
-ended too: the server's next start gives it another port. Otherwise the actor decides nothing: the placer starts a
-server again, or elsewhere. The kernel ends the server when the actor ends. The actor ends by itself when nobody has
-asked it for UNASKED_S: a node that was cut off from the cluster must not run a server for ever that another node has
-replaced.
+ended too: the server's next start gives it another port. Otherwise the actor decides nothing: the placement process
+starts a server again, or elsewhere. The kernel ends the server when the actor ends. The actor ends by itself when
+nobody has asked it for UNASKED_S: a node that was cut off from the cluster must not run a server for ever that another
+node has replaced.
 """
 
 from __future__ import annotations

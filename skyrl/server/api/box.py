@@ -60,7 +60,7 @@ async def box(services: Services, caller: Caller) -> dict[str, Any]:
         ],
         "pending": pending,
         "models": _models(activity),
-        "adapters": {"servable": servable, "places": services.standings.places},
+        "adapters": {"servable": servable, "places": services.statuses.places},
         "quotas": services.quotas.counts(),
         "disk": {"free_bytes": used.free, "total_bytes": used.total},
         "database_bytes": await asyncio.to_thread(services.database.size),

@@ -34,7 +34,7 @@ from skyrl.server.openai.models import ModelNames
 from skyrl.server.openai.service import OpenAIService, Passage
 from skyrl.server.quotas.limits import Bounds, QuotaLimits
 from skyrl.server.quotas.tenants import Quotas
-from skyrl.server.request_status.finding import Standings
+from skyrl.server.request_status.finding import StatusFinder
 from skyrl.server.sampling.admission import Admission
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import EngineEndpoint, FixedEndpoint
@@ -211,7 +211,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         usage=Usage(database),
         traces=Traces(database),
         quotas=quotas,
-        standings=Standings(
+        statuses=StatusFinder(
             database,
             sampling,
             quotas,

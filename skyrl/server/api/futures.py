@@ -49,10 +49,10 @@ async def _try_again(services: Services, waits: LimitedLog, request_id: str, ten
     answer = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
     with suppress(KeyError):  # its session has ended just now: the next poll tells
         kind = await services.futures.kind_of(request_id, tenant)
-        standing = await services.standings.of_request(request_id, kind, tenant)
-        if standing.state != "active":
-            waits.say(logging.INFO, tenant, f"tenant {tenant[:8]} waits: {standing.sentence}", request_id)
-        answer |= {"queue_state": standing.state, "queue_state_reason": standing.sentence}
+        status = await services.statuses.of_request(request_id, kind, tenant)
+        if status.state != "active":
+            waits.say(logging.INFO, tenant, f"tenant {tenant[:8]} waits: {status.sentence}", request_id)
+        answer |= {"queue_state": status.state, "queue_state_reason": status.sentence}
     return reply(answer, 408)
 
 

@@ -91,7 +91,7 @@ class Overview:
         return {"version": __version__, "ready": ready, "reasons": reasons, "scopes": sorted(self._scopes)}
 
     def _run(self, run: Run) -> dict[str, Any]:
-        standing = self._services.standings.of_run(run)
+        status = self._services.statuses.of_run(run)
         return {
             "id": run.id,
             "session_id": run.session_id,
@@ -99,8 +99,8 @@ class Overview:
             "base_model": run.base_model,
             "lora_rank": run.lora_rank,
             "living": run.is_living,
-            "state": standing.state,
-            "sentence": standing.sentence,
+            "state": status.state,
+            "sentence": status.sentence,
             "steps": run.steps,
             "last_step": None if run.last is None else _step(run.last),
             "samples_in_flight": run.samples_in_flight,

@@ -22,7 +22,7 @@ from skyrl.server.openai.in_flight import InFlight
 from skyrl.server.openai.models import ModelNames
 from skyrl.server.openai.service import OpenAIService
 from skyrl.server.quotas.tenants import Quotas
-from skyrl.server.request_status.finding import Standings
+from skyrl.server.request_status.finding import StatusFinder
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.loaded_weights import LoadedWeights
 from skyrl.server.sampling.service import SampleService
@@ -70,7 +70,7 @@ class Services:
     usage: Usage
     traces: Traces
     quotas: Quotas
-    standings: Standings
+    statuses: StatusFinder
     metrics: ApiMetrics
     published_metrics: MetricsDirectory
     """Where all processes of the server publish their metrics."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.kinds import Kind
-from skyrl.server.request_status.status import Standing, active, counted, duration, paused, paused_by_quota
+from skyrl.server.request_status.status import RequestStatus, active, counted, duration, paused, paused_by_quota
 from skyrl.storage.db.commands import PendingCommand
 
 _AT_WORK = (WaitsFor.NOTHING, WaitsFor.TURN)
 """Models in these states take part in the turns."""
 
 
-def of_command(command: PendingCommand, activity: EngineActivity, now: float) -> Standing:
+def of_command(command: PendingCommand, activity: EngineActivity, now: float) -> RequestStatus:
     """`activity` is that of an engine that runs. `now` is in seconds since the epoch."""
     model = activity.models.get(command.model_id)
     if model is None:  # it has arrived since the engine last told what it does
@@ -24,11 +24,11 @@ def of_command(command: PendingCommand, activity: EngineActivity, now: float) ->
     before = len(command.before)
     waits = of_model(command.model_id, activity, now, command.before)
     if before and model.waits_for is not WaitsFor.GAP:
-        return Standing(waits.state, f"{counted(before, 'earlier command')} of this model first: {waits.sentence}")
+        return RequestStatus(waits.state, f"{counted(before, 'earlier command')} of this model first: {waits.sentence}")
     return waits
 
 
-def of_model(model_id: str, activity: EngineActivity, now: float, before: Sequence[Kind] = ()) -> Standing:
+def of_model(model_id: str, activity: EngineActivity, now: float, before: Sequence[Kind] = ()) -> RequestStatus:
     """Where a model's next command stands. `before` are commands of the model that come before the command for whose
     start the estimate is. The engine told its activity a few seconds ago, so of a command that runs this says when it
     began, and not that it still runs."""

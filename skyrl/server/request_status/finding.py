@@ -10,16 +10,16 @@ from skyrl.base.types.activity import EngineActivity
 from skyrl.base.types.kinds import Kind
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.request_status.commands import of_command
-from skyrl.server.request_status.runs import RunStanding, of_run
+from skyrl.server.request_status.runs import RunStatus, of_run
 from skyrl.server.request_status.samples import of_colocated, of_elsewhere, of_forwarded
-from skyrl.server.request_status.status import Standing, active, paused, paused_by_quota
+from skyrl.server.request_status.status import RequestStatus, active, paused, paused_by_quota
 from skyrl.server.sampling.service import SampleService
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.runs import Run
 
 
-class Standings:
+class StatusFinder:
     """`activity` returns what the engine told last, and `trouble` why the engine cannot train now, or None. `places` is
     how many adapters the inference servers run at a time; None if that is unknown. `away` returns why no inference
     server runs, if that is known."""
@@ -45,7 +45,7 @@ class Standings:
         self._session_timeout_s = session_timeout_s
         self._away = away
 
-    async def of_request(self, request_id: str, kind: Kind, tenant: str) -> Standing:
+    async def of_request(self, request_id: str, kind: Kind, tenant: str) -> RequestStatus:
         """Where a pending request of the tenant stands."""
         if self._quotas.in_use:
             started = self._sampling.forwards(request_id)
@@ -60,17 +60,17 @@ class Standings:
         command = await self._database.read_async(lambda c: rows.pending_command(c, request_id))
         return active("it has just ended") if command is None else of_command(command, self._activity(), time.time())
 
-    def of_run(self, run: Run) -> RunStanding:
+    def of_run(self, run: Run) -> RunStatus:
         """Where a run stands."""
         return of_run(run, self._activity(), self._of_trouble(), time.time(), self._session_timeout_s)
 
-    def _of_sample(self, request_id: str) -> Standing:
+    def _of_sample(self, request_id: str) -> RequestStatus:
         progress = self._sampling.progress(request_id)
         if progress is None:
             return of_elsewhere(self._activity(), time.time())
         return of_forwarded(progress, self._sampling.adapters_in_flight(), self.places, self._away())
 
-    def _of_trouble(self) -> Standing | None:
+    def _of_trouble(self) -> RequestStatus | None:
         """What all training commands wait for while the engine cannot train."""
         if (trouble := self._trouble()) is None:
             return None

@@ -7,7 +7,7 @@ from typing import Literal
 
 from skyrl.base.types.activity import EngineActivity
 from skyrl.server.request_status.commands import of_model
-from skyrl.server.request_status.status import Standing, counted, duration
+from skyrl.server.request_status.status import RequestStatus, counted, duration
 from skyrl.storage.db.runs import Run
 
 IDLE_S = 5.0
@@ -28,7 +28,7 @@ _STATES: dict[str, RunState] = {
 
 
 @dataclass(frozen=True, slots=True)
-class RunStanding:
+class RunStatus:
     """The sentence begins with a small letter, ends without a full stop, and names no other tenant."""
 
     state: RunState
@@ -36,27 +36,25 @@ class RunStanding:
 
 
 def of_run(
-    run: Run, activity: EngineActivity, trouble: Standing | None, now: float, session_timeout_s: float
-) -> RunStanding:
+    run: Run, activity: EngineActivity, trouble: RequestStatus | None, now: float, session_timeout_s: float
+) -> RunStatus:
     """`trouble` is what all commands wait for while the engine cannot train. `now` is in seconds since the epoch."""
     if run.status == "failed":
-        return RunStanding("failed", "the model could not be made or restored")
+        return RunStatus("failed", "the model could not be made or restored")
     if not run.is_living:
-        return RunStanding("ended", f"the client sent its last command {duration(now - run.last_request_at)} ago")
+        return RunStatus("ended", f"the client sent its last command {duration(now - run.last_request_at)} ago")
     silent_s = now - run.heartbeat_at
     if silent_s > SILENT_S:
         left = duration(max(0.0, session_timeout_s - silent_s))
-        return RunStanding(
-            "silent", f"the client was last heard of {duration(silent_s)} ago; its session ends in {left}"
-        )
+        return RunStatus("silent", f"the client was last heard of {duration(silent_s)} ago; its session ends in {left}")
     if trouble is not None:
-        return RunStanding(_STATES[trouble.state], trouble.sentence)
+        return RunStatus(_STATES[trouble.state], trouble.sentence)
     if run.id in activity.models:
-        standing = of_model(run.id, activity, now)
-        return RunStanding(_STATES[standing.state], standing.sentence)
+        status = of_model(run.id, activity, now)
+        return RunStatus(_STATES[status.state], status.sentence)
     if run.samples_in_flight:
-        return RunStanding("working", f"{counted(run.samples_in_flight, 'sample')} in flight")
+        return RunStatus("working", f"{counted(run.samples_in_flight, 'sample')} in flight")
     idle_s = now - run.last_request_at
     if idle_s < IDLE_S:
-        return RunStanding("working", f"the client sent a command {duration(idle_s)} ago")
-    return RunStanding("idle", f"the client sent its last command {duration(idle_s)} ago")
+        return RunStatus("working", f"the client sent a command {duration(idle_s)} ago")
+    return RunStatus("idle", f"the client sent its last command {duration(idle_s)} ago")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from skyrl.base.types.activity import EngineActivity, WaitsFor
-from skyrl.server.request_status.status import Standing, active, counted, duration, paused
+from skyrl.server.request_status.status import RequestStatus, active, counted, duration, paused
 from skyrl.server.sampling.progress import SampleProgress, SampleWait
 
 LONG_S = 2.0
 """An adapter that has waited less than this has not waited for a place."""
 
 
-def of_forwarded(progress: SampleProgress, adapters: int, places: int | None, away: str = "") -> Standing:
+def of_forwarded(progress: SampleProgress, adapters: int, places: int | None, away: str = "") -> RequestStatus:
     """A sample that this process forwards. `adapters` are sampled from now, and the inference servers run `places`
     adapters at a time; None if that is unknown. `away`: why no inference server runs, if that is known."""
     waited = duration(progress.for_s)
@@ -37,7 +37,7 @@ def of_forwarded(progress: SampleProgress, adapters: int, places: int | None, aw
     return active(f"the inference server has had the sample for {waited}")
 
 
-def of_elsewhere(activity: EngineActivity, now: float) -> Standing:
+def of_elsewhere(activity: EngineActivity, now: float) -> RequestStatus:
     """A sample that another process of the server forwards."""
     if activity.inference_away_since is not None:
         away = duration(now - activity.inference_away_since)
@@ -45,7 +45,7 @@ def of_elsewhere(activity: EngineActivity, now: float) -> Standing:
     return active("another process of the server forwards the sample")
 
 
-def of_colocated(activity: EngineActivity) -> Standing:
+def of_colocated(activity: EngineActivity) -> RequestStatus:
     """A sample that the engine runs between turns of training."""
     trains = any(model.waits_for is WaitsFor.NOTHING for model in activity.models.values())
     if trains:

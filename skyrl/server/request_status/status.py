@@ -10,7 +10,7 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RequestStatus:
     """`state` is the same for as long as a model or a sampler waits for the same thing: the SDK counts time from the
     last change of the state. `sentence` begins with a small letter and ends without a full stop, because the SDK writes
     it into a sentence of its own. Neither names another tenant."""
@@ -19,19 +19,19 @@ class Standing:
     sentence: str
 
 
-def active(sentence: str) -> Standing:
+def active(sentence: str) -> RequestStatus:
     """The request is being worked on."""
-    return Standing("active", sentence)
+    return RequestStatus("active", sentence)
 
 
-def paused(sentence: str) -> Standing:
+def paused(sentence: str) -> RequestStatus:
     """The request waits for something that the server does or lacks."""
-    return Standing("paused_capacity", sentence)
+    return RequestStatus("paused_capacity", sentence)
 
 
-def paused_by_quota(sentence: str) -> Standing:
+def paused_by_quota(sentence: str) -> RequestStatus:
     """The request waits because its tenant's quota is used up."""
-    return Standing("paused_rate_limit", sentence)
+    return RequestStatus("paused_rate_limit", sentence)
 
 
 def duration(seconds: float) -> str:

@@ -120,7 +120,7 @@ def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
     if job.wants_prompt:
         params["prompt_logprobs"] = job.topk_prompt
     if scores is not None:
-        params["vllm_xargs"] = scores.to_xargs()
+        params["vllm_xargs"] = scores.to_extra_args()
     if priority is not None:
         params["priority"] = priority
     if job.topk_sample:

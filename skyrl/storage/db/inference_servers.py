@@ -1,4 +1,5 @@
-"""The inference servers on a Ray cluster: the placer writes where each runs, the engine and the API processes read it.
+"""The inference servers on a Ray cluster: the placement process writes where each runs, the engine and the API
+processes read it.
 
 Each server (`owner`) has rows of its own. A row says where a server process runs, not whether it is ready.
 """

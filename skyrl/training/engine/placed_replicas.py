@@ -1,4 +1,4 @@
-"""Keeps the engine's group of replicas equal to the vLLMs that the placer has started on the Ray cluster.
+"""Keeps the engine's group of replicas equal to the vLLMs that the placement process has started on the Ray cluster.
 
 A vLLM that comes up elsewhere has another URL, or its sidecar has: the old replica is removed, and a new one added.
 Does not know which replicas are ready: `EngineGroup` finds that out.
