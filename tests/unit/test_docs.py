@@ -99,3 +99,33 @@ def test_the_routes_that_the_reading_order_names_exist() -> None:
         text = "\n".join(file.read_text() for file in files)
         for name in filter(None, (first, second)):
             assert re.search(rf"\b(?:def|class) {name}\b", text), f"{name} in {path}"
+
+
+DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
+PARTS = ["What.", "Why.", "Alternatives.", "Price."]
+
+
+def words(text: str) -> int:
+    """Words and numbers, without the strokes of tables and lists."""
+    return len(re.findall(r"\S*\w\S*", text))
+
+
+def test_strokes_of_tables_and_lists_are_no_words() -> None:
+    assert words("# A title\n\n| a | 0.5 s |\n|---|---|\n\n- One line: 8 × 128.\n") == 9
+
+
+def test_there_are_at_most_forty_decision_pages() -> None:
+    assert 1 < len(DECISIONS) <= 40
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_page_fits_one_screen_and_has_the_same_parts(page: Path) -> None:
+    text = page.read_text()
+    assert words(text) <= 250
+    if page.name != "index.md":
+        assert re.findall(r"^\*\*([A-Z]\w+\.)\*\*", text, flags=re.M) == PARTS
+
+
+def test_the_index_of_decisions_names_every_page_once() -> None:
+    named = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs/decisions/index.md").read_text())
+    assert sorted(named) == [page.name for page in DECISIONS if page.name != "index.md"]

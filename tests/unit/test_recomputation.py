@@ -187,8 +187,8 @@ def test_a_failed_attempt_that_was_measured_frees_what_it_kept(monkeypatch: pyte
     """The second attempt has the memory of the first."""
     backend = make_backend()
     backend.create_model("m", spec())
-    before = [weakref.ref(tensor.untyped_storage()) for tensor in backend._base.packed.state_dict().values()]
-    weights = {backend._adapters["m"].weights.untyped_storage().data_ptr()} | {ref().data_ptr() for ref in before}
+    tensors = [backend._adapters["m"].weights, *backend._base.packed.state_dict().values()]
+    weights = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     made: list[weakref.ref[torch.UntypedStorage]] = []
     left: list[int] = []
 

@@ -124,7 +124,7 @@ class Engine:
 
         If passes are not merged, a share belongs to one model. Alternating between models command by command would
         finish all tenants at the same late moment; from then on they would all train, and all sample, at the same time
-        (docs/decisions/shares.md).
+        (docs/decisions/fair-shares.md).
         """
         ready = self._scheduler.ready_models()
         if self._merges_passes:
