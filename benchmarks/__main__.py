@@ -1,6 +1,6 @@
 """Runs every benchmark: prints the table, writes JSON with the raw results and an HTML report with plots.
 
-Usage: python -m benchmarks [--quick] [--only ROW ...] [--compare URL] [--out DIRECTORY]
+Usage: python -m benchmarks [--quick] [--only ROW ...] [--out DIRECTORY]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import tinker
@@ -19,15 +20,13 @@ from benchmarks import affinity, machine, radix, routers, rows_forwarding, rows_
 from benchmarks.calibration import calibrate
 from benchmarks.report import bench_page
 from benchmarks.series import without_nan
-from benchmarks.stage import MODEL, NullUpstream, Other, Stage
+from benchmarks.stage import NullUpstream, Stage
 from benchmarks.table import Row, text_table
 from skyrl.cli.demo.server import ServerFailed
 
 STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "latency": rows_forwarding.latency,
-    "throughput-64": rows_forwarding.throughput_64,
-    "throughput-512": rows_forwarding.throughput_512,
-    "throughput-2048": rows_forwarding.throughput_2048,
+    **{f"throughput-{number}": partial(rows_forwarding.throughput, in_flight=number) for number in (64, 512, 2048)},
     "delayed": rows_forwarding.delayed,
     "sequences": rows_forwarding.sequences,
     "sdk": rows_forwarding.sdk,
@@ -44,24 +43,13 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "weights": weights.compare,
 }
 DISTURBED_CORES = 0.3
-RESULTS = Path("out/bench")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short windows: two to three minutes, rougher")
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="ROW", help=f"of: {', '.join(STEPS)}")
-    parser.add_argument("--compare", metavar="URL", help="also send the load to this Tinker-compatible server")
-    parser.add_argument("--api-key", default="tml-bench", help="API key for the --compare server")
-    parser.add_argument("--base-model", default=MODEL, help="name of the model on the --compare server")
-    parser.add_argument(
-        "--upstream-port",
-        type=int,
-        help="port of the null upstream, so that the --compare server can forward to the same upstream",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="directory for bench.json and bench.html (default: out/bench)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="directory for bench.json and bench.html")
     return parser.parse_args()
 
 
@@ -86,11 +74,8 @@ def main() -> None:
     options = _arguments()
     began = time.perf_counter()
     facts = machine.facts()
-    with NullUpstream(options.upstream_port) as upstream:
-        other = Other(options.compare, options.api_key, options.base_model) if options.compare else None
-        stage = Stage(
-            upstream, options.quick, facts["calibration_cpu_s"], other, exact_other=options.upstream_port is not None
-        )
+    with NullUpstream() as upstream:
+        stage = Stage(upstream, options.quick, facts["calibration_cpu_s"])
         rows = run(stage, options.only or list(STEPS))
     facts |= {
         "calibration_after_cpu_s": calibrate(),

@@ -9,11 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,15 +18,14 @@ import aiohttp
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.stage import Stage, wait_ready
+from benchmarks.stage import Stage, rollout, router
 from benchmarks.table import Row, Target
 from skyrl.base.tiny import model_path
-from skyrl.runtime.processes.ports import free_port
-from skyrl.runtime.processes.supervision import dies_with_parent
 
 REPLICAS, SLOTS, ADAPTERS = 2, 4, 8
 CLIENTS_PER_ADAPTER = 4
 TOKENS = 48
+OPTIONS = {"trainer.policy.model.lora.max_loras": SLOTS, "trainer.policy.model.lora.max_cpu_loras": ADAPTERS}
 POLICIES = ("round_robin", "adapter_affinity")
 
 
@@ -49,22 +45,6 @@ def make_adapter(directory: Path, seed: int) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(facts | {"base_model_name_or_path": "tiny"}))
 
 
-@contextmanager
-def plane(directory: Path) -> Generator[list[str]]:
-    """The sidecars of a `skyrl rollout` with REPLICAS vLLMs."""
-    port = free_port()
-    options = {"trainer.policy.model.lora.max_loras": SLOTS, "trainer.policy.model.lora.max_cpu_loras": ADAPTERS}
-    command = (sys.executable, "-m", "skyrl.cli.main", "rollout", "--num-engines", str(REPLICAS), "--port", str(port))
-    flags = ("--state-dir", str(directory / "plane"), "--backend-config", json.dumps(options))
-    process = subprocess.Popen(dies_with_parent((*command, *flags)), stderr=subprocess.DEVNULL)
-    try:
-        wait_ready(f"http://127.0.0.1:{port}/readyz", 300)
-        yield asyncio.run(_sidecars(f"http://127.0.0.1:{port}"))
-    finally:
-        process.terminate()
-        process.wait()
-
-
 async def _sidecars(url: str) -> list[str]:
     async with aiohttp.ClientSession() as session:
         while True:
@@ -73,19 +53,6 @@ async def _sidecars(url: str) -> list[str]:
             if all(worker["is_healthy"] for worker in workers):
                 return [worker["url"] for worker in workers]
             await asyncio.sleep(0.2)
-
-
-@contextmanager
-def router(policy: str, workers: list[str]) -> Generator[str]:
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = (sys.executable, "-m", "skyrl.cli.main", "router", "--port", str(port), "--policy", policy)
-    process = subprocess.Popen(dies_with_parent((*command, "--worker", *workers)), stderr=subprocess.DEVNULL)
-    try:
-        wait_ready(f"{url}/readyz")
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def load(url: str, seconds: float) -> float:
@@ -125,8 +92,9 @@ def compare(stage: Stage) -> list[Row]:
         directory = Path(stack.enter_context(TemporaryDirectory()))
         for number in range(ADAPTERS):
             make_adapter(directory / f"adapter-{number}", number)
-        sidecars = stack.enter_context(plane(directory))
-        urls = {policy: stack.enter_context(router(policy, sidecars)) for policy in POLICIES}
+        plane = stack.enter_context(rollout(directory / "plane", "tiny", REPLICAS, OPTIONS))
+        sidecars = asyncio.run(_sidecars(plane))
+        urls = {policy: stack.enter_context(router(*sidecars, flags=("--policy", policy))) for policy in POLICIES}
         asyncio.run(load_adapters(urls[POLICIES[0]], directory))
         for policy in POLICIES:  # warm up
             asyncio.run(load(urls[policy], 1.0))

@@ -17,10 +17,8 @@ REMEMBERED = 100_000
 class AnswerCheck:
     """Decodes and compares each new answer. Bytes that were good once are recognised and not decoded again."""
 
-    def __init__(self, sequences: int, max_tokens: int, exact: bool) -> None:
-        """`exact`: the null upstream generates the answers, so the tokens are known. Otherwise only their number is
-        checked."""
-        self._sequences, self._max_tokens, self._exact = sequences, max_tokens, exact
+    def __init__(self, sequences: int, max_tokens: int) -> None:
+        self._sequences, self._max_tokens = sequences, max_tokens
         self._good: set[tuple[int, bytes]] = set()
 
     def problem(self, variant: int, answer: bytes) -> str | None:
@@ -45,20 +43,17 @@ class AnswerCheck:
         for tokens, logprobs in sequences:
             if len(tokens) != logprobs or not tokens:
                 return f"{len(tokens)} tokens with {logprobs} logprobs"
-            if self._exact and tokens != expected:
+            if tokens != expected:
                 return "tokens of another request" if len(tokens) == self._max_tokens else f"{len(tokens)} tokens"
         return None
 
 
 def _decoded(answer: bytes) -> list[tuple[list[int], int]] | str:
-    """Tokens and number of logprobs of each sequence in a completion, a protobuf result or a JSON result. For a failure
-    the error."""
+    """Tokens and number of logprobs of each sequence in a completion or a protobuf result. For a failure the error."""
     if not answer.startswith(b"{"):
         response = pb.SampleResponse.FromString(answer)
         return [(np.frombuffer(s.tokens, np.int32).tolist(), len(s.logprobs) // 4) for s in response.sequences]
     body: dict[str, Any] = json.loads(answer)
     if "error" in body:
         return f"failed: {str(body['error'])[:80]}"
-    if "choices" in body:
-        return [(choice["token_ids"], len(choice["logprobs"]["token_logprobs"])) for choice in body["choices"]]
-    return [(sequence["tokens"], len(sequence["logprobs"])) for sequence in body["sequences"]]
+    return [(choice["token_ids"], len(choice["logprobs"]["token_logprobs"])) for choice in body["choices"]]

@@ -5,9 +5,8 @@ The measured window begins and ends when a multiple of the samples in flight has
 done at its begin cost as much as those at its end, and every sample that is counted was paid for once.
 
 `direct` posts to the upstream's /v1/completions; `tinker` posts asample and then retrieve_future until there is a
-result; `one-poll` learns of all ended samples by retrieve_futures. After 429 the load waits and tries again, after 408
-it polls again. Every answer is checked. At the end the load waits for the samples in flight; a sample that was accepted
-and never delivered counts as `lost`.
+result. After 429 the load waits and tries again, after 408 it polls again. Every answer is checked. At the end the load
+waits for the samples in flight; a sample that was accepted and never delivered counts as `lost`.
 Usage: python -m benchmarks.load '{"url": "http://127.0.0.1:8000", ...}' (the fields of LoadSpec); prints JSON.
 """
 
@@ -25,7 +24,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.processes import busy_seconds, cpu_seconds
-from benchmarks.samples import DirectSamples, LoadSpec, OnePollSamples, TinkerSamples
+from benchmarks.samples import DirectSamples, LoadSpec, TinkerSamples
 from benchmarks.series import curve, quantile
 
 WARM_UP_AT_MOST_S = 15.0
@@ -33,7 +32,7 @@ DRAIN_S = 30.0
 LONGEST_WAVE_S = 10.0
 """A wave that takes longer is not waited for: then an upstream has lost samples."""
 PAUSE_AFTER_ERROR_S = 0.1
-KINDS = {"direct": DirectSamples, "tinker": TinkerSamples, "one-poll": OnePollSamples}
+KINDS = {"direct": DirectSamples, "tinker": TinkerSamples}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ POST /v1/completions, or /generate, answers `max_tokens` tokens with logprobs fo
 of vLLM; bodies are built once per shape. POST /control?delay_ms=200 sets the delay of later answers.
 POST /control?release sends all delayed answers at once. Both answer with the number of requests so far. Every other
 path answers {}.
-Usage: python benchmarks/null_upstream.py PORT [DELAY_MS]
+Usage: python -m benchmarks.null_upstream PORT
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def completion(choices: int, max_tokens: int, variant: int) -> bytes:
 class Upstream:
     """The state that all connections share. `waiting` holds the answers whose delay has not passed."""
 
-    def __init__(self, delay_s: float) -> None:
-        self.delay_s = delay_s
+    def __init__(self) -> None:
+        self.delay_s = 0.0
         self.requests = 0
         self.waiting: dict[int, tuple[asyncio.TimerHandle, asyncio.Transport, bytes]] = {}
         self._answers: dict[tuple[int, int, int], bytes] = {}
@@ -144,12 +144,12 @@ class Requests(asyncio.Protocol):
             self._upstream.reply(self._transport, path, body)
 
 
-async def serve(port: int, delay_s: float) -> None:
-    upstream = Upstream(delay_s)
+async def serve(port: int) -> None:
+    upstream = Upstream()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Requests(upstream), "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2]) / 1e3 if len(sys.argv) > 2 else 0.0))
+    uvloop.run(serve(int(sys.argv[1])))

@@ -5,6 +5,8 @@ another request shows.
 from __future__ import annotations
 
 VARIANTS = 64
+PROMPT_TOKENS, MAX_TOKENS = 512, 64
+"""Of every sample."""
 FIRST, RANGE = 3, 400
 """Token ids are FIRST to FIRST + RANGE - 1."""
 

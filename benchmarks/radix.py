@@ -81,19 +81,12 @@ def compare(stage: Stage) -> list[Row]:
     """ "direct" is the naive tree, except in the last row."""
     results = [measure(count) for count in SIZES]
     stage.raw += [{"row": "radix", "path": "radix"} | result for result in results]
-    rows = [
-        Row(
-            "radix",
-            f"lookup among {result['prompts']:,.0f} prompts (direct: naive tree)",
-            "µs",
-            result["lookup_us"],
-            None,
-            result["naive_lookup_us"],
-            note=f"insertion {result['insert_us']:.0f} µs, naive {result['naive_insert_us']:.0f} µs; "
-            f"{result['bytes_per_prompt'] / 1e3:.1f} kB per prompt",
-        )
-        for result in results
-    ]
+    rows: list[Row] = []
+    for result in results:
+        note = f"insertion {result['insert_us']:.0f} µs, naive {result['naive_insert_us']:.0f} µs; "
+        note += f"{result['bytes_per_prompt'] / 1e3:.1f} kB per prompt"
+        what = f"lookup among {result['prompts']:,.0f} prompts (direct: naive tree)"
+        rows.append(Row("radix", what, "µs", result["lookup_us"], None, result["naive_lookup_us"], note=note))
     growth = results[-1]["lookup_us"] / results[0]["lookup_us"]
     what = f"lookup among {SIZES[-1]:,} prompts over lookup among {SIZES[0]}"
     return [*rows, Row("radix", what, "", growth, Target(1.5))]

@@ -13,10 +13,10 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from benchmarks.series import CURVE
-from benchmarks.table import Row, headers
+from benchmarks.table import COLUMNS, Row
 
 matplotlib.use("Agg")
-COLOURS = {"direct": "#9aa5b1", "forwarded": "#2364aa", "other": "#d1603d", "sdk": "#3c896d"}
+COLOURS = {"direct": "#9aa5b1", "forwarded": "#2364aa", "sdk": "#3c896d"}
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
 table { border-collapse: collapse; width: 100% } td, th { padding: .3rem .6rem; text-align: right }
@@ -51,10 +51,9 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def rows_table(rows: Sequence[Row]) -> str:
-    compared = any(row.other is not None for row in rows)
-    lines = ["<table><tr>" + "".join(f"<th>{header}</th>" for header in headers(compared)) + "</tr>"]
+    lines = ["<table><tr>" + "".join(f"<th>{header}</th>" for header in COLUMNS) + "</tr>"]
     for row in rows:
-        cells = [html.escape(cell) for cell in row.cells(compared)]
+        cells = [html.escape(cell) for cell in row.cells()]
         if row.note:
             cells[0] += f"<br><small>{html.escape(row.note)}</small>"
         kind = {True: "yes", False: "no", None: ""}[row.met]

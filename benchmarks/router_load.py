@@ -1,45 +1,40 @@
-"""Sends requests in turn, again and again, with a fixed number in flight, and measures. Does not look into answers.
+"""Sends a request again and again, with a fixed number in flight, and measures. Does not look into answers.
 
 One connection per request in flight, HTTP/1.1, raw bytes: the generator must cost less than what it measures. It reads
 an answer up to its Content-Length, or to the end of its chunks. Prints one JSON line.
-Usage: python -m benchmarks.router_load URL IN_FLIGHT SECONDS BODY [HEADER ...]
+Usage: python -m benchmarks.router_load URL IN_FLIGHT SECONDS BODY
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
-import statistics
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
 
 import uvloop
+
+from benchmarks.series import quantile
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 WARM_UP_SHARE = 0.2
 """The part of the window before it that is not measured."""
 
 
+@dataclass
 class Load:
-    """What all connections share. They send `requests` in turn, again and again."""
+    """What all connections share. `answers` counts all of them, also those before and after the window."""
 
-    def __init__(self, requests: Sequence[bytes]) -> None:
-        self._requests = itertools.cycle(requests)
-        self.measuring = False
-        self.stopping = False
-        self.seconds: list[float] = []
-        self.errors = 0
-        self.answers = 0
-        """All of them, also those before and after the window."""
-        self.answer_bytes = 0
-
-    def next_request(self) -> bytes:
-        return next(self._requests)
+    request: bytes
+    measuring: bool = False
+    stopping: bool = False
+    seconds: list[float] = field(default_factory=list[float])
+    errors: int = 0
+    answers: int = 0
 
 
 class Connection(asyncio.Protocol):
@@ -57,7 +52,7 @@ class Connection(asyncio.Protocol):
 
     def _send(self) -> None:
         self._sent_at = time.perf_counter()
-        self._transport.write(self._load.next_request())
+        self._transport.write(self._load.request)
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer = self._buffer + data if self._buffer else data
@@ -72,7 +67,6 @@ class Connection(asyncio.Protocol):
             return
         if self._load.measuring:
             self._load.seconds.append(time.perf_counter() - self._sent_at)
-            self._load.answer_bytes = len(buffer)
         self._load.answers += 1
         if not buffer.startswith(b"HTTP/1.1 200"):
             self._load.errors += 1
@@ -89,12 +83,11 @@ class Connection(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-def request_of(url: str, body: bytes, headers: Sequence[str] = ()) -> bytes:
+def request_of(url: str, body: bytes) -> bytes:
     """A complete HTTP request."""
     parts = urlsplit(url)
-    lines = "".join(f"{header}\r\n" for header in ["Content-Type: application/json", *headers])
-    head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def measure(load: Load, url: str, in_flight: int, seconds: float) -> dict[str, float]:
@@ -112,19 +105,16 @@ async def measure(load: Load, url: str, in_flight: int, seconds: float) -> dict[
     wall = time.perf_counter() - began
     load.stopping = True
     await asyncio.wait([connection.ended for connection in connections], timeout=10)
-    taken = sorted(load.seconds)
     return {
-        "per_s": len(taken) / wall,
-        "p50_ms": statistics.median(taken) * 1e3 if taken else float("nan"),
-        "p99_ms": taken[int(len(taken) * 0.99)] * 1e3 if taken else float("nan"),
-        "max_ms": taken[-1] * 1e3 if taken else float("nan"),
+        "per_s": len(load.seconds) / wall,
+        "p50_ms": quantile(load.seconds, 0.5) * 1e3,
+        "p99_ms": quantile(load.seconds, 0.99) * 1e3,
         "errors": load.errors,
         "answers": load.answers,
-        "answer_bytes": load.answer_bytes,
     }
 
 
 if __name__ == "__main__":
-    _, target, in_flight, seconds, body, *headers = sys.argv
-    load = Load([request_of(target, body.encode(), headers)])
+    _, target, in_flight, seconds, body = sys.argv
+    load = Load(request_of(target, body.encode()))
     print(json.dumps(uvloop.run(measure(load, target, int(in_flight), float(seconds)))))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.stage import Stage
+from benchmarks.stage import Stage, gateway, router
 from benchmarks.table import Row, Target
 
 THROUGHPUT = {64: 4000, 512: 3500, 2048: 3500}
@@ -21,32 +21,32 @@ Result = dict[str, Any]
 class Comparison:
     """A forwarded load between two direct loads. The direct loads show how much the machine changed meanwhile."""
 
-    def __init__(self, stage: Stage, row: str, in_flight: int, **changes: Any) -> None:
-        before = stage.direct(row, in_flight, **changes)
-        self.forwarded = stage.forwarded(row, stage.server, in_flight, **changes)
-        self.other = stage.compared(row, in_flight, **changes)
-        self.directs = (before, stage.direct(row, in_flight, **changes))
+    def __init__(self, stage: Stage, name: str, in_flight: int, **changes: Any) -> None:
+        self._name = name
+        before = stage.direct(name, in_flight, **changes)
+        self.forwarded = stage.forwarded(name, stage.server, in_flight, **changes)
+        self._directs = (before, stage.direct(name, in_flight, **changes))
 
     def direct(self, key: str) -> float:
-        return sum(result[key] for result in self.directs) / len(self.directs)
+        return sum(result[key] for result in self._directs) / len(self._directs)
 
-    def of_other(self, key: str) -> float | None:
-        return None if self.other is None else self.other[key]
+    def rate_row(self, what: str, target: Target) -> Row:
+        key = "samples_per_s"
+        return self._row(what, "/s", self.forwarded[key], target, key)
 
-    def added(self, result: Result | None) -> float | None:
+    def added_row(self, what: str, target: Target) -> Row:
         """The median in milliseconds minus the median of the direct loads."""
-        return None if result is None else result["p50_ms"] - self.direct("p50_ms")
+        key = "p50_ms"
+        return self._row(what, "ms", self.forwarded[key] - self.direct(key), target, key)
 
-    @property
-    def errors(self) -> int:
-        """Errors of the forwarded and of the direct loads: with errors in a direct load the comparison means
-        nothing."""
-        return sum(errors(result) for result in (self.forwarded, *self.directs))
+    def _row(self, what: str, unit: str, value: float, target: Target, key: str) -> Row:
+        """With errors in a direct load the comparison means nothing, so its errors count, too."""
+        failed = sum(errors(result) for result in (self.forwarded, *self._directs))
+        return Row(self._name, what, unit, value, target, self.direct(key), failed, self._note())
 
-    @property
-    def note(self) -> str:
+    def _note(self) -> str:
         """The cores that each process took, the percentiles, and the ratio of the two direct loads."""
-        before, after = (result["samples_per_s"] for result in self.directs)
+        before, after = (result["samples_per_s"] for result in self._directs)
         load = self.forwarded
         cores = [f"{whose} {load[key]:.2f}" for whose, key in CORES.items()]
         note = f"cores: {', '.join(cores)}"
@@ -54,9 +54,7 @@ class Comparison:
         note += f"; direct after / before {after / before:.2f}"
         if load["told_to_wait"]:
             note += f"; told to wait {load['told_to_wait']} times"
-        if self.other is not None and errors(self.other):
-            note += f"; other: {errors(self.other)} errors"
-        failed = [result["errors"] for result in (load, *self.directs) if result["errors"]]
+        failed = [result["errors"] for result in (load, *self._directs) if result["errors"]]
         return note + (f"; errors: {failed}" if failed else "")
 
 
@@ -66,78 +64,32 @@ def errors(result: Result) -> int:
 
 
 def latency(stage: Stage) -> list[Row]:
-    comparison = Comparison(stage, "latency", 1)
-    added = comparison.added(comparison.forwarded)
-    assert added is not None
-    return [
-        Row(
-            "latency",
-            "added p50, 1 in flight",
-            "ms",
-            added,
-            Target(1.2),
-            comparison.direct("p50_ms"),
-            comparison.added(comparison.other),
-            comparison.errors,
-            comparison.note,
-        )
-    ]
+    return [Comparison(stage, "latency", 1).added_row("added p50, 1 in flight", Target(1.2))]
 
 
-def _throughput(stage: Stage, in_flight: int) -> list[Row]:
+def throughput(stage: Stage, in_flight: int) -> list[Row]:
     name = f"throughput-{in_flight}"
     comparison = Comparison(stage, name, in_flight)
-    key, target = "samples_per_s", Target(THROUGHPUT[in_flight], at_most=False)
-    rows = [
-        Row(
-            name,
-            f"samples/s, {in_flight:,} in flight",
-            "/s",
-            comparison.forwarded[key],
-            target,
-            comparison.direct(key),
-            comparison.of_other(key),
-            comparison.errors,
-            comparison.note,
-        )
-    ]
+    target = Target(THROUGHPUT[in_flight], at_most=False)
+    rows = [comparison.rate_row(f"samples/s, {in_flight:,} in flight", target)]
     if in_flight == 64:
         key, load = "server_cpu_s_per_1000", comparison.forwarded
         note = f"{load[key] / stage.calibration_s:.1f} calibration loops"
         note += f"; the generator takes {load['generator_cpu_s_per_1000']:.3f} s per 1,000"
         what = "API CPU per 1,000 samples, 64 in flight"
-        rows.append(Row(name, what, "s", load[key], Target(CPU_S_PER_1000), comparison.direct(key), None, 0, note))
+        rows.append(Row(name, what, "s", load[key], Target(CPU_S_PER_1000), comparison.direct(key), note=note))
     return rows
-
-
-def throughput_64(stage: Stage) -> list[Row]:
-    return _throughput(stage, 64)
-
-
-def throughput_512(stage: Stage) -> list[Row]:
-    return _throughput(stage, 512)
-
-
-def throughput_2048(stage: Stage) -> list[Row]:
-    return _throughput(stage, 2048)
 
 
 def delayed(stage: Stage) -> list[Row]:
     with stage.upstream.delayed(DELAY_MS):
         comparison = Comparison(stage, "delayed", 512, spread_s=DELAY_MS / 1e3)
-    added = comparison.added(comparison.forwarded)
-    assert added is not None
-    what = f"added p50, 512 in flight, upstream {DELAY_MS} ms"
-    direct, other = comparison.direct("p50_ms"), comparison.added(comparison.other)
-    return [Row("delayed", what, "ms", added, Target(20), direct, other, comparison.errors, comparison.note)]
+    return [comparison.added_row(f"added p50, 512 in flight, upstream {DELAY_MS} ms", Target(20))]
 
 
 def sequences(stage: Stage) -> list[Row]:
     comparison = Comparison(stage, "sequences", 64, sequences=8)
-    key, target = "samples_per_s", Target(700, at_most=False)
-    measured, direct, other = comparison.forwarded[key], comparison.direct(key), comparison.of_other(key)
-    what = "samples/s of 8 sequences, 64 in flight"
-    return [Row("sequences", what, "/s", measured, target, direct, other, comparison.errors, comparison.note)]
+    return [comparison.rate_row("samples/s of 8 sequences, 64 in flight", Target(700, at_most=False))]
 
 
 def sdk(stage: Stage) -> list[Row]:
@@ -150,19 +102,18 @@ def sdk(stage: Stage) -> list[Row]:
     if sdk_load["errors"]:
         note += f"; errors: {sdk_load['errors']}"
     what = "samples/s, Tinker SDK, 512 in flight (direct: the generator)"
-    return [Row("sdk", what, "/s", rate, None, plain["samples_per_s"], None, errors(sdk_load), note)]
+    return [Row("sdk", what, "/s", rate, None, plain["samples_per_s"], errors(sdk_load), note)]
 
 
 def through_router(stage: Stage) -> list[Row]:
     """What a router between the server and the upstream adds. Here "direct" is the server without a router."""
-    with stage.router() as router_url, stage.gateway_to(router_url) as routed:
-        rounds = 3
+    with router(stage.upstream.url) as router_url, gateway(router_url) as routed:
         plain, behind = [], []
-        for _ in range(rounds):
+        for _ in range(3):
             plain.append(stage.forwarded("through-router", stage.server, 1))
             behind.append(stage.forwarded("through-router", routed, 1))
     without = statistics.median(result["p50_ms"] for result in plain)
     added = statistics.median(result["p50_ms"] for result in behind) - without
     failed = sum(errors(result) for result in (*plain, *behind))
     what = "p50 that a router adds to a sample, 1 in flight (direct: without)"
-    return [Row("through-router", what, "ms", added, Target(0.5), without, None, failed)]
+    return [Row("through-router", what, "ms", added, Target(0.5), without, failed)]

@@ -10,62 +10,49 @@ from urllib.parse import urlsplit
 
 from benchmarks.checks import AnswerCheck
 from benchmarks.connection import Connection
-from benchmarks.prompts import VARIANTS, prompt
+from benchmarks.prompts import MAX_TOKENS, PROMPT_TOKENS, VARIANTS, prompt
 
+MODEL = "tiny"
+HEADERS = b"X-API-Key: tml-bench\r\nContent-Type: application/json\r\nAccept: application/x-protobuf\r\n"
 FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 0.05, 2.0
 
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """`pid`: the server process whose CPU is measured. `upstream_pid`: the upstream's process. `exact`: the null
-    upstream answers, so the tokens are known. `clients`: the number of sampling sessions; a `one-poll` load has one
-    poll for each. `headers`: more header lines of each request. `spread_s`: the samples in flight begin evenly over
-    this time. So a load on a slow upstream need not first lose the bunch in which it would begin."""
+    """`pid`: the server process whose CPU is measured. `upstream_pid`: the upstream's process. `spread_s`: the samples
+    in flight begin evenly over this time. So a load on a slow upstream need not first lose the bunch in which it would
+    begin."""
 
     url: str
-    path: Literal["direct", "tinker", "one-poll"]
+    path: Literal["direct", "tinker"]
     in_flight: int
     seconds: float
     warm_up_s: float = 1.0
     sequences: int = 1
-    clients: int = 1
-    prompt_tokens: int = 512
-    max_tokens: int = 64
-    base_model: str = "tiny"
-    api_key: str = "tml-bench"
-    headers: str = ""
     spread_s: float = 0.0
     pid: int | None = None
     upstream_pid: int | None = None
-    exact: bool = True
 
 
 class _Samples:
     def __init__(self, spec: LoadSpec) -> None:
         address = urlsplit(spec.url)
         self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
-        self._headers = (
-            f"X-API-Key: {spec.api_key}\r\nContent-Type: application/json\r\nAccept: application/x-protobuf\r\n"
-            + spec.headers
-        ).encode()
-        self._spec = spec
-        self._check = AnswerCheck(spec.sequences, spec.max_tokens, spec.exact)
-        self._prompts = [json.dumps(prompt(index, spec.prompt_tokens)).encode() for index in range(VARIANTS)]
+        self._sequences = spec.sequences
+        self._check = AnswerCheck(spec.sequences, MAX_TOKENS)
+        self._prompts = [json.dumps(prompt(index, PROMPT_TOKENS)).encode() for index in range(VARIANTS)]
 
     def connect(self) -> Connection:
-        return Connection(self._host, self._port, self._headers)
+        return Connection(self._host, self._port, HEADERS)
 
 
 class DirectSamples(_Samples):
     """Samples by the upstream's /v1/completions."""
 
     async def open(self) -> None:
-        tail = {"n": self._spec.sequences, "max_tokens": self._spec.max_tokens, "logprobs": 0, "return_token_ids": True}
-        self._body = (
-            json.dumps({"model": self._spec.base_model})[:-1].encode()
-            + b', "prompt": %s, '
-            + json.dumps(tail)[1:].encode()
-        )
+        body = {"model": MODEL, "prompt": "PROMPT", "n": self._sequences, "max_tokens": MAX_TOKENS}
+        text = json.dumps(body | {"logprobs": 0, "return_token_ids": True})
+        self._body = text.replace('"PROMPT"', "%s").encode()
 
     async def sample(self, connection: Connection, number: int) -> str | None:
         """Send a sample and wait for its result; returns the fault, or None. Raises OSError."""
@@ -78,35 +65,27 @@ class DirectSamples(_Samples):
 
 
 class TinkerSamples(_Samples):
-    """Samples by asample and retrieve_future, on sampling sessions that `open` creates."""
+    """Samples by asample and retrieve_future, on a sampling session that `open` creates."""
 
     def __init__(self, spec: LoadSpec) -> None:
         super().__init__(spec)
-        self.session = ""
-        self.accepted = self.delivered = self.polls = self.told_to_wait = self.polls_for_all = 0
+        self._session = ""
+        self.accepted = self.delivered = self.polls = self.told_to_wait = 0
 
     async def open(self) -> None:
-        """Create the session and the sampling sessions. Raises RuntimeError with the server's message if it refuses."""
+        """Create the session and the sampling session. Raises RuntimeError with the server's message if it refuses."""
         setup = self.connect()
         session = await self._create(setup, "session", {"sdk_version": "0.38.0", "tags": [], "user_metadata": {}})
-        self.session = session["session_id"]
-        self.samplers: list[str] = []
-        for number in range(self._spec.clients):
-            body = {
-                "session_id": self.session,
-                "sampling_session_seq_id": number,
-                "base_model": self._spec.base_model,
-            }
-            self.samplers.append((await self._create(setup, "sampling_session", body))["sampling_session_id"])
+        self._session = session["session_id"]
+        body = {"session_id": self._session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        sampler = (await self._create(setup, "sampling_session", body))["sampling_session_id"]
         setup.close()
-        params = {"max_tokens": self._spec.max_tokens, "seed": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
-        head = {
-            "num_samples": self._spec.sequences,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": "PROMPT"}]},
-        }
-        tail = {"sampling_params": params, "sampling_session_id": "SAMPLER", "type": "sample"}
-        text = json.dumps({**head, **tail, "seq_id": "NUMBER"}).replace("%", "%%")
-        self._body = text.replace('"PROMPT"', "%s").replace('"NUMBER"', "%d").replace("SAMPLER", "%s").encode()
+        params = {"max_tokens": MAX_TOKENS, "seed": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": "PROMPT"}]}
+        sample = {"num_samples": self._sequences, "prompt": prompt, "sampling_params": params}
+        sample |= {"sampling_session_id": sampler, "type": "sample", "seq_id": "NUMBER"}
+        text = json.dumps(sample).replace("%", "%%")
+        self._body = text.replace('"PROMPT"', "%s").replace('"NUMBER"', "%d").encode()
 
     async def _create(self, connection: Connection, what: str, body: dict[str, Any]) -> dict[str, Any]:
         path = f"/api/v1/create_{what}"
@@ -117,14 +96,13 @@ class TinkerSamples(_Samples):
 
     async def heartbeat(self, connection: Connection) -> int:
         """Send a heartbeat; returns the status."""
-        body = json.dumps({"session_id": self.session, "type": "session_heartbeat"}).encode()
+        body = json.dumps({"session_id": self._session, "type": "session_heartbeat"}).encode()
         return (await connection.post(b"/api/v1/session_heartbeat", body))[0]
 
     async def submit(self, connection: Connection, number: int) -> tuple[bytes | None, str | None]:
         """Submit a sample; returns the body of the poll for its result, or the fault. Waits after each 429. Raises
         OSError."""
-        sampler = self.samplers[number % len(self.samplers)].encode()
-        body = self._body % (self._prompts[number % VARIANTS], sampler, number)
+        body = self._body % (self._prompts[number % VARIANTS], number)
         back_off_s = FIRST_BACK_OFF_S
         while True:
             status, answer = await connection.post(b"/api/v1/asample", body)
@@ -162,47 +140,3 @@ class TinkerSamples(_Samples):
     def counts(self) -> dict[str, int]:
         lost = self.accepted - self.delivered
         return {"accepted": self.accepted, "lost": lost, "polls": self.polls, "told_to_wait": self.told_to_wait}
-
-
-class OnePollSamples(TinkerSamples):
-    """Samples by asample. One `retrieve_futures` poll per sampling session learns which samples have ended; then
-    `retrieve_future` gets the result of each."""
-
-    async def open(self) -> None:
-        await super().open()
-        self._ended: set[str] = set()
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._polling = [asyncio.create_task(self._poll(sampler)) for sampler in self.samplers]
-
-    async def sample(self, connection: Connection, number: int) -> str | None:
-        poll, problem = await self.submit(connection, number)
-        if poll is None:
-            return problem
-        request_id = json.loads(poll)["request_id"]
-        if request_id not in self._ended:
-            self._waiting[request_id] = asyncio.get_running_loop().create_future()
-            await self._waiting[request_id]
-            del self._waiting[request_id]
-        self._ended.discard(request_id)
-        return self.problem(number, *await self.retrieve(connection, poll))
-
-    async def _poll(self, sampler: str) -> None:
-        """Poll for the ended samples of a sampling session. Raises RuntimeError with the server's message if it
-        refuses."""
-        connection, cursor = self.connect(), 0
-        target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
-        while True:
-            body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": []}
-            status, answer = await connection.post(b"/api/v1/retrieve_futures", json.dumps(body).encode())
-            if status != 200:
-                raise RuntimeError(f"retrieve_futures: {status} {answer[:300].decode(errors='replace')}")
-            ends = json.loads(answer)
-            cursor = ends["cursor"]
-            self.polls_for_all += 1
-            for end in ends["completions"]:
-                self._ended.add(end["request_id"])
-                if (waiter := self._waiting.get(end["request_id"])) is not None and not waiter.done():
-                    waiter.set_result(None)
-
-    def counts(self) -> dict[str, int]:
-        return super().counts() | {"polls_for_all": self.polls_for_all}

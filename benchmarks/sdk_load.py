@@ -18,7 +18,6 @@ from tinker import types
 from benchmarks import prompts
 from benchmarks.series import curve, quantile
 
-MAX_TOKENS = 64
 WARM_UP_S = 2.0
 
 
@@ -27,9 +26,11 @@ async def run(client: tinker.SamplingClient, in_flight: int, seconds: float) -> 
     latencies: list[float] = []
     errors: Counter[str] = Counter()
     state = {"measuring": False, "stopping": False}
-    inputs = [types.ModelInput.from_ints(prompts.prompt(index, 512)) for index in range(prompts.VARIANTS)]
-    expected = [prompts.answer(index, MAX_TOKENS) for index in range(prompts.VARIANTS)]
-    params = types.SamplingParams(max_tokens=MAX_TOKENS)
+    inputs = [
+        types.ModelInput.from_ints(prompts.prompt(index, prompts.PROMPT_TOKENS)) for index in range(prompts.VARIANTS)
+    ]
+    expected = [prompts.answer(index, prompts.MAX_TOKENS) for index in range(prompts.VARIANTS)]
+    params = types.SamplingParams(max_tokens=prompts.MAX_TOKENS)
 
     async def worker(number: int) -> None:
         variant = number % prompts.VARIANTS

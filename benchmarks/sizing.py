@@ -28,6 +28,7 @@ import psutil
 from benchmarks import machine
 from benchmarks.models import make_large
 from benchmarks.processes import resident_mb
+from benchmarks.stage import rollout
 from benchmarks.table import number
 from skyrl.base.tiny import model_path
 from skyrl.runtime.processes.supervision import dies_with_parent
@@ -40,6 +41,7 @@ VLLM_MB, RAY_MB, RAY_NODE_MB = 850, 400, 120
 """What a vLLM's processes take without weights and cache; a Ray cluster of one node with its driver; one more node."""
 Result = dict[str, Any]
 RESULTS = Path("out/sizing")
+OPTIONS = {"generator.inference_engine.max_model_len": 1024}
 
 
 class Shape:
@@ -160,9 +162,7 @@ def vllm() -> list[Result]:
 
 def _one_vllm(name: str, model: Path) -> Result:
     """A vLLM as `skyrl rollout` starts it: its processes, and its cache of keys and values."""
-    from benchmarks.weights import plane
-
-    with TemporaryDirectory(prefix="skyrl-sizing-") as directory, plane(Path(directory), model, 1):
+    with TemporaryDirectory(prefix="skyrl-sizing-") as directory, rollout(Path(directory), str(model), 1, OPTIONS):
         found = [each for each in psutil.Process().children(recursive=True) if _is_vllm(each)]
         measured = sum(map(_pss_mb, found))
         log = "".join(file.read_text(errors="replace") for file in Path(directory).rglob("vllm*.log"))

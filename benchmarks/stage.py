@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -20,23 +20,19 @@ from typing import Any
 import httpx
 
 from benchmarks.processes import parts_of
-from benchmarks.samples import LoadSpec
+from benchmarks.samples import MODEL, LoadSpec
 from skyrl.cli.demo.server import DemoServer
 from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
-
-MODEL = "tiny"
 
 
 class NullUpstream:
     """The null upstream as a process, which `with` starts and ends."""
 
-    def __init__(self, port: int | None = None) -> None:
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-
     def __enter__(self) -> NullUpstream:
-        command = [sys.executable, "-m", "benchmarks.null_upstream", str(self.port)]
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "benchmarks.null_upstream", str(port)]
         self._process = subprocess.Popen(dies_with_parent(command))
         self.pid = self._process.pid
         deadline = time.monotonic() + 20
@@ -112,25 +108,39 @@ def trainer(upstream: NullUpstream) -> Generator[DemoServer]:
         yield server
 
 
-@dataclass(frozen=True)
-class Other:
-    """Another server, for comparison."""
+@contextmanager
+def _plane(command: str, *flags: str, seconds: float) -> Generator[str]:
+    """The URL of `skyrl rollout` or `skyrl router`, which `with` starts and ends."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    argv = (sys.executable, "-m", "skyrl.cli.main", command, "--port", str(port), *flags)
+    process = subprocess.Popen(dies_with_parent(argv), stderr=subprocess.DEVNULL)
+    try:
+        wait_ready(f"{url}/readyz", seconds)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
 
-    url: str
-    api_key: str
-    base_model: str
+
+def router(*workers: str, flags: Sequence[str] = ()) -> AbstractContextManager[str]:
+    """The URL of a router in front of these workers."""
+    return _plane("router", *flags, "--worker", *workers, seconds=60)
+
+
+def rollout(directory: Path, model: str, engines: int, options: dict[str, int]) -> AbstractContextManager[str]:
+    """The URL of a router with vLLMs of its own. `options`: the backend's configuration."""
+    flags = ("--base-model", model, "--num-engines", str(engines), "--backend-config", json.dumps(options))
+    return _plane("rollout", "--state-dir", str(directory), *flags, seconds=400)
 
 
 @dataclass
 class Stage:
-    """`quick`: use short windows. `calibration_s`: the calibration of this machine. `exact_other`: the other server
-    forwards to the same upstream. `raw` collects the result of every load with the name of its row."""
+    """`quick`: use short windows. `calibration_s`: the calibration of this machine. `raw` collects the result of every
+    load with the name of its row."""
 
     upstream: NullUpstream
     quick: bool
     calibration_s: float
-    other: Other | None = None
-    exact_other: bool = False
     raw: list[dict[str, Any]] = field(default_factory=list)
     _open: ExitStack = field(default_factory=ExitStack)
 
@@ -138,23 +148,6 @@ class Stage:
     def server(self) -> DemoServer:
         """The gateway that rows share. It starts at the first use."""
         return self._open.enter_context(gateway(self.upstream.url))
-
-    @contextmanager
-    def router(self) -> Generator[str]:
-        """The URL of a router in front of the upstream."""
-        url = f"http://127.0.0.1:{(port := free_port())}"
-        command = [sys.executable, "-m", "skyrl.cli.main", "router", "--port", str(port), "--worker", self.upstream.url]
-        process = subprocess.Popen(dies_with_parent(command), stderr=subprocess.DEVNULL)
-        try:
-            wait_ready(f"{url}/readyz")
-            yield url
-        finally:
-            process.terminate()
-            process.wait()
-
-    def gateway_to(self, url: str) -> AbstractContextManager[DemoServer]:
-        """Another gateway, in front of this URL."""
-        return gateway(url)
 
     @property
     def window_s(self) -> float:
@@ -172,12 +165,6 @@ class Stage:
     def forwarded(self, row: str, server: DemoServer, in_flight: int, **changes: Any) -> dict[str, Any]:
         spec = LoadSpec(server.url, "tinker", in_flight, self.window_s, pid=parts_of(server.pid)["api"])
         return self.load(row, "forwarded", replace(spec, upstream_pid=self.upstream.pid, **changes))
-
-    def compared(self, row: str, in_flight: int, **changes: Any) -> dict[str, Any] | None:
-        if self.other is None:
-            return None
-        spec = LoadSpec(self.other.url, "tinker", in_flight, self.window_s, exact=self.exact_other, **changes)
-        return self.load(row, "other", replace(spec, api_key=self.other.api_key, base_model=self.other.base_model))
 
     def load(self, row: str, name: str, spec: LoadSpec) -> dict[str, Any]:
         return self.generate(row, name, "benchmarks.load", json.dumps(asdict(spec)))

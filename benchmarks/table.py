@@ -26,8 +26,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """One row. `direct` and `other` are the same quantity measured in another way, in the same unit. `errors` counts
-    all failures; a row with an error misses its target. `note` explains the figure."""
+    """One row. `direct` is the same quantity measured in another way, in the same unit. `errors` counts all failures; a
+    row with an error misses its target. `note` explains the figure."""
 
     name: str
     what: str
@@ -35,7 +35,6 @@ class Row:
     measured: float
     target: Target | None = None
     direct: float | None = None
-    other: float | None = None
     errors: int = 0
     note: str = ""
 
@@ -49,8 +48,8 @@ class Row:
         """The measured value divided by the direct one."""
         return self.measured / self.direct if self.direct else None
 
-    def cells(self, compared: bool) -> list[str]:
-        cells = [
+    def cells(self) -> list[str]:
+        return [
             self.what,
             self.target.text(self.unit) if self.target else "",
             f"{number(self.measured)} {self.unit}" + (f", {self.errors} errors" if self.errors else ""),
@@ -58,7 +57,6 @@ class Row:
             number(self.ratio),
             {True: "yes", False: "NO", None: ""}[self.met],
         ]
-        return [*cells[:4], number(self.other), *cells[4:]] if compared else cells
 
 
 def number(value: float | None) -> str:
@@ -70,10 +68,6 @@ def number(value: float | None) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
-
-
-def headers(compared: bool) -> list[str]:
-    return [*COLUMNS[:4], "other", *COLUMNS[4:]] if compared else list(COLUMNS)
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
@@ -89,20 +83,8 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 def text_table(rows: Sequence[Row]) -> str:
     """The table as aligned lines; the note of a row follows the row."""
-    compared = any(row.other is not None for row in rows)
-    lines = [headers(compared), *(row.cells(compared) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-
-    def aligned(line: list[str]) -> str:
-        first, *others = (cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in _cells(line))
-        return "  ".join([first, *others]).rstrip()
-
-    def _cells(line: list[str]) -> enumerate[tuple[str, int]]:
-        return enumerate(zip(line, widths, strict=True))
-
-    out = [aligned(lines[0]), "  ".join("-" * width for width in widths)]
-    for row, line in zip(rows, lines[1:], strict=True):
-        out.append(aligned(line))
-        if row.note:
-            out.append(f"    {row.note}")
+    header, *lines = aligned([COLUMNS, *(row.cells() for row in rows)]).splitlines()
+    out = [header, "-" * max(map(len, (header, *lines)))]
+    for row, line in zip(rows, lines, strict=True):
+        out += [line, f"    {row.note}"] if row.note else [line]
     return "\n".join(out)

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,11 +23,10 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.models import make_large
-from benchmarks.stage import Stage, wait_ready
+from benchmarks.series import quantile
+from benchmarks.stage import Stage, rollout
 from benchmarks.table import Row
 from skyrl.base.tiny import model_path
-from skyrl.runtime.processes.ports import free_port
-from skyrl.runtime.processes.supervision import dies_with_parent
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import TrainerGroup
 from skyrl.weights.protocol import publish
@@ -40,6 +35,7 @@ from skyrl.weights.workers import Workers
 
 PROMPT = list(range(10, 42))
 TIMEOUT_S = 300.0
+OPTIONS = {"generator.inference_engine.max_model_len": 1024}
 
 
 @dataclass(frozen=True)
@@ -59,37 +55,11 @@ TINY = Size("tiny", engines=2, streams=4, tokens=200, rounds=20, seconds=6.0)
 LARGE = Size("0.6B", engines=1, streams=1, tokens=100, rounds=3, seconds=20.0)
 
 
-@contextmanager
-def plane(directory: Path, model: Path, engines: int) -> Generator[str]:
-    """The router's URL."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    options = {"generator.inference_engine.max_model_len": 1024}
-    command = (sys.executable, "-m", "skyrl.cli.main", "rollout", "--num-engines", str(engines), "--port", str(port))
-    flags = ("--base-model", str(model), "--state-dir", str(directory), "--backend-config", json.dumps(options))
-    process = subprocess.Popen(dies_with_parent((*command, *flags)), stderr=subprocess.DEVNULL)
-    try:
-        wait_ready(f"{url}/readyz", 400)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@dataclass
-class Gaps:
-    """Seconds between two chunks of a stream, over all streams."""
-
-    seconds: list[float] = field(default_factory=list)
-
-    def quantile(self, share: float) -> float:
-        ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 @contextlib.asynccontextmanager
-async def streaming(urls: tuple[str, ...], size: Size) -> AsyncIterator[Gaps]:
-    """Streams at each server. The gaps from the body's beginning on are kept, until its end."""
-    gaps = Gaps()
+async def streaming(urls: tuple[str, ...], size: Size) -> AsyncIterator[list[float]]:
+    """Streams at each server. Gives the seconds between two chunks of a stream, over all streams, from the block's
+    beginning on."""
+    gaps: list[float] = []
     body = {
         "input_ids": PROMPT,
         "sampling_params": {"max_new_tokens": size.tokens, "ignore_eos": True, "temperature": 1.0},
@@ -105,19 +75,19 @@ async def streaming(urls: tuple[str, ...], size: Size) -> AsyncIterator[Gaps]:
                     if line.startswith(b"data: {"):
                         now = time.perf_counter()
                         if last is not None:
-                            gaps.seconds.append(now - last)
+                            gaps.append(now - last)
                         last = now
 
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**22, timeout=timeout) as s:
         running = [asyncio.create_task(stream(s, url)) for url in urls for _ in range(size.streams)]
         try:
-            while len(gaps.seconds) < 2 * len(running):
+            while len(gaps) < 2 * len(running):
                 await asyncio.sleep(0.05)
                 for task in running:
                     if task.done():
                         task.result()
-            gaps.seconds.clear()
+            gaps.clear()
             yield gaps
         finally:
             for task in running:
@@ -202,10 +172,10 @@ async def measure(size: Size, router: str, model: Path, directory: Path, rounds:
         found["ways"][name] = {
             "s": statistics.median(seconds),
             "all_s": seconds,
-            "gap_median_s": gaps.quantile(0.5),
-            "gap_p99_s": gaps.quantile(0.99),
-            "gap_max_s": max(gaps.seconds),
-            "gaps": len(gaps.seconds),
+            "gap_median_s": quantile(gaps, 0.5),
+            "gap_p99_s": quantile(gaps, 0.99),
+            "gap_max_s": max(gaps),
+            "gaps": len(gaps),
         }
     return found
 
@@ -238,7 +208,7 @@ def compare(stage: Stage) -> list[Row]:
                 model = directory / "model"
                 make_large(model)
             rounds = max(2, size.rounds // 4) if stage.quick else size.rounds
-            with plane(directory / "plane", model, size.engines) as router:
+            with rollout(directory / "plane", str(model), size.engines, OPTIONS) as router:
                 found = asyncio.run(measure(size, router, model, directory, rounds))
         stage.raw.append({"row": "weights", "path": size.name} | found)
         rows += _rows(size, found)

@@ -3,29 +3,89 @@ bodies."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import zstandard
 
-from benchmarks.payloads import BODIES, PERIOD_S, Client, repeated
 from benchmarks.processes import parts_of, peak_resident_mb
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.training import PROTOBUF
 from skyrl.cli.demo.server import DemoServer
 from tests.servers import SLOW_START_S
 
+BODIES = 208
 BODY_BYTES = 3_300_000
+PERIOD_S = 0.01
+"""Seconds between two heartbeats."""
 CONTENT = np.random.default_rng(0).bytes(BODY_BYTES // 2)
+
+
+class Client:
+    """One connection with one API key. `post` raises RuntimeError for a status other than 200 and 408."""
+
+    def __init__(self, port: int, key: str) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        self._headers = {"X-API-Key": key}
+
+    def post(self, route: str, body: bytes | dict[str, Any], **headers: str) -> bytes:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._connection.request("POST", f"/api/v1/{route}", content, {**self._headers, **named})
+        answer = self._connection.getresponse()
+        content = answer.read()
+        if answer.status not in (200, 408):
+            raise RuntimeError(f"{route}: {answer.status} {content[:200]!r}")
+        return content
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def result(self, request_id: str) -> bytes:
+        while b"try_again" in (content := self.post("retrieve_future", {"request_id": request_id})):
+            pass
+        return content
+
+    def submit(self, route: str, body: bytes | dict[str, Any], **headers: str) -> str:
+        return json.loads(self.post(route, body, **headers))["request_id"]
+
+    def create_model(self) -> tuple[str, str]:
+        """Create a session and a model in it; returns their ids when the model exists."""
+        session = json.loads(self.post("create_session", {"tags": [], "sdk_version": "0"}))["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
+        return session, json.loads(self.result(self.submit("create_model", body)))["model_id"]
+
+
+@contextmanager
+def repeated(action: Callable[[], object], period_s: float) -> Iterator[list[float]]:
+    """Inside the block `action` runs again and again on its own thread; the list gets the seconds of each run."""
+    seconds: list[float] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(period_s):
+            began = time.perf_counter()
+            action()
+            seconds.append(time.perf_counter() - began)
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run)
+        try:
+            yield seconds
+        finally:
+            stop.set()
+            running.result()
 
 
 @pytest.fixture(scope="module")
