@@ -18,8 +18,7 @@ import argparse
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,62 +26,40 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.rows_forwarding import DELAY_MS, errors
 from benchmarks.stage import NullUpstream, Stage, gateway
+from benchmarks.table import aligned, number
 from skyrl.cli.demo.server import DemoServer
 
 IN_FLIGHT = (64, 512, 2048)
 DELAYED_IN_FLIGHT = 512
 DISTURBED_CORES = 0.3
 LEAST_ROUNDS = 3
-CPU, RATE, P99, P50 = "server_cpu_s_per_1000", "samples_per_s", "p99_ms", "p50_ms"
+CPU, P50 = "server_cpu_s_per_1000", "p50_ms"
+FIGURES = {
+    "CPU s per 1,000": CPU,
+    "samples/s": "samples_per_s",
+    "p50 ms": P50,
+    "p99 ms": "p99_ms",
+    "generator s per 1,000": "generator_cpu_s_per_1000",
+    "foreign cores": "foreign_cores",
+}
 
 Load = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of the table: the medians of one server at one number of samples in flight."""
-
-    server: str
-    in_flight: int
-    rounds: int
-    cpu_s_per_1000: float
-    over_first: float
-    samples_per_s: float
-    p50_ms: float
-    p99_ms: float
-    generator_s_per_1000: float
-    foreign_cores: float
-    errors: int
-
-
 def quiet(loads: Sequence[Load]) -> list[int]:
     """The rounds that other programs did not disturb; all if fewer than LEAST_ROUNDS are left."""
-    undisturbed = [number for number, load in enumerate(loads) if load["foreign_cores"] <= DISTURBED_CORES]
+    undisturbed = [turn for turn, load in enumerate(loads) if load["foreign_cores"] <= DISTURBED_CORES]
     return undisturbed if len(undisturbed) >= LEAST_ROUNDS else list(range(len(loads)))
 
 
-def line(server: str, in_flight: int, loads: Sequence[Load], first: Sequence[Load]) -> Line:
-    """`first`: the loads of the same rounds with the fewest samples in flight."""
+def line(loads: Sequence[Load], first: Sequence[Load]) -> dict[str, float]:
+    """The medians of one server at one number of samples in flight, over the quiet rounds. `first`: the loads of the
+    same rounds with the fewest samples in flight."""
     rounds = quiet(loads)
-    both = [number for number in rounds if number in quiet(first)] or rounds
-    chosen = [loads[number] for number in rounds]
-
-    def middle(key: str) -> float:
-        return median(load[key] for load in chosen)
-
-    return Line(
-        server=server,
-        in_flight=in_flight,
-        rounds=len(rounds),
-        cpu_s_per_1000=middle(CPU),
-        over_first=median(loads[number][CPU] / first[number][CPU] for number in both),
-        samples_per_s=middle(RATE),
-        p50_ms=middle(P50),
-        p99_ms=middle(P99),
-        generator_s_per_1000=middle("generator_cpu_s_per_1000"),
-        foreign_cores=median(load["foreign_cores"] for load in chosen),
-        errors=sum(errors(load) for load in loads),
-    )
+    both = [turn for turn in rounds if turn in quiet(first)] or rounds
+    medians = {name: median(loads[turn][key] for turn in rounds) for name, key in FIGURES.items()}
+    ratio = median(loads[turn][CPU] / first[turn][CPU] for turn in both)
+    return medians | {"/ first": ratio, "rounds": len(rounds), "errors": sum(errors(load) for load in loads)}
 
 
 class Comparison:
@@ -96,9 +73,9 @@ class Comparison:
         self.loads: defaultdict[tuple[str, int], list[Load]] = defaultdict(list)
         self.added_ms: defaultdict[str, list[float]] = defaultdict(list)
 
-    def round(self, number: int) -> None:
+    def round(self, turn: int) -> None:
         """One load of each server at each number in flight. Every second round goes the other way."""
-        names = list(self._servers) if number % 2 == 0 else list(self._servers)[::-1]
+        names = list(self._servers) if turn % 2 == 0 else list(self._servers)[::-1]
         for in_flight in self._in_flight:
             for name in names:
                 self.loads[name, in_flight].append(self._load(name, in_flight))
@@ -112,29 +89,16 @@ class Comparison:
         server = self._servers[name]
         return self._stage.forwarded("flat", server, in_flight, seconds=self._window_s, spread_s=spread_s)
 
-    def table(self) -> list[Line]:
-        return [
-            line(name, in_flight, self.loads[name, in_flight], self.loads[name, self._in_flight[0]])
-            for name in self._servers
-            for in_flight in self._in_flight
-        ]
+    def lines(self) -> dict[tuple[str, int], dict[str, float]]:
+        """By server and number in flight."""
+        both = ((name, at) for name in self._servers for at in self._in_flight)
+        return {key: line(self.loads[key], self.loads[key[0], self._in_flight[0]]) for key in both}
 
 
-def text(lines: Sequence[Line], added_ms: dict[str, float]) -> str:
-    """The table as Markdown, and for each server what is added to the slow upstream."""
-    rows = [
-        "| server | in flight | CPU s per 1,000 | / first | samples/s | p50 ms | p99 ms | foreign cores | rounds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for each in lines:
-        figures = f"{each.cpu_s_per_1000:.3f} | {each.over_first:.2f} | {each.samples_per_s:,.0f}"
-        latencies = f"{each.p50_ms:.3g} | {each.p99_ms:.3g} | {each.foreign_cores:.2f} | {each.rounds}"
-        failed = f", {each.errors} errors" if each.errors else ""
-        rows.append(f"| {each.server} | {each.in_flight:,} | {figures} | {latencies}{failed} |")
-    for name, value in added_ms.items():
-        what = f"p50 added at {DELAYED_IN_FLIGHT} in flight, upstream {DELAY_MS} ms"
-        rows.append(f"\n{name}: {what}: {value:.1f} ms")
-    return "\n".join(rows)
+def text(lines: Mapping[tuple[str, int], Mapping[str, float]]) -> str:
+    header = ["server, in flight", *next(iter(lines.values()))]
+    rows = [[f"{name}, {at:,}", *(number(value) for value in of.values())] for (name, at), of in lines.items()]
+    return aligned([header, *rows])
 
 
 def main() -> None:
@@ -153,16 +117,18 @@ def main() -> None:
                 servers[name] = running.enter_context(gateway(upstream.url))
         stage = Stage(upstream, quick=False, calibration_s=facts["calibration_cpu_s"])
         comparison = Comparison(stage, servers, options.seconds, options.in_flight)
-        for number in range(options.rounds):
-            comparison.round(number)
-            print(f"round {number + 1} of {options.rounds}", flush=True)
-    lines, added = comparison.table(), {name: median(values) for name, values in comparison.added_ms.items()}
-    print(text(lines, added))
+        for turn in range(options.rounds):
+            comparison.round(turn)
+            print(f"round {turn + 1} of {options.rounds}", flush=True)
+    lines, added = comparison.lines(), {name: median(values) for name, values in comparison.added_ms.items()}
+    print(text(lines))
+    for name, value in added.items():
+        print(f"{name}: p50 added at {DELAYED_IN_FLIGHT} in flight, upstream {DELAY_MS} ms: {value:.1f} ms")
     if options.out is not None:
-        found = {"facts": facts, "lines": [asdict(each) for each in lines], "added_p50_ms": added, "raw": stage.raw}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+        table = [{"server": name, "in_flight": at} | of for (name, at), of in lines.items()]
+        found = {"facts": facts, "lines": table, "added_p50_ms": added, "raw": stage.raw}
         options.out.write_text(json.dumps(found, indent=1) + "\n")
-    if any(each.errors for each in lines):
+    if any(of["errors"] for of in lines.values()):
         raise SystemExit(1)
 
 

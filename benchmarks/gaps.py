@@ -20,19 +20,9 @@ def wants_core(stat: str) -> bool:
     return stat.rsplit(")", 1)[1].split()[0] == "R"
 
 
-def shares(counts: Mapping[tuple[str, ...], int]) -> dict[str, float]:
-    """Counts of looks by the names of the threads that wanted a core, as shares of all looks. No name: `none`."""
-    total = sum(counts.values())
-    return {"+".join(names) or "none": count / total for names, count in sorted(counts.items())} if total else {}
-
-
-def number_shares(counts: Mapping[int, int]) -> dict[str, float]:
-    """Counts of looks by the number of threads that wanted a core, as shares of all looks. "3+": three or more."""
-    total = sum(counts.values())
-    found = Counter[str]()
-    for number, count in sorted(counts.items()):
-        found[str(number) if number < MANY else f"{MANY}+"] += count
-    return {number: count / total for number, count in found.items()}
+def shares(looks: Collection[str]) -> dict[str, float]:
+    """What each look saw, as a share of all looks."""
+    return {seen: count / len(looks) for seen, count in sorted(Counter(looks).items())}
 
 
 class Gaps:
@@ -43,8 +33,8 @@ class Gaps:
     def __init__(self, named: Mapping[str, Thread], others: Collection[Thread] = ()) -> None:
         self._named = {name: _stat_of(thread) for name, thread in named.items()}
         self._others = [_stat_of(thread) for thread in set(others) - set(named.values())]
-        self._names: Counter[tuple[str, ...]] = Counter()
-        self._numbers: Counter[int] = Counter()
+        self._names: list[str] = []
+        self._numbers: list[str] = []
         self._end = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gaps", daemon=True)
 
@@ -58,15 +48,14 @@ class Gaps:
 
     def _watch(self) -> None:
         while not self._end.wait(EVERY_S):
-            wanting = tuple(name for name, stat in self._named.items() if _wants_core(stat))
-            self._names[wanting] += 1
-            self._numbers[len(wanting) + sum(map(_wants_core, self._others))] += 1
+            wanting = [name for name, stat in self._named.items() if _wants_core(stat)]
+            number = len(wanting) + sum(map(_wants_core, self._others))
+            self._names.append("+".join(wanting) or "none")
+            self._numbers.append(str(number) if number < MANY else f"{MANY}+")
 
-    def shares(self) -> dict[str, float]:
-        return shares(self._names)
-
-    def number_shares(self) -> dict[str, float]:
-        return number_shares(self._numbers)
+    def shares(self) -> tuple[dict[str, float], dict[str, float]]:
+        """By the names of the threads that wanted a core ("none" if none did), and by the number of threads."""
+        return shares(self._names), shares(self._numbers)
 
 
 def _stat_of(thread: Thread) -> Path:

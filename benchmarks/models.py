@@ -1,5 +1,5 @@
-"""Models for benchmarks: random float32 weights with the layers of Qwen3-0.6B or smaller ones, and tied embeddings; the
-tiny model with a longer context."""
+"""Models for benchmarks: random float32 weights with the layers of Qwen3-0.6B, and tied embeddings; the tiny model with
+a longer context."""
 
 from __future__ import annotations
 
@@ -31,28 +31,45 @@ def make_long_tiny(directory: Path) -> str:
     return str(directory)
 
 
-def make_wide(directory: Path) -> str:
-    """21 million parameters: 6 layers of half the width, and a vocabulary of 4,096. Returns the path."""
-    return _make(directory, layers=6, vocabulary=4096, hidden=512, heads=8, head=64)
-
-
-def _make(
-    directory: Path, *, layers: int, vocabulary: int, hidden: int = 1024, heads: int = 16, head: int = 128
-) -> str:
+def _make(directory: Path, *, layers: int, vocabulary: int) -> str:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
+        hidden_size=1024,
+        intermediate_size=3072,
         num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        head_dim=head,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
         max_position_embeddings=40_960,
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return str(directory)
+
+
+class Shape:
+    """The numbers of a model's config.json that formulas need."""
+
+    def __init__(self, model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        self.layers, self.hidden = config["num_hidden_layers"], config["hidden_size"]
+        self.between, self.vocabulary = config["intermediate_size"], config["vocab_size"]
+        self.queries = config["num_attention_heads"] * config["head_dim"]
+        self.keys = config["num_key_value_heads"] * config["head_dim"]
+
+    def linears(self) -> list[tuple[int, int]]:
+        """In and out features of the linear layers that an adapter trains; the last is the output layer."""
+        hidden, between = self.hidden, self.between
+        attention = [(hidden, self.queries), (hidden, self.keys), (hidden, self.keys), (self.queries, hidden)]
+        layer = [*attention, (hidden, between), (hidden, between), (between, hidden)]
+        return [*layer * self.layers, (hidden, self.vocabulary)]
+
+    def base_parameters(self) -> int:
+        return sum(ins * outs for ins, outs in self.linears())
+
+    def adapter_parameters(self, rank: int) -> int:
+        return rank * sum(ins + outs for ins, outs in self.linears())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -51,6 +52,12 @@ def resident_mb(pid: int) -> float:
 def peak_resident_mb(pid: int) -> float:
     """The largest resident memory of the process so far."""
     return _status(pid, "VmHWM") / 1024
+
+
+def forget_peak() -> None:
+    """The peak of this process counts from now on, without memory that glibc keeps after it was freed."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 
 
 def threads(pid: int) -> int:

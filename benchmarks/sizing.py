@@ -11,12 +11,12 @@ its file.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,10 +26,10 @@ from typing import Any
 import psutil
 
 from benchmarks import machine
-from benchmarks.models import make_large
-from benchmarks.processes import resident_mb
+from benchmarks.models import Shape, make_large
+from benchmarks.processes import forget_peak, peak_resident_mb, resident_mb
 from benchmarks.stage import rollout
-from benchmarks.table import number
+from benchmarks.table import aligned, number
 from skyrl.base.tiny import model_path
 from skyrl.runtime.processes.supervision import dies_with_parent
 
@@ -44,67 +44,16 @@ RESULTS = Path("out/sizing")
 OPTIONS = {"generator.inference_engine.max_model_len": 1024}
 
 
-class Shape:
-    """The numbers of a model's config.json that the formulas need."""
-
-    def __init__(self, model: Path) -> None:
-        config = json.loads((model / "config.json").read_text())
-        self.layers, self.hidden = config["num_hidden_layers"], config["hidden_size"]
-        self.between, self.vocabulary = config["intermediate_size"], config["vocab_size"]
-        self.queries = config["num_attention_heads"] * config["head_dim"]
-        self.keys = config["num_key_value_heads"] * config["head_dim"]
-        self.tied = config["tie_word_embeddings"]
-
-    def linears(self) -> list[tuple[int, int]]:
-        """In and out features of the linear layers that an adapter trains."""
-        hidden, between = self.hidden, self.between
-        attention = [(hidden, self.queries), (hidden, self.keys), (hidden, self.keys), (self.queries, hidden)]
-        layer = [*attention, (hidden, between), (hidden, between), (between, hidden)]
-        return [*layer * self.layers, (hidden, self.vocabulary)]
-
-    def parameters(self) -> int:
-        in_layers = sum(ins * outs for ins, outs in self.linears()[:-1])
-        return in_layers + self.hidden * self.vocabulary * (1 if self.tied else 2)
-
-    def adapter_bytes(self) -> int:
-        """Weights, gradient and two moments."""
-        return 4 * FLOAT * RANK * sum(ins + outs for ins, outs in self.linears())
-
-    def activation_bytes(self, tokens: int, *, checkpointing: bool) -> int:
-        """What one micro-batch keeps for its backward. A layer keeps 14 values of the hidden width, 4 of the MLP's and
-        4 of the attention's for each token; with checkpointing one layer does, and the others keep their input."""
-        layer = 14 * self.hidden + 4 * self.between + 4 * (self.queries + 2 * self.keys)
-        floats = layer + self.layers * self.hidden if checkpointing else self.layers * layer
-        return tokens * FLOAT * floats
-
-    def logits_bytes(self, tokens: int) -> int:
-        return LOGITS_CHUNKS * min(LOGITS_CHUNK, tokens * self.vocabulary * FLOAT)
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Keys and values of so many tokens in vLLM on a CPU."""
-        return 2 * self.layers * self.keys * FLOAT * tokens
+def activation_bytes(shape: Shape, tokens: int, *, checkpointing: bool) -> int:
+    """What one micro-batch keeps for its backward. A layer keeps 14 values of the hidden width, 4 of the MLP's and 4 of
+    the attention's for each token; with checkpointing one layer does, and the others keep their input."""
+    layer = 14 * shape.hidden + 4 * shape.between + 4 * (shape.queries + 2 * shape.keys)
+    floats = layer + shape.layers * shape.hidden if checkpointing else shape.layers * layer
+    return tokens * FLOAT * floats
 
 
 def own_mb() -> float:
     return resident_mb(os.getpid()) * 2**20 / MEGABYTE
-
-
-class Peak:
-    """The largest resident memory of this process while the block runs."""
-
-    def __enter__(self) -> Peak:
-        self.mb, self._ended = 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.005):
-            self.mb = max(self.mb, own_mb())
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
 
 
 def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
@@ -125,31 +74,26 @@ def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
     backend.create_model("a", LoraSpec(RANK, 32.0, seed=1))
     backend.run([some_pass])
     backend.optim_step("a", AdamParams())
-    with_adapter = own_mb()
-    with Peak() as peak:
-        began = time.perf_counter()
-        backend.run([some_pass])
-        took = time.perf_counter() - began
-    return {"imported": imported, "loaded": loaded, "rest": with_adapter, "peak": peak.mb, "seconds": took}
+    forget_peak()
+    backend.run([some_pass])
+    peak = peak_resident_mb(os.getpid()) * 2**20 / MEGABYTE
+    return {"imported": imported, "loaded": loaded, "peak": peak}
 
 
 def trainer() -> list[Result]:
     rows: list[Result] = []
     with TemporaryDirectory(prefix="skyrl-sizing-") as directory:
-        large = Path(directory) / "large"
-        make_large(large)
-        for name, model, tokens in (("0.6B", large, 128), ("0.6B", large, 512)):
-            shape = Shape(Path(model))
-            for checkpointing in (False, True):
-                run = _in_process("one_rank", str(model), tokens, checkpointing)
-                what = f"trainer, {name}, {tokens} tokens{', checkpointing' if checkpointing else ''}"
-                base = shape.parameters() * FLOAT / MEGABYTE
-                passing = (
-                    shape.activation_bytes(tokens, checkpointing=checkpointing) + shape.logits_bytes(tokens)
-                ) / MEGABYTE
-                adapter = shape.adapter_bytes() / MEGABYTE
-                rows.append(_row(f"{what}: base model", base, run["loaded"] - run["imported"], run))
-                rows.append(_row(f"{what}: all at the peak", run["imported"] + base + adapter + passing, run["peak"]))
+        model = make_large(Path(directory) / "large")
+        shape = Shape(Path(model))
+        base = shape.base_parameters() * FLOAT / MEGABYTE
+        adapter = 4 * FLOAT * shape.adapter_parameters(RANK) / MEGABYTE  # weights, gradient and two moments
+        for tokens, checkpointing in itertools.product((128, 512), (False, True)):
+            run = _in_process("one_rank", model, tokens, checkpointing)
+            what = f"trainer, 0.6B, {tokens} tokens{', checkpointing' if checkpointing else ''}"
+            logits = LOGITS_CHUNKS * min(LOGITS_CHUNK, tokens * shape.vocabulary * FLOAT)
+            passing = (activation_bytes(shape, tokens, checkpointing=checkpointing) + logits) / MEGABYTE
+            rows.append(_row(f"{what}: base model", base, run["loaded"] - run["imported"]))
+            rows.append(_row(f"{what}: all at the peak", run["imported"] + base + adapter + passing, run["peak"]))
     return rows
 
 
@@ -169,10 +113,9 @@ def _one_vllm(name: str, model: Path) -> Result:
     shape = Shape(model)
     said = re.search(r"KV cache size: ([0-9,]+) tokens", log)
     tokens = int(said[1].replace(",", "")) if said else 0
-    base, keys = shape.parameters() * FLOAT / MEGABYTE, shape.kv_bytes(tokens) / MEGABYTE
-    details = {"processes": len(found), "base_mb": base, "kv_tokens": tokens, "kv_mb": keys}
-    what = f"vLLM, {name}: {VLLM_MB} + base model + keys and values"
-    return _row(what, VLLM_MB + base + keys, measured, details)
+    keys = 2 * shape.layers * shape.keys * FLOAT * tokens
+    what = f"vLLM, {name}: {VLLM_MB} + base model + keys and values of {tokens:,} tokens"
+    return _row(what, VLLM_MB + (shape.base_parameters() * FLOAT + keys) / MEGABYTE, measured)
 
 
 def _is_vllm(process: psutil.Process) -> bool:
@@ -182,48 +125,29 @@ def _is_vllm(process: psutil.Process) -> bool:
         return False
 
 
-class _Echo:
-    def echo(self) -> int:
-        return 1
-
-
 def ray_cluster(nodes: int) -> Result:
-    """Seconds and memory of a Ray cluster on loopback, without a dashboard. Runs in a process of its own."""
+    """Memory of a Ray cluster on loopback, without a dashboard. Runs in a process of its own."""
     import ray
     from ray.cluster_utils import Cluster
 
-    began = time.perf_counter()
     size = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "node_ip_address": "127.0.0.2", **size})
     for node in range(1, nodes):
         cluster.add_node(num_cpus=1, node_ip_address=f"127.0.0.{node + 2}", object_store_memory=80 * 2**20)
-    started = time.perf_counter() - began
     ray.init(address=cluster.address, _node_ip_address="127.0.0.2", log_to_driver=False)
-    driver = time.perf_counter() - began - started
     time.sleep(2)
     mb = sum(map(_pss_mb, psutil.Process().children(recursive=True)))
-
-    began = time.perf_counter()
-    actor_class: Any = ray.remote(num_cpus=0)(_Echo)
-    actor = actor_class.remote()
-    ray.get(actor.echo.remote())
-    first = time.perf_counter() - began
-    began = time.perf_counter()
-    for _ in range(100):
-        ray.get(actor.echo.remote())
-    call = (time.perf_counter() - began) / 100
     ray.shutdown()
     cluster.shutdown()
-    return {"started_s": started, "driver_s": driver, "mb": mb, "first_actor_s": first, "call_ms": call * 1e3}
+    return {"mb": mb}
 
 
 def ray_nodes() -> list[Result]:
-    rows: list[Result] = []
-    for nodes in (1, 3):
-        run = _in_process("ray_cluster", nodes)
-        what = f"Ray, {nodes} nodes: {RAY_MB} + {RAY_NODE_MB} for each further node"
-        rows.append(_row(what, RAY_MB + RAY_NODE_MB * (nodes - 1), run["mb"], run))
-    return rows
+    what = f"Ray, {{}} nodes: {RAY_MB} + {RAY_NODE_MB} for each further node"
+    return [
+        _row(what.format(nodes), RAY_MB + RAY_NODE_MB * (nodes - 1), _in_process("ray_cluster", nodes)["mb"])
+        for nodes in (1, 3)
+    ]
 
 
 def _pss_mb(process: psutil.Process) -> float:
@@ -234,8 +158,8 @@ def _pss_mb(process: psutil.Process) -> float:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024 / MEGABYTE
 
 
-def _row(what: str, formula: float, measured: float, details: Result | None = None) -> Result:
-    return {"what": what, "formula_mb": formula, "measured_mb": measured, "details": details or {}}
+def _row(what: str, formula: float, measured: float) -> Result:
+    return {"what": what, "formula_mb": formula, "measured_mb": measured}
 
 
 def _in_process(function: str, *arguments: object) -> Result:
@@ -249,13 +173,11 @@ PARTS = {"trainer": trainer, "vllm": vllm, "ray": ray_nodes}
 
 
 def table(rows: Iterable[Result]) -> str:
-    lines = []
+    lines = [["", "formula, MB", "measured, MB", "ratio"]]
     for row in rows:
-        details = ", ".join(f"{name} {number(value)}" for name, value in row["details"].items())
-        share = row["measured_mb"] / row["formula_mb"]
-        figures = f"formula {number(row['formula_mb'])} MB, measured {number(row['measured_mb'])} MB ({share:.2f})"
-        lines += [f"{row['what']}: {figures}", *([f"    {details}"] if details else [])]
-    return "\n".join(lines)
+        formula, measured = row["formula_mb"], row["measured_mb"]
+        lines.append([row["what"], number(formula), number(measured), number(measured / formula)])
+    return aligned(lines)
 
 
 def main() -> None:

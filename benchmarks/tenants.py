@@ -16,15 +16,12 @@ seconds are those of the run of A beside B. The reached share is the bound over 
 possible speed-up is A then B over the bound.
 
 The bound leaves out that a loop is a chain: a step needs its own samples, and a sample the update before it. The chain
-by itself is the wall time of a tenant alone (`slower alone` of the two): in company it cannot be much faster. To reach
-the bound, one tenant's training must always have the other tenant's sampling beside it.
+by itself is the wall time of a tenant alone (`slower alone` of the two).
 
-To find where the time goes, each line also has the idle cores; the shares of the wall time in which the busiest threads
-of trainer and vLLM want a core (both, one or none); the shares in which so many of all working threads want one; and
-the seconds of each tenant's samples and updates. While no thread wants a core, all wait for timers, polls or the disk.
-While exactly one does, both loops depend on that thread, and a core is idle. The slower tenant is alone at the end of A
-beside B; `alone at the end` says how long. `foreign` is what other programs took; with more than a tenth of a core the
-wall times say little.
+A line for each run says where its time went: the shares of the wall time in which the busiest threads of trainer and
+vLLM want a core, and in which so many of all working threads do. While no thread wants a core, all wait for timers,
+polls or the disk. While exactly one does, both loops depend on it, and a core is idle. `foreign` is what other programs
+took; with more than a tenth of a core the wall times say little.
 """
 
 from __future__ import annotations
@@ -58,7 +55,6 @@ CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
 COMPUTING = ("trainer", "vllm")
 WORKING_S = 0.02
 """A thread that has used so much CPU time in the run before is watched in the next."""
-SECONDS = ("then_s", "beside_s", "bound_s", "chain_s")
 ALONE_A, ALONE_B, BESIDE = ("A",), ("B",), ("A", "B")
 
 
@@ -66,8 +62,7 @@ ALONE_A, ALONE_B, BESIDE = ("A",), ("B",), ("A", "B")
 class Spent:
     """One run. Seconds: its wall time, the CPU time of each part, and that of the busiest thread of each part.
     `idle_s` is the time of all cores without work, `foreign_s` the CPU time of other programs. `wanted` and `wanting`:
-    the shares of `gaps.shares` and `gaps.number_shares`. `tenants`: the seconds of each tenant, of its waits for
-    samples, and for updates."""
+    the shares of `Gaps.shares`."""
 
     wall_s: float
     cpu_s: Mapping[str, float]
@@ -76,17 +71,10 @@ class Spent:
     foreign_s: float = 0.0
     wanted: Mapping[str, float] = field(default_factory=dict[str, float])
     wanting: Mapping[str, float] = field(default_factory=dict[str, float])
-    tenants: Mapping[str, tuple[float, float, float]] = field(default_factory=dict[str, tuple[float, float, float]])
 
     @property
     def total_s(self) -> float:
         return sum(self.cpu_s.values())
-
-    @property
-    def alone_at_end_s(self) -> float:
-        """For how long the slower of two tenants ran alone."""
-        ends = [seconds for seconds, _, _ in self.tenants.values()]
-        return max(ends) - min(ends)
 
 
 def bound(run: Spent, cores: int) -> float:
@@ -94,38 +82,17 @@ def bound(run: Spent, cores: int) -> float:
     return max(run.total_s / cores, *run.busiest_thread_s.values())
 
 
-@dataclass(frozen=True)
-class Round:
+def compared(alone: Sequence[Spent], beside: Spent, cores: int) -> dict[str, float]:
     """Seconds, and their ratios: `reached` is bound / beside, `speedup` then / beside, and `best` then / bound.
     `chain_s` is the slower tenant's wall time alone."""
-
-    then_s: float
-    beside_s: float
-    bound_s: float
-    chain_s: float
-
-    @staticmethod
-    def of(alone: Sequence[Spent], beside: Spent, cores: int) -> Round:
-        return Round(
-            sum(run.wall_s for run in alone), beside.wall_s, bound(beside, cores), max(run.wall_s for run in alone)
-        )
-
-    @property
-    def reached(self) -> float:
-        return self.bound_s / self.beside_s
-
-    @property
-    def speedup(self) -> float:
-        return self.then_s / self.beside_s
-
-    @property
-    def best(self) -> float:
-        return self.then_s / self.bound_s
+    walls = [run.wall_s for run in alone]
+    then_s, beside_s, bound_s = sum(walls), beside.wall_s, bound(beside, cores)
+    ratios = {"reached": bound_s / beside_s, "speedup": then_s / beside_s, "best": then_s / bound_s}
+    return {"then_s": then_s, "beside_s": beside_s, "bound_s": bound_s, "chain_s": max(walls)} | ratios
 
 
-def medians(rounds: Sequence[Round]) -> dict[str, float]:
-    names = (*SECONDS, "reached", "speedup", "best")
-    return {name: statistics.median(getattr(each, name) for each in rounds) for name in names}
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
 class Scene:
@@ -185,11 +152,7 @@ class Scene:
         self._working = [thread for part in ours.values() for thread, seconds in part.items() if seconds >= WORKING_S]
         idle = (os.cpu_count() or CORES) * wall - busy
         foreign = max(0.0, busy - sum(used.values()))
-        times = {
-            name: (run.seconds or 0.0, sum(run.sample_s), sum(run.train_s))
-            for name, run in zip(names, runs, strict=True)
-        }
-        return Spent(wall, used, busiest, idle, foreign, gaps.shares(), gaps.number_shares(), times)
+        return Spent(wall, used, busiest, idle, foreign, *gaps.shares())
 
     def _cpu(self) -> dict[str, float]:
         return {part: sum(cpu_seconds(pid) for pid in pids) for part, pids in self._pids.items()}
@@ -202,7 +165,7 @@ class Scene:
 
 
 def measure(rounds: int, settings: Settings) -> list[dict[str, Any]]:
-    """One entry per round: the runs by name, and their `Round`. Prints a line for each run."""
+    """One entry per round: the runs by name, and what `compared` gives. Prints a line for each run."""
     found: list[dict[str, Any]] = []
     with ExitStack() as stack:
         scene = Scene(stack)
@@ -212,8 +175,8 @@ def measure(rounds: int, settings: Settings) -> list[dict[str, Any]]:
             for names in order if number % 2 == 0 else reversed(order):
                 runs[names] = scene.run(names, settings)
                 print(line(names, runs[names]), flush=True)
-            result = Round.of([runs[ALONE_A], runs[ALONE_B]], runs[BESIDE], CORES)
-            found.append({"runs": {"+".join(names): asdict(run) for names, run in runs.items()}, "result": result})
+            result = compared([runs[ALONE_A], runs[ALONE_B]], runs[BESIDE], CORES)
+            found.append(result | {"runs": {"+".join(names): asdict(run) for names, run in runs.items()}})
     return found
 
 
@@ -222,23 +185,10 @@ def line(names: Sequence[str], run: Spent) -> str:
     threads = ", ".join(f"{part} {run.busiest_thread_s[part]:.2f}" for part in COMPUTING)
     wanted = ", ".join(f"{who} {share:.0%}" for who, share in run.wanted.items())
     wanting = ", ".join(f"{number} {share:.0%}" for number, share in run.wanting.items())
-    times = ", ".join(f"{name} {sample:.2f} + {train:.2f}" for name, (_, sample, train) in run.tenants.items())
     return (
         f"{' beside '.join(names):10} {run.wall_s:6.2f} s; CPU s: {cpu}; busiest thread: {threads}; "
         f"cores idle {run.idle_s / run.wall_s:.2f}, foreign {run.foreign_s / run.wall_s:.2f}\n"
-        f"{'':10} want a core: {wanted}; threads that want one: {wanting}\n"
-        f"{'':10} samples + updates, s: {times}; alone at the end {run.alone_at_end_s:.2f} s"
-    )
-
-
-def table(figures: Mapping[str, float]) -> str:
-    return "\n".join(
-        (
-            "| A then B | A beside B | bound | slower alone | reached | speed-up | best possible |",
-            "|---|---|---|---|---|---|---|",
-            f"| {' | '.join(f'{figures[name]:.2f} s' for name in SECONDS)} | "
-            f"{figures['reached']:.0%} | {figures['speedup']:.2f} | {figures['best']:.2f} |",
-        )
+        f"{'':10} want a core: {wanted}; threads that want one: {wanting}"
     )
 
 
@@ -251,11 +201,9 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # the server and the tenants inherit it
     machine = facts()
     found = measure(options.rounds, Settings(steps=options.steps))
-    figures = medians([each["result"] for each in found])
-    print(table(figures))
-    rounds = [{"runs": each["runs"], **asdict(each["result"])} for each in found]
-    result = {"facts": machine, "settings": asdict(Settings(steps=options.steps)), "medians": figures, "rounds": rounds}
-    print(json.dumps(figures))
+    figures = medians([{name: value for name, value in each.items() if name != "runs"} for each in found])
+    print(", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
+    result = {"facts": machine, "settings": asdict(Settings(steps=options.steps)), "medians": figures, "rounds": found}
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

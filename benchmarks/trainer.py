@@ -6,7 +6,7 @@ Usage: python -m benchmarks.trainer [--models tiny 0.6b] [--rows ROW ...] [--way
 
 A row is a batch; a step is its forward_backward and optim_step, from arrays to results. On a CPU everything is float32;
 on CUDA, where there is one, bfloat16 with float32 adapters. 0.6b has random weights in Qwen3-0.6B's shape, quarter 7 of
-its 28 layers, wide 21 million parameters. On a CPU 0.6b trains smaller batches of the same kinds.
+its 28 layers. On a CPU 0.6b trains smaller batches of the same kinds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.models import make_large, make_long_tiny, make_quarter, make_wide
+from benchmarks.models import make_large, make_long_tiny, make_quarter
 from benchmarks.series import without_nan
 from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import computed_flops, model_flops, peak_flops
@@ -38,7 +38,7 @@ def _server_way(model: str, threads: int, *, merge: bool) -> Way:
     return ServerWay(model, threads, merge=merge)
 
 
-MODELS = {"tiny": make_long_tiny, "wide": make_wide, "quarter": make_quarter, "0.6b": make_large}
+MODELS = {"tiny": make_long_tiny, "quarter": make_quarter, "0.6b": make_large}
 BASELINE = "peft"
 WAYS: dict[str, Callable[..., Way]] = {
     "peft": functools.partial(PeftWay, packed=False),
@@ -55,7 +55,6 @@ OF_SERVER = ("server", "server-merged")
 NOT_BY_DEFAULT = ("skyrl-recomputed", *OF_SERVER)
 COLUMNS = ("model, batch, way", "tokens/s", "÷ peft", "peak MiB", "max |loss − peft's|", "max |logprob − peft's|")
 OF_GPU = ("MFU of all tokens", "MFU of computed rows")
-RESULTS = Path("out/trainer")
 ROUND_S = 0.3
 """A way's turn in a round is one step, or as many as the slowest way makes in this time."""
 Result = dict[str, Any]
@@ -165,7 +164,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="threads of torch in each way (default: 1)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine that is busy")
     parser.add_argument("--quick", action="store_true", help="two rounds")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for trainer.json (default: out/trainer)")
+    parser.add_argument("--out", type=Path, default=Path("out/trainer"), help="directory for trainer.json")
     options = parser.parse_args()
     options.ways = list(dict.fromkeys([*options.ways, *(OF_SERVER if options.server else ())]))
     return options

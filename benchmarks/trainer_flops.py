@@ -11,12 +11,12 @@ hardware does.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks.models import Shape
 from benchmarks.trainer_rows import TenantPass, tokens_of
 
 DENSE_BF16_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362}
@@ -47,18 +47,10 @@ def computed_flops(model: str, passes: Sequence[TenantPass], rows: float) -> flo
 
 def _flops(model: str, passes: Sequence[TenantPass]) -> tuple[float, float]:
     """Of all tokens: those of matrix products with weights, and those of attention."""
-    config = json.loads((Path(model) / "config.json").read_text())
-    layers, hidden, between = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
-    heads, head = config["num_attention_heads"], config["head_dim"]
-    keys = config["num_key_value_heads"] * head
-    per_layer = [(hidden, heads * head), (hidden, keys), (hidden, keys), (heads * head, hidden)]
-    per_layer += [(hidden, between), (hidden, between), (between, hidden)]
-    linears = [*per_layer * layers, (hidden, config["vocab_size"])]
-    base = sum(ins * outs for ins, outs in linears)
+    shape = Shape(Path(model))
     linear, attention = 0.0, 0.0
     for each in passes:
-        adapter = each.rank * sum(ins + outs for ins, outs in linears)
         lengths = [len(datum.tokens) for datum in each.data]
-        linear += sum(lengths) * (4 * base + 6 * adapter)
-        attention += sum(12 * layers * heads * head * length * length for length in lengths)
+        linear += sum(lengths) * (4 * shape.base_parameters() + 6 * shape.adapter_parameters(each.rank))
+        attention += sum(12 * shape.layers * shape.queries * length * length for length in lengths)
     return linear, attention

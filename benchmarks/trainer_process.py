@@ -5,19 +5,17 @@ The other ways' processes wait meanwhile. Knows processes and clocks. Knows noth
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.processes import cpu_seconds, peak_resident_mb, resident_mb
+from benchmarks.processes import cpu_seconds, forget_peak, peak_resident_mb, resident_mb
 from benchmarks.trainer_rows import TenantPass, tokens_of
 from benchmarks.trainer_ways import Trained, Way
 
@@ -65,8 +63,7 @@ class Measured:
             torch.cuda.reset_peak_memory_stats()
             self._held = torch.cuda.memory_allocated() / MIB
         else:
-            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory, which the step would use again
-            Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak: proc_pid_clear_refs(5)
+            forget_peak()
             self._held = resident_mb(os.getpid())
 
     def peak_mb(self) -> float | None:

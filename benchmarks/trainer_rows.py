@@ -164,12 +164,7 @@ FULL = (
 SMALL = (
     _uniform(2, 64),
     _groups("grpo-1x8", 1, 8, (128, 128), (8, 16)),
-    _in_requests(_groups("grpo-1x8", 1, 8, (128, 128), (8, 16)), 3),
-    _groups("grpo-mixed-2x4", 2, 4, (64, 128), (8, 32)),
-    _redrawn("grpo-new-2x4", _groups("grpo-mixed-2x4", 2, 4, (64, 128), (8, 32))),
-    _long(1024, 256),
     _tenants(1, 16),
-    _tenants(1, 64),
 )
 """Batches of the same kinds for a model with 0.6 billion parameters on a CPU, where a row should end in a minute."""
 

@@ -18,7 +18,7 @@ from benchmarks.connection import Connection
 from benchmarks.processes import thread_seconds
 from benchmarks.report import bench_page
 from benchmarks.table import Row, Target, number, text_table
-from benchmarks.tenants import Round, Spent, bound, medians
+from benchmarks.tenants import Spent, bound, compared, medians
 from skyrl.base.wire.results import SampledSequence, SampleResult, encode_sample
 
 ROUND = 20_011_275
@@ -203,23 +203,20 @@ def test_the_bound_of_two_tenants_is_all_cpu_time_over_the_cores_or_the_busiest_
 def test_reached_share_and_speed_ups_of_two_tenants_are_ratios_to_the_bound() -> None:
     alone = [Spent(4.5, {"trainer": 2.0}, {"trainer": 2.0}), Spent(5.5, {"trainer": 2.0}, {"trainer": 2.0})]
     beside = Spent(5.0, {"trainer": 4.0, "vllm": 4.0}, {"trainer": 3.9, "vllm": 3.9})
-    found = Round.of(alone, beside, 2)
-    assert (found.then_s, found.beside_s, found.bound_s, found.chain_s) == (10.0, 5.0, 4.0, 5.5)
-    assert (found.reached, found.speedup, found.best) == (0.8, 2.0, 2.5)
-    middle = medians([found, Round(10.0, 8.0, 4.0, 5.5), Round(10.0, 4.0, 4.0, 5.5)])
+    found = compared(alone, beside, 2)
+    seconds = {"then_s": 10.0, "beside_s": 5.0, "bound_s": 4.0, "chain_s": 5.5}
+    assert found == seconds | {"reached": 0.8, "speedup": 2.0, "best": 2.5}
+    middle = medians([found, found | {"reached": 0.5, "speedup": 1.25}, found | {"reached": 1.0, "speedup": 2.5}])
     assert (middle["reached"], middle["speedup"]) == (0.8, 2.0), "the median of the rounds' ratios"
 
 
-def test_the_slower_tenant_is_alone_from_the_other_ones_end() -> None:
-    assert Spent(6.0, {}, {}, tenants={"A": (5.75, 0.0, 0.0), "B": (4.25, 0.0, 0.0)}).alone_at_end_s == 1.5
-
-
 def test_gaps_are_shares_of_the_looks_and_a_name_of_a_process_may_have_brackets() -> None:
-    counts = {("trainer", "vllm"): 5, ("trainer",): 3, (): 2}
-    assert gaps.shares(counts) == {"none": 0.2, "trainer": 0.3, "trainer+vllm": 0.5}
-    assert gaps.shares({}) == {}
-    assert gaps.number_shares({0: 1, 2: 4, 3: 2, 7: 3}) == {"0": 0.1, "2": 0.4, "3+": 0.5}
-    assert gaps.number_shares({}) == {}
+    assert gaps.shares(["trainer", "none", "trainer+vllm", "trainer"]) == {
+        "none": 0.25,
+        "trainer": 0.5,
+        "trainer+vllm": 0.25,
+    }
+    assert gaps.shares([]) == {}
     assert gaps.wants_core("7 (a) S) R 1 7")
     assert not gaps.wants_core("7 (a) R) S 1 7")
 

@@ -31,10 +31,11 @@ def test_disturbed_rounds_are_left_out_if_enough_others_are_left() -> None:
 
 def test_the_ratio_is_the_median_of_the_ratios_of_rounds() -> None:
     first, loads = [of(1), of(2), of(4)], [of(1.5), of(2), of(4.4)]
-    line = flat.line("here", 512, loads, first)
-    assert line.over_first == pytest.approx(1.1)
-    assert line.cpu_s_per_1000 == 2
-    assert "| here | 512 | 2.000 | 1.10 | 500 | 1 | 2 | 0.00 | 3 |" in flat.text([line], {"here": 7.5})
+    line = flat.line(loads, first)
+    assert line["/ first"] == pytest.approx(1.1)
+    assert line["CPU s per 1,000"] == 2
+    cells = ["here,", "512", "2", "500", "1", "2", "0.1", "0", "1.1", "3", "0"]
+    assert flat.text({("here", 512): line}).splitlines()[1].split() == cells
 
 
 class Waves:
