@@ -1,4 +1,4 @@
-"""Runs every benchmark: prints the table, writes JSON with the raw results and an HTML report with plots.
+"""Runs every benchmark: prints the table, and writes JSON with the raw results.
 
 Usage: python -m benchmarks [--quick] [--only ROW ...] [--out DIRECTORY]
 """
@@ -18,7 +18,6 @@ import tinker
 
 from benchmarks import affinity, machine, radix, routers, rows_forwarding, rows_server, snapshots, training, weights
 from benchmarks.calibration import calibrate
-from benchmarks.report import bench_page
 from benchmarks.series import without_nan
 from benchmarks.stage import NullUpstream, Stage
 from benchmarks.table import Row, text_table
@@ -49,7 +48,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short windows: two to three minutes, rougher")
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="ROW", help=f"of: {', '.join(STEPS)}")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="directory for bench.json and bench.html")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="directory for bench.json")
     return parser.parse_args()
 
 
@@ -92,9 +91,8 @@ def main() -> None:
     (options.out / "bench.json").write_text(
         json.dumps(without_nan({"facts": facts, "rows": table, "raw": stage.raw}), indent=1) + "\n"
     )
-    (options.out / "bench.html").write_text(bench_page(facts, rows, stage.raw))
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    print(f"written: {options.out / 'bench.json'}, {options.out / 'bench.html'}")
+    print(f"written: {options.out / 'bench.json'}")
     if any(row.errors for row in rows):
         raise SystemExit(1)
 

@@ -26,16 +26,13 @@ class Connection(asyncio.Protocol):
 
     async def post(self, path: bytes, body: bytes) -> tuple[int, bytes]:
         """Send a request; returns status and body of the answer. Raises ConnectionError, OSError."""
-        return await self.request(b"POST", path, body)
-
-    async def request(self, method: bytes, path: bytes, body: bytes) -> tuple[int, bytes]:
         loop = asyncio.get_running_loop()
         if self._transport is None:
             self._buffer, self._head = b"", -1
             await loop.create_connection(lambda: self, self._host, self._port)
         assert self._transport is not None
         self._answer = answer = loop.create_future()
-        self._transport.write(b"%s %s%s%d\r\n\r\n%s" % (method, path, self._rest, len(body), body))
+        self._transport.write(b"POST %s%s%d\r\n\r\n%s" % (path, self._rest, len(body), body))
         return await answer
 
     def close(self) -> None:

@@ -18,14 +18,15 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from dataclasses import asdict
+from operator import sub
+from typing import Any, NamedTuple
 
 import uvloop
 
 from benchmarks.processes import busy_seconds, cpu_seconds
 from benchmarks.samples import DirectSamples, LoadSpec, TinkerSamples
-from benchmarks.series import curve, quantile
+from benchmarks.series import quantile
 
 WARM_UP_AT_MOST_S = 15.0
 DRAIN_S = 30.0
@@ -35,22 +36,13 @@ PAUSE_AFTER_ERROR_S = 0.1
 KINDS = {"direct": DirectSamples, "tinker": TinkerSamples}
 
 
-@dataclass(frozen=True)
-class Cpu:
+class Cpu(NamedTuple):
     """CPU seconds so far of the processes of a load, and of the whole machine."""
 
     server_s: float
     generator_s: float
     upstream_s: float
     machine_s: float
-
-    def since(self, before: Cpu) -> Cpu:
-        return Cpu(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
-
-    @property
-    def foreign_s(self) -> float:
-        """CPU seconds of all other processes of the machine. A large value means a disturbed measurement."""
-        return max(0.0, self.machine_s - self.server_s - self.generator_s - self.upstream_s)
 
 
 class ClosedLoop:
@@ -113,9 +105,8 @@ class ClosedLoop:
     def _cpu(self) -> Cpu:
         pid, upstream = self._spec.pid, self._spec.upstream_pid
         server_s = cpu_seconds(pid) if pid is not None else 0.0
-        return Cpu(
-            server_s, time.process_time(), cpu_seconds(upstream) if upstream is not None else 0.0, busy_seconds()
-        )
+        upstream_s = cpu_seconds(upstream) if upstream is not None else 0.0
+        return Cpu(server_s, time.process_time(), upstream_s, busy_seconds())
 
     async def run(self) -> dict[str, Any]:
         await self._kind.open()
@@ -130,7 +121,7 @@ class ClosedLoop:
             self._errors[f"no answer within {DRAIN_S:.0f} s of the end"] += len(hanging)
         for worker in hanging:
             worker.cancel()
-        return self._result(ended - began, cpu_after.since(cpu))
+        return self._result(ended - began, Cpu(*map(sub, cpu_after, cpu)))
 
     def _result(self, wall_s: float, cpu: Cpu) -> dict[str, Any]:
         done = len(self._latencies)
@@ -146,10 +137,9 @@ class ClosedLoop:
             "server_cores": cpu.server_s / wall_s,
             "generator_cpu_s_per_1000": cpu.generator_s * per_1000,
             "generator_cores": cpu.generator_s / wall_s,
-            "foreign_cores": cpu.foreign_s / wall_s,
+            "foreign_cores": max(0.0, cpu.machine_s - cpu.server_s - cpu.generator_s - cpu.upstream_s) / wall_s,
             "errors": dict(self._errors),
             **self._kind.counts(),
-            "latency_curve_ms": [value * 1e3 for value in curve(self._latencies)],
         }
 
 

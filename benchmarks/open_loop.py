@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.connection import Connection
@@ -22,19 +21,11 @@ DRAIN_S = 60.0
 IDLE_S = 2.0
 
 
-@dataclass
-class Counts:
-    """Counts of a whole run. `differing` counts results whose second reading gave other bytes than the first."""
-
-    read_again: int = 0
-    differing: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-
-
 class OpenLoop:
     """Samples arrive at `rate` per second. Every 100th result is read a second time after `again_after_s`.
 
-    `take_latencies` returns the seconds of the samples that ended since the last call.
+    `take_latencies` returns the seconds of the samples that ended since the last call. `totals` counts the whole run;
+    `differing` are results whose second reading gave other bytes than the first.
     """
 
     def __init__(self, spec: LoadSpec, rate: float, again_after_s: float) -> None:
@@ -44,7 +35,8 @@ class OpenLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._again: deque[tuple[float, bytes, bytes]] = deque()
         self._latencies: list[float] = []
-        self.counts = Counts()
+        self._read_twice = self._differing = 0
+        self._errors: Counter[str] = Counter()
 
     @property
     def in_flight(self) -> int:
@@ -55,8 +47,8 @@ class OpenLoop:
         return taken
 
     def totals(self) -> dict[str, Any]:
-        counted = {"read_again": self.counts.read_again, "differing": self.counts.differing}
-        return {**self._samples.counts(), **counted, "errors": dict(self.counts.errors)}
+        counted = {"read_again": self._read_twice, "differing": self._differing}
+        return {**self._samples.counts(), **counted, "errors": dict(self._errors)}
 
     async def run(self) -> None:
         """Returns after the last arrival, when every sample has ended and every second reading is made."""
@@ -96,7 +88,7 @@ class OpenLoop:
                 task.add_done_callback(self._tasks.discard)
             number = due
             if len(self._tasks) > AT_MOST_IN_FLIGHT:
-                self.counts.errors["stopped: the server does not keep up"] += 1
+                self._errors["stopped: the server does not keep up"] += 1
                 return
             await asyncio.sleep(TICK_S)
 
@@ -111,7 +103,7 @@ class OpenLoop:
         if problem is None:
             self._latencies.append(time.perf_counter() - began)
         else:
-            self.counts.errors[problem] += 1
+            self._errors[problem] += 1
         self._free.append((time.monotonic(), connection))
 
     async def _sampled(self, connection: Connection, number: int) -> str | None:
@@ -137,10 +129,10 @@ class OpenLoop:
             try:
                 status, answer = await self._samples.retrieve(connection, poll)
             except OSError as error:
-                self.counts.errors[f"second reading: {type(error).__name__}"] += 1
+                self._errors[f"second reading: {type(error).__name__}"] += 1
                 continue
-            self.counts.read_again += 1
-            self.counts.differing += status != 200 or _digest(answer) != digest
+            self._read_twice += 1
+            self._differing += status != 200 or _digest(answer) != digest
 
     async def _beat(self) -> None:
         connection = self._samples.connect()
@@ -148,7 +140,7 @@ class OpenLoop:
             try:
                 await self._samples.heartbeat(connection)
             except OSError as error:
-                self.counts.errors[f"heartbeat: {type(error).__name__}"] += 1
+                self._errors[f"heartbeat: {type(error).__name__}"] += 1
             await asyncio.sleep(HEARTBEAT_S)
 
 

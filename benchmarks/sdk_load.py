@@ -16,7 +16,7 @@ import tinker
 from tinker import types
 
 from benchmarks import prompts
-from benchmarks.series import curve, quantile
+from benchmarks.series import quantile
 
 WARM_UP_S = 2.0
 
@@ -63,7 +63,6 @@ async def run(client: tinker.SamplingClient, in_flight: int, seconds: float) -> 
         "generator_cpu_s_per_1000": cpu_s / max(1, len(latencies)) * 1e3,
         "generator_cores": cpu_s / wall_s,
         "errors": dict(errors),
-        "latency_curve_ms": [value * 1e3 for value in curve(latencies)],
     }
 
 

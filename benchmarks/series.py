@@ -8,17 +8,10 @@ from typing import Any
 
 import numpy as np
 
-CURVE = (*(step / 50 for step in range(50)), 0.99, 0.995, 0.999, 1.0)
-"""The quantiles that a latency curve holds."""
-
 
 def quantile(values: Sequence[float], q: float) -> float:
     """The quantile `q`; NaN if there are no values."""
     return float(np.quantile(values, q)) if len(values) else float("nan")
-
-
-def curve(values: Sequence[float]) -> list[float]:
-    return [quantile(values, q) for q in CURVE]
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ Runs in this process, without a server, with the real backend, database and disk
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from pathlib import Path
@@ -25,36 +26,28 @@ from skyrl.training.engine.snapshots import Snapshots
 
 RANKS = (8, 32)
 REPEATS = 20
-MEGABYTE = 1e6
 
 
 def snapshots(stage: Stage) -> list[Row]:
-    rows = []
-    for rank, spent, size in run(REPEATS // 4 if stage.quick else REPEATS):
-        stage.raw.append({"row": "snapshots", "rank": rank, "milliseconds": spent, "bytes": size})
-        note = f"p95 {quantile(spent, 0.95):.1f} ms, {size / MEGABYTE:.2f} MB"
-        rows.append(Row("snapshots", f"one snapshot, rank {rank}, p50", "ms", quantile(spent, 0.5), note=note))
-    return rows
-
-
-def run(repeats: int) -> list[tuple[int, list[float], int]]:
-    """For each rank of an adapter of the tiny model: the rank, the milliseconds of each snapshot, and the bytes of one
-    snapshot with weights, moments and a pending gradient."""
+    repeats, rows = REPEATS // 4 if stage.quick else REPEATS, []
     with tempfile.TemporaryDirectory(prefix="skyrl-snapshots-") as state_dir:
         config = load_config({"state_dir": Path(state_dir), "base_model": str(model_path())})
-        database = Database(config.database)
-        try:
+        with contextlib.closing(Database(config.database)) as database:
             migrate(database)
             backend = TorchLoraBackend(config)
             taking = Snapshots(config, database, backend)
-            return [(rank, *_take(f"rank-{rank}", rank, repeats, backend, taking)) for rank in RANKS]
-        finally:
-            database.close()
+            for rank in RANKS:
+                spent, size = _take(f"rank-{rank}", rank, repeats, backend, taking)
+                stage.raw.append({"row": "snapshots", "rank": rank, "milliseconds": spent, "bytes": size})
+                note = f"p95 {quantile(spent, 0.95):.1f} ms, {size / 1e6:.2f} MB"
+                rows.append(Row("snapshots", f"one snapshot, rank {rank}, p50", "ms", quantile(spent, 0.5), note=note))
+    return rows
 
 
 def _take(
     model_id: str, rank: int, repeats: int, backend: TorchLoraBackend, taking: Snapshots
 ) -> tuple[list[float], int]:
+    """The milliseconds of each snapshot, and the bytes of one, with weights, moments and a pending gradient."""
     tokens = np.arange(9)
     some_pass = TrainingPass(model_id, [Datum(tokens[:-1], {"target_tokens": tokens[1:]})], "cross_entropy")
     backend.create_model(model_id, LoraSpec(rank, 32.0, seed=1))

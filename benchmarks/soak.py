@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import html
+import io
 import json
 import time
 from collections.abc import Sequence
@@ -15,19 +17,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import uvloop
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 from benchmarks import machine
 from benchmarks.open_loop import OpenLoop
 from benchmarks.processes import cpu_seconds, disk_bytes, open_files, parts_of, resident_mb, threads
-from benchmarks.report import facts_list, inline_svg, page, rows_table
 from benchmarks.samples import LoadSpec
 from benchmarks.series import drift, quantile, without_nan
 from benchmarks.stage import NullUpstream, gateway
-from benchmarks.table import Row, Target, text_table
+from benchmarks.table import COLUMNS, Row, Target, text_table
 from skyrl.cli.demo.server import DemoServer
 
+matplotlib.use("Agg")
 EVERY_S = 10.0
 READ_AGAIN_AT = 0.8
 """Results are read again after this part of their retention."""
@@ -45,6 +49,13 @@ PLOTTED = {
 }
 FLAT = {"rss_mb": 10, "p50_ms": 10, "p99_ms": 50, "open_files": 10, "threads": 25, "disk_mb": 25}
 """The allowed drift of each series in percent."""
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
+table { border-collapse: collapse; width: 100% } td, th { padding: .3rem .6rem; text-align: right }
+td:first-child, th:first-child { text-align: left } tr { border-top: 1px solid #dde3ea }
+.yes { color: #22763b } .no { color: #b3261e; font-weight: 600 }
+small { color: #5b6875 } svg { max-width: 100%; height: auto }
+"""
 
 Point = dict[str, float]
 
@@ -106,6 +117,16 @@ def verdicts(points: Sequence[Point], totals: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def inline_svg(figure: Figure) -> str:
+    """The figure as an SVG element for an HTML page. Closes the figure."""
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "skyrl"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
 def plots(points: Sequence[Point]) -> str:
     figure, axes = pyplot.subplots(4, 2, figsize=(10, 10), layout="constrained", sharex=True)
     minutes = [point["second"] / 60 for point in points]
@@ -117,6 +138,27 @@ def plots(points: Sequence[Point]) -> str:
     for axis in axes[-1]:
         axis.set_xlabel("minutes")
     return inline_svg(figure)
+
+
+def rows_table(rows: Sequence[Row]) -> str:
+    lines = ["<table><tr>" + "".join(f"<th>{header}</th>" for header in COLUMNS) + "</tr>"]
+    for row in rows:
+        cells = [html.escape(cell) for cell in row.cells()]
+        if row.note:
+            cells[0] += f"<br><small>{html.escape(row.note)}</small>"
+        kind = {True: "yes", False: "no", None: ""}[row.met]
+        inner = "".join(f"<td>{cell}</td>" for cell in cells[:-1])
+        lines.append(f'<tr>{inner}<td class="{kind}">{cells[-1]}</td></tr>')
+    return "\n".join([*lines, "</table>"])
+
+
+def page(facts: dict[str, Any], rows: Sequence[Row], points: Sequence[Point]) -> str:
+    """A complete HTML page that loads nothing."""
+    said = " · ".join(f"{key}: {html.escape(str(value))}" for key, value in facts.items())
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Soak</title><style>{STYLE}</style></head>'
+        f"<body><h1>Soak</h1>\n<p><small>{said}</small></p>\n{rows_table(rows)}\n{plots(points)}\n</body></html>\n"
+    )
 
 
 async def soak(
@@ -148,7 +190,7 @@ def main() -> None:
     table = [asdict(row) | {"met": row.met} for row in rows]
     results = {"facts": facts, "rows": table, "totals": totals, "points": points}
     (options.out / "soak.json").write_text(json.dumps(without_nan(results), indent=1) + "\n")
-    (options.out / "soak.html").write_text(page("Soak", [facts_list(facts), rows_table(rows), plots(points)]))
+    (options.out / "soak.html").write_text(page(facts, rows, points))
     if not all(row.met for row in rows):
         raise SystemExit(1)
 

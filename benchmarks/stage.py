@@ -9,9 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,15 +34,8 @@ class NullUpstream:
         command = [sys.executable, "-m", "benchmarks.null_upstream", str(port)]
         self._process = subprocess.Popen(dies_with_parent(command))
         self.pid = self._process.pid
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                self.control("")
-                return self
-            except httpx.TransportError:
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+        wait_ready(self.url)
+        return self
 
     def control(self, query: str) -> dict[str, int]:
         """Send `delay_ms=200` or `release`; returns the numbers of requests so far and of requests that wait."""
@@ -63,17 +55,14 @@ class NullUpstream:
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:
-    """Wait until a GET is answered with 200. Raises OSError after `seconds`."""
+    """Wait until a GET is answered with 200. Raises TimeoutError after `seconds`."""
     end = time.monotonic() + seconds
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=2) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            if time.monotonic() > end:
-                raise
+    while time.monotonic() < end:
+        with suppress(httpx.TransportError):
+            if httpx.get(url, timeout=2, trust_env=False).status_code == 200:
+                return
         time.sleep(0.1)
+    raise TimeoutError(f"{url} was not ready within {seconds:.0f} s")
 
 
 @contextmanager

@@ -118,22 +118,7 @@ def _uniform(sequences: int, tokens: int) -> BatchRow:
 
 def _groups(name: str, groups: int, samples: int, prompt: tuple[int, int], answer: tuple[int, int]) -> BatchRow:
     lengths = ", ".join(f"{what} {_range(ends)}" for what, ends in (("prompt", prompt), ("answers", answer)))
-    what = f"{groups} groups × {samples}, {lengths}"
-    return BatchRow(name, what, Shape(groups, samples, prompt, answer))
-
-
-def _in_requests(row: BatchRow, requests: int) -> BatchRow:
-    """The same shape in requests that end in the midst of groups."""
-    return replace(row, name=f"{row.name}-in-{requests}", what=f"{row.what}, {requests} requests", requests=requests)
-
-
-def _redrawn(name: str, row: BatchRow) -> BatchRow:
-    return replace(row, name=name, what=f"{row.what}, a new batch at each step", redrawn=True)
-
-
-def _long(tokens: int, answer: int) -> BatchRow:
-    shape = Shape(1, 1, (tokens - answer + 1, tokens - answer + 1), (answer, answer))
-    return BatchRow(f"long-{tokens}", f"1 × {tokens:,}, answer {answer:,}", shape)
+    return BatchRow(name, f"{groups} groups × {samples}, {lengths}", Shape(groups, samples, prompt, answer))
 
 
 def _tenants(sequences: int, tokens: int) -> BatchRow:
@@ -147,15 +132,17 @@ def _range(ends: tuple[int, int]) -> str:
     return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}–{ends[1]}"
 
 
+_GRPO = _groups("grpo-4x16", 4, 16, (512, 512), (32, 64))
+_MIXED = _groups("grpo-mixed", 8, 8, (256, 1024), (32, 256))
 FULL = (
     _uniform(8, 128),
     _uniform(32, 256),
     _groups("grpo-8x8", 8, 8, (256, 256), (32, 64)),
-    _groups("grpo-4x16", 4, 16, (512, 512), (32, 64)),
-    _in_requests(_groups("grpo-4x16", 4, 16, (512, 512), (32, 64)), 6),
-    _groups("grpo-mixed", 8, 8, (256, 1024), (32, 256)),
-    _redrawn("grpo-new", _groups("grpo-mixed", 8, 8, (256, 1024), (32, 256))),
-    _long(8192, 2048),
+    _GRPO,
+    replace(_GRPO, name="grpo-4x16-in-6", what=f"{_GRPO.what}, 6 requests", requests=6),
+    _MIXED,
+    replace(_MIXED, name="grpo-new", what=f"{_MIXED.what}, a new batch at each step", redrawn=True),
+    BatchRow("long-8192", "1 × 8,192, answer 2,048", Shape(1, 1, (6145, 6145), (2048, 2048))),
     _tenants(1, 16),
     _tenants(2, 32),
     _tenants(4, 64),

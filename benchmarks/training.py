@@ -51,14 +51,9 @@ def _measure(stage: Stage, base_url: str) -> list[Row]:
             optimizer_step.result()
 
         small = stream_data(1, 8)
-        rows = [
-            _row(
-                stage,
-                "forward_backward, 1 × 8",
-                timed(40 // share, lambda: model.forward_backward(small, "cross_entropy").result()),
-            ),
-            _row(stage, "optim_step", timed(40 // share, lambda: model.optim_step(ADAM).result())),
-        ]
+        alone = timed(40 // share, lambda: model.forward_backward(small, "cross_entropy").result())
+        step = timed(40 // share, lambda: model.optim_step(ADAM).result())
+        rows = [_row(stage, "forward_backward, 1 × 8", alone), _row(stage, "optim_step", step)]
         for sequences, length, repeats in SIZES:
             data = stream_data(sequences, length)
             target = Target(BOTH_MS) if sequences == 1 else None

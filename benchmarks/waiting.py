@@ -18,7 +18,7 @@ import uvloop
 
 from benchmarks.connection import Connection
 from benchmarks.samples import LoadSpec, TinkerSamples
-from benchmarks.series import curve, quantile
+from benchmarks.series import quantile
 
 BEATS_PER_S = 100
 IDLE_S = 4.0
@@ -34,28 +34,29 @@ class Waiting:
         address = urlsplit(upstream)
         self._upstream = Connection(address.hostname or "127.0.0.1", address.port or 80, b"")
         self._errors: Counter[str] = Counter()
-        self._unsubmitted = spec.in_flight
-        self._all_submitted = asyncio.Event()
 
-    async def _one(self, number: int) -> None:
-        connection = self._samples.connect()
+    async def _submit(self, connection: Connection, number: int) -> bytes | None:
+        """The body of the poll for the result; None after a fault."""
         try:
-            poll, problem = await self._submit(connection, number)
-            if poll is not None:
-                problem = self._samples.problem(number, *await self._samples.retrieve(connection, poll))
+            poll, problem = await self._samples.submit(connection, number)
+        except OSError as error:
+            poll, problem = None, type(error).__name__
+        self._count(problem)
+        return poll
+
+    async def _retrieve(self, connection: Connection, number: int, poll: bytes | None) -> None:
+        if poll is None:
+            return
+        try:
+            problem = self._samples.problem(number, *await self._samples.retrieve(connection, poll))
         except OSError as error:
             problem = type(error).__name__
-        if problem is not None:
-            self._errors[problem] += 1
+        self._count(problem)
         connection.close()
 
-    async def _submit(self, connection: Connection, number: int) -> tuple[bytes | None, str | None]:
-        try:
-            return await self._samples.submit(connection, number)
-        finally:
-            self._unsubmitted -= 1
-            if not self._unsubmitted:
-                self._all_submitted.set()
+    def _count(self, problem: str | None) -> None:
+        if problem is not None:
+            self._errors[problem] += 1
 
     async def _beats(self, for_s: float) -> list[float]:
         """Send heartbeats one after the other at a steady pace for `for_s`; returns the seconds of each."""
@@ -64,8 +65,7 @@ class Waiting:
         while (began := time.perf_counter()) < end:
             status = await self._samples.heartbeat(connection)
             seconds.append(time.perf_counter() - began)
-            if status != 200:
-                self._errors[f"heartbeat {status}"] += 1
+            self._count(None if status == 200 else f"heartbeat {status}")
             await asyncio.sleep(max(0.0, 1 / BEATS_PER_S - seconds[-1]))
         connection.close()
         return seconds
@@ -73,8 +73,11 @@ class Waiting:
     async def run(self) -> dict[str, Any]:
         await self._samples.open()
         idle = await self._beats(IDLE_S)
-        tasks = [asyncio.create_task(self._one(number)) for number in range(self._spec.in_flight)]
-        await asyncio.wait_for(self._all_submitted.wait(), SUBMIT_S)
+        numbered = [(self._samples.connect(), number) for number in range(self._spec.in_flight)]
+        async with asyncio.timeout(SUBMIT_S):
+            polls = await asyncio.gather(*(self._submit(*each) for each in numbered))
+        both = zip(numbered, polls, strict=True)
+        tasks = [asyncio.create_task(self._retrieve(*each, poll)) for each, poll in both]
         await asyncio.sleep(1.0)
         waiting = sum(not task.done() for task in tasks)
         seconds = await self._beats(self._spec.seconds)
@@ -91,7 +94,6 @@ class Waiting:
             "idle_p99_ms": quantile(idle, 0.99) * 1e3,
             "errors": dict(self._errors),
             **self._samples.counts(),
-            "latency_curve_ms": [value * 1e3 for value in curve(seconds)],
         }
 
 

@@ -12,11 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import calibration, gaps, null_upstream, prompts, series, soak
+from benchmarks import calibration, null_upstream, prompts, series, soak, tenants
 from benchmarks.checks import AnswerCheck
 from benchmarks.connection import Connection
 from benchmarks.processes import thread_seconds
-from benchmarks.report import bench_page
 from benchmarks.table import Row, Target, number, text_table
 from benchmarks.tenants import Spent, bound, compared, medians
 from skyrl.base.wire.results import SampledSequence, SampleResult, encode_sample
@@ -48,12 +47,11 @@ def test_calibration_is_the_median_cpu_time_of_a_fixed_amount_of_work(monkeypatc
     assert next(durations, None) is None
 
 
-def test_quantiles_and_the_curve_are_computed() -> None:
+def test_quantiles_are_computed() -> None:
     values = [float(value) for value in range(101)]
     assert series.quantile(values, 0.5) == 50
     assert series.quantile(values, 0.99) == 99
     assert math.isnan(series.quantile([], 0.5))
-    assert series.curve(values) == sorted(series.curve(values))
 
 
 def test_nan_becomes_null_in_json() -> None:
@@ -141,16 +139,6 @@ def test_numbers_are_shown_with_three_digits() -> None:
     ]
 
 
-def test_the_report_is_one_page_with_plots_and_loads_nothing() -> None:
-    load = {"samples_per_s": 10.0, "server_cpu_s_per_1000": 0.3, "latency_curve_ms": [1.0 + q for q in series.CURVE]}
-    raw = [{"row": "latency", "path": path, **load} for path in ("direct", "forwarded", "direct")]
-    page = bench_page({"cores": 2}, [Row("latency", "added <p50>", "ms", 1.0, Target(1.2))], raw)
-    assert page.count("<svg") == 3
-    assert "added &lt;p50&gt;" in page
-    assert "<script" not in page
-    assert not [word for word in ('src="', "@import", "<link") if word in page]
-
-
 def test_the_soak_reports_growing_memory_and_lost_requests() -> None:
     flat = {"samples_per_s": 500.0, "in_flight": 100, "p50_ms": 205.0, "p99_ms": 230.0, "rss_mb": 120.0, "cores": 0.2}
     flat |= {"disk_mb": 90.0, "open_files": 150, "threads": 8}
@@ -160,6 +148,15 @@ def test_the_soak_reports_growing_memory_and_lost_requests() -> None:
     assert all(row.met for row in soak.verdicts(steady, totals))
     assert [row.what for row in soak.verdicts(growing, totals) if not row.met] == ["drift of RSS of the API, MB"]
     assert [row.what for row in soak.verdicts(steady, totals | {"lost": 1}) if not row.met] == ["lost, of 900 accepted"]
+
+
+def test_the_report_of_a_soak_is_one_page_with_plots_and_loads_nothing() -> None:
+    points = [{"second": 10.0 * index, **dict.fromkeys(soak.PLOTTED, 1.0)} for index in range(3)]
+    page = soak.page({"cores": 2}, [Row("soak", "drift of <p50>", "%", 1.0, Target(10))], points)
+    assert page.count("<svg") == 1
+    assert "drift of &lt;p50&gt;" in page
+    assert "<script" not in page
+    assert not [word for word in ('src="', "@import", "<link") if word in page]
 
 
 async def test_a_connection_reads_an_answer_in_pieces_and_connects_again_after_a_close() -> None:
@@ -211,14 +208,14 @@ def test_reached_share_and_speed_ups_of_two_tenants_are_ratios_to_the_bound() ->
 
 
 def test_gaps_are_shares_of_the_looks_and_a_name_of_a_process_may_have_brackets() -> None:
-    assert gaps.shares(["trainer", "none", "trainer+vllm", "trainer"]) == {
+    assert tenants.shares(["trainer", "none", "trainer+vllm", "trainer"]) == {
         "none": 0.25,
         "trainer": 0.5,
         "trainer+vllm": 0.25,
     }
-    assert gaps.shares([]) == {}
-    assert gaps.wants_core("7 (a) S) R 1 7")
-    assert not gaps.wants_core("7 (a) R) S 1 7")
+    assert tenants.shares([]) == {}
+    assert tenants.wants_core("7 (a) S) R 1 7")
+    assert not tenants.wants_core("7 (a) R) S 1 7")
 
 
 def test_the_cpu_time_of_a_thread_is_its_own() -> None:
