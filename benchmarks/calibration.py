@@ -2,7 +2,6 @@
 
 CPU seconds of a server on two machines can be compared after dividing them by `calibrate()` of the same run. The work
 resembles a server's: Python bytecode over small objects, and messages through sockets of the kernel.
-Usage: python benchmarks/calibration.py
 """
 
 from __future__ import annotations
@@ -43,7 +42,3 @@ def calibrate() -> float:
         _one_round()
         spent.append(time.thread_time() - began)
     return statistics.median(spent)
-
-
-if __name__ == "__main__":
-    print(f"{calibrate():.4f}")

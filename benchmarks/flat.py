@@ -127,6 +127,7 @@ def main() -> None:
     if options.out is not None:
         table = [{"server": name, "in_flight": at} | of for (name, at), of in lines.items()]
         found = {"facts": facts, "lines": table, "added_p50_ms": added, "raw": stage.raw}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     if any(of["errors"] for of in lines.values()):
         raise SystemExit(1)

@@ -6,8 +6,10 @@ import asyncio
 import json
 import math
 import os
+import re
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ from benchmarks.table import Row, Target, number, text_table
 from benchmarks.tenants import Spent, bound, compared, medians
 from skyrl.base.wire.results import SampledSequence, SampleResult, encode_sample
 
+ROOT = Path(__file__).parents[2]
 ROUND = 20_011_275
 """The sum that a round of the calibration computes. If it changes, a round is other work, and figures in rounds cannot
 be compared with earlier ones."""
@@ -240,3 +243,18 @@ def test_the_cpu_time_of_a_thread_is_its_own() -> None:
     done.set()
     worker.join()
     waiter.join()
+
+
+def test_every_program_is_called_and_every_program_that_a_page_names_exists() -> None:
+    """By `make`, by `benchmarks/__main__.py` or a row of it, or with its command on a page."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
+    said = "\n".join(page.read_text() for page in pages if page.name != "CHANGELOG.md")
+    files = {file.stem: file.read_text() for file in (ROOT / "benchmarks").glob("*.py")}
+    rows = set(re.findall(r"\w+", files["__main__"].partition("STEPS")[0]))
+    from_rows = "".join(files[name] for name in {"__main__", "stage", *rows} & set(files))
+    called = said + (ROOT / "Makefile").read_text() + from_rows
+    programs = {name for name, text in files.items() if '__name__ == "__main__"' in text} - {"__main__"}
+    assert len(programs) > 5
+    assert not {name for name in programs if not re.search(rf"-m benchmarks\.{name}\b|\"benchmarks\.{name}\"", called)}
+    named = set(re.findall(r"\bbenchmarks(?:\.|/)(\w+)(?:\.py)?\b(?!/)", said)) - {"results", "README"}
+    assert named <= set(files), "a page names a program that is gone"
