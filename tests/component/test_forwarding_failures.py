@@ -35,6 +35,7 @@ from loop_clock import LoopClock
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.base.wire.sample_request import Distribution
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
 from skyrl.server.sampling import client as client_module
 from skyrl.server.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
@@ -52,9 +53,7 @@ JOB = SampleJob(
     prompt=[5, 6, 7],
     num_samples=1,
     max_tokens=3,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
+    distribution=Distribution(),
     seed=None,
     stop_strings=[],
     stop_token_ids=[],

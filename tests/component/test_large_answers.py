@@ -21,6 +21,7 @@ from test_forwarding_failures import JOB, WHOLE, decoded
 
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.base.wire.sample_request import Distribution
 from skyrl.server.sampling import http as http_module
 from skyrl.server.sampling.answer_bound import answer_bound
 from skyrl.server.sampling.answer_memory import LARGE_ANSWER_BYTES, AnswerMemory
@@ -174,7 +175,7 @@ def decode_whole(job: SampleJob) -> bytes:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_samples": 1}, {"temperature": 0.0}, {"prompt_logprobs": False, "topk_prompt": 0}],
+    [{"num_samples": 1}, {"distribution": Distribution(temperature=0.0)}, {"prompt_logprobs": False, "topk_prompt": 0}],
     ids=["one sample", "greedy", "no prompt logprobs"],
 )
 async def test_a_sample_without_prompt_logprobs_is_one_request(

@@ -30,6 +30,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.sample_request import Distribution
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
 from skyrl.inference.remote.references import reference_to
@@ -439,9 +440,7 @@ async def test_prompt_and_sequences_requested_apart_equal_one_request(served: Ru
         prompt=prompt,
         num_samples=5,
         max_tokens=12,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=-1,
+        distribution=Distribution(),
         seed=11,
         stop_strings=[],
         stop_token_ids=[],

@@ -15,6 +15,7 @@ from tinker.proto.response_conv import deserialize_sample_response
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import to_json
+from skyrl.base.wire.sample_request import Distribution
 from skyrl.base.wire.tensors import WireTensor
 from skyrl.inference.vllm_plugin.extra_args import PromptScores
 from skyrl.server.sampling.completion import (
@@ -34,9 +35,7 @@ JOB = SampleJob(
     prompt=[5, 6, 7],
     num_samples=1,
     max_tokens=8,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
+    distribution=Distribution(),
     seed=None,
     stop_strings=[],
     stop_token_ids=[],
@@ -46,6 +45,7 @@ JOB = SampleJob(
     topk_prompt=0,
     topk_sample=0,
 )
+GREEDY = Distribution(temperature=0.0)
 
 
 def job(**changes: Any) -> SampleJob:
@@ -112,7 +112,7 @@ def test_the_request_has_a_priority_only_if_one_is_given() -> None:
         ({"prompt_logprobs": True, "topk_prompt": 4}, {"prompt_logprobs": 4}),
         ({"topk_prompt": 4}, {"prompt_logprobs": 4}),
         ({"topk_sample": 4}, {"logprobs": 4, "return_tokens_as_token_ids": True}),
-        ({"temperature": 0.5, "top_p": 0.9, "top_k": 7}, {"temperature": 0.5, "top_p": 0.9, "top_k": 7}),
+        ({"distribution": Distribution(0.5, 7, 0.9)}, {"temperature": 0.5, "top_p": 0.9, "top_k": 7}),
     ],
 )
 def test_a_jobs_options_become_request_parameters(changes: dict[str, Any], adds: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def test_a_jobs_options_become_request_parameters(changes: dict[str, Any], adds:
 
 
 def test_a_greedy_job_asks_for_one_choice_and_repeats_it() -> None:
-    greedy = {"temperature": 0.0, "num_samples": 3}
+    greedy: dict[str, Any] = {"distribution": GREEDY, "num_samples": 3}
     assert request_of(**greedy)["n"] == 1
     result = read(answer(choice([1, 2])), job(**greedy))
     assert [sequence.tokens for sequence in result.sequences] == [[1, 2]] * 3
@@ -129,7 +129,7 @@ def test_a_greedy_job_asks_for_one_choice_and_repeats_it() -> None:
 
 def test_a_greedy_job_refuses_two_choices() -> None:
     with pytest.raises(MalformedAnswer, match="2 choices for 1 samples"):
-        decode_answer(answer(choice([1]), choice([1])), job(temperature=0.0, num_samples=2))
+        decode_answer(answer(choice([1]), choice([1])), job(distribution=GREEDY, num_samples=2))
 
 
 # Answers
@@ -175,7 +175,7 @@ def test_an_answer_counts_prompt_cached_and_sampled_tokens() -> None:
     usage = {"prompt_tokens_details": {"cached_tokens": 2}}
     counted = decode_answer(answer(choice([1, 2, 3]), choice([1], index=1), usage=usage), job(num_samples=2))
     assert (counted.prompt_tokens, counted.cached_tokens, counted.sampled_tokens) == (3, 2, 4)
-    greedy = decode_answer(answer(choice([1, 2])), job(temperature=0.0, num_samples=3))
+    greedy = decode_answer(answer(choice([1, 2])), job(distribution=GREEDY, num_samples=3))
     assert (greedy.prompt_tokens, greedy.cached_tokens, greedy.sampled_tokens) == (3, 0, 6)
 
 

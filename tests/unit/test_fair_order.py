@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from skyrl.base.types.weights import BaseWeights
+from skyrl.base.wire.sample_request import Distribution
 from skyrl.server.sampling.completion import SampleAnswer
 from skyrl.server.sampling.fair_order import FairOrder, Place
 from skyrl.server.sampling.job import SampleJob
@@ -23,9 +24,7 @@ JOB = SampleJob(
     prompt=[1],
     num_samples=1,
     max_tokens=9,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
+    distribution=Distribution(),
     seed=None,
     stop_strings=[],
     stop_token_ids=[],

@@ -14,6 +14,7 @@ from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire import sample_request
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.sample_request import Distribution
 from skyrl.server.sampling.job import (
     MAX_NUM_SAMPLES,
     MAX_SEED,
@@ -60,9 +61,7 @@ def test_a_job_has_these_defaults() -> None:
         prompt=[1, 2, 3],
         num_samples=1,
         max_tokens=17,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=-1,
+        distribution=Distribution(),
         seed=None,
         stop_strings=[],
         stop_token_ids=[],
@@ -94,7 +93,7 @@ def test_the_sdks_request_becomes_a_job() -> None:
         decoded, request_id="r", session_key="k", model="m", weights=AdapterVersion("m@1"), limits=LIMITS
     )
     assert (sample_job.prompt, sample_job.max_tokens, sample_job.num_samples) == ([4, 5], 6, 4)
-    assert (sample_job.temperature, sample_job.top_k, sample_job.top_p) == (0.5, 3, 0.9)
+    assert sample_job.distribution == Distribution(temperature=0.5, top_k=3, top_p=0.9)
     assert (sample_job.stop_strings, sample_job.prompt_logprobs) == (["a"], True)
     assert (sample_job.topk_prompt, sample_job.topk_sample) == (2, 1)
     assert decoded.seq_id == 2
@@ -257,7 +256,7 @@ def test_values_at_the_ends_of_their_ranges_are_accepted(params: dict[str, Any],
 
 
 def test_a_top_k_of_zero_means_no_limit() -> None:
-    assert job({"top_k": 0}).top_k == -1
+    assert job({"top_k": 0}).distribution.top_k == -1
 
 
 def test_prompt_logprobs_last_n_becomes_part_of_the_job() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, ClassVar, cast
@@ -26,13 +27,40 @@ class ModelInput(msgspec.Struct):
     chunks: list[Chunk]
 
 
-class SamplingParams(msgspec.Struct):
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str | int] | None = None
+class Distribution(msgspec.Struct):
+    """From which distribution each token is drawn. vLLM has all these fields under the same names, so a new field gets
+    from the request to vLLM by its line here. `check` has its bounds."""
+
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.top_k = self.top_k or -1  # both are off
+
+    def check(self) -> None:
+        """Raises RequestError naming the field."""
+        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
+            raise _out_of_range("temperature", f"must be 0 (greedy) or a positive number, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise _out_of_range("top_p", f"must be in (0, 1], got {self.top_p}")
+        if self.top_k < -1:
+            raise _out_of_range("top_k", f"must be -1 (off) or at least 1, got {self.top_k}")
+
+
+def _out_of_range(name: str, message: str) -> RequestError:
+    return RequestError(message, field=f"sampling_params.{name}")
+
+
+class SamplingParams(Distribution):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+
+    @property
+    def distribution(self) -> Distribution:
+        """The fields of the distribution alone."""
+        return Distribution(*(getattr(self, name) for name in Distribution.__struct_fields__))
 
 
 class SampleRequest(msgspec.Struct):

@@ -102,9 +102,7 @@ def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
     params: dict[str, Any] = {
         "n": 1 if job.greedy else job.num_samples,
         "max_tokens": job.max_tokens,
-        "temperature": job.temperature,
-        "top_p": job.top_p,
-        "top_k": job.top_k,
+        **msgspec.structs.asdict(job.distribution),
         "logprobs": job.topk_sample,
     }
     if job.seed is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.errors import RequestError
-from skyrl.base.wire.sample_request import SampleRequest, tokens_of
+from skyrl.base.wire.sample_request import Distribution, SampleRequest, tokens_of
 from skyrl.base.wire.tensors import WireTensor, tensor_from_json
 from skyrl.server.sampling.packed_prompt import PackedPrompt
 
@@ -63,9 +62,7 @@ class SampleJob(msgspec.Struct, frozen=True):
     prompt: Sequence[int]
     num_samples: int
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
+    distribution: Distribution
     seed: int | None
     stop_strings: list[str]
     stop_token_ids: list[int]
@@ -89,7 +86,7 @@ class SampleJob(msgspec.Struct, frozen=True):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.distribution.temperature == 0.0
 
     @property
     def wants_prompt(self) -> bool:
@@ -120,14 +117,7 @@ def _check(request: SampleRequest, prompt: list[int], limits: ContextLimits) -> 
     _check_range("num_samples", request.num_samples, 1, MAX_NUM_SAMPLES)
     if params.max_tokens is not None and params.max_tokens < 1:
         raise RequestError(f"must be at least 1, got {params.max_tokens}", field="sampling_params.max_tokens")
-    if not (math.isfinite(params.temperature) and params.temperature >= 0.0):
-        raise RequestError(
-            f"must be 0 (greedy) or a positive number, got {params.temperature}", field="sampling_params.temperature"
-        )
-    if not 0.0 < params.top_p <= 1.0:
-        raise RequestError(f"must be in (0, 1], got {params.top_p}", field="sampling_params.top_p")
-    if params.top_k < -1:
-        raise RequestError(f"must be -1 (off) or at least 1, got {params.top_k}", field="sampling_params.top_k")
+    params.check()
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise RequestError("must fit 64 bits", field="sampling_params.seed")
     _check_range("topk_sample_logprobs", request.topk_sample_logprobs, 0, MAX_TOPK)
@@ -267,9 +257,7 @@ def make_job(
         prompt=PackedPrompt(prompt),
         num_samples=request.num_samples,
         max_tokens=max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k or -1,
+        distribution=params.distribution,
         seed=None if params.seed is None else params.seed % MAX_SEED,
         stop_strings=strings,
         stop_token_ids=ids,
