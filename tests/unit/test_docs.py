@@ -1,4 +1,4 @@
-"""The tests, files and folders that pages name exist, and the pages list every loss and metric."""
+"""The tests, files and folders of tests/ and skyrl/ that pages name exist, and the pages list every loss and metric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
-NAMED = re.compile(r"\btests(?:/[\w.]*\w)+(?:::\w+)*")
+NAMED = re.compile(r"(?:\btests|(?<=`)skyrl)(?:/[\w.]*\w)+(?:::\w+)*")
 
 
 def named_in(page: Path) -> list[str]:
@@ -29,18 +29,20 @@ def exists(named: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_test_that_a_page_names_exists(page: Path) -> None:
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert [named for named in named_in(page) if not exists(named)] == []
 
 
 def test_names_in_pages_are_found_and_wrong_names_noticed() -> None:
     this_file = "tests/unit/test_docs.py"
-    assert f"{this_file}::test_every_test_that_a_page_names_exists" in named_in(ROOT / "docs/operating/reliability.md")
+    assert f"{this_file}::test_every_file_that_a_page_names_exists" in named_in(ROOT / "docs/operating/reliability.md")
+    assert "skyrl/training/backends/torch_lora/losses.py" in named_in(ROOT / "CONTRIBUTING.md")
     assert exists(this_file)
     assert exists("tests/unit")
     assert exists(f"{this_file}::{test_names_in_pages_are_found_and_wrong_names_noticed.__name__}")
     assert not exists(f"{this_file}::test_that_is_none")
     assert not exists("tests/unit/test_that_is_none.py")
+    assert not exists("skyrl/none.py")
 
 
 def first_cells(page: str, heading: str) -> set[str]:

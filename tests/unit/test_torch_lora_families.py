@@ -1,4 +1,7 @@
-"""Every architecture of docs/reference/architectures.md against transformers (eager attention) and PEFT."""
+"""Every architecture of docs/reference/architectures.md against transformers (eager attention) and PEFT.
+
+`pytest -s` shows the differences, which the page lists.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def test_logprobs_and_gradients_equal_transformers_and_peft(tmp_path: Path, fami
     stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     model = PeftModel.from_pretrained(stock, str(tmp_path / "adapter"), is_trainable=True).eval()
 
-    _compare_a_pass(backend, model)
+    of_logprobs = _compare_a_pass(backend, model)
     theirs = {
         "gradient." + name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter.grad
         for name, parameter in model.named_parameters()
@@ -47,6 +50,8 @@ def test_logprobs_and_gradients_equal_transformers_and_peft(tmp_path: Path, fami
     ours = {name: tensor for name, tensor in stored.items() if name.startswith("gradient.")}
     assert_close(ours, theirs, GRADIENT_BOUND)
     assert all(bool(tensor.any()) for tensor in ours.values())
+    of_gradients = max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours)
+    print(f"{family}: largest difference of a logprob {of_logprobs:.0e}, of a gradient {of_gradients:.0e}")
 
 
 def test_full_finetuning_of_learned_positions_equals_transformers(tmp_path: Path) -> None:
@@ -71,17 +76,19 @@ def test_full_finetuning_refuses_gpt_oss_by_name(tmp_path: Path) -> None:
         make_full(path=save_random(GPT_OSS, tmp_path / "gpt-oss"))
 
 
-def _compare_a_pass(backend: Backend, model: Any) -> None:
+def _compare_a_pass(backend: Backend, model: Any) -> float:
     """Run the same pass on the backend's model "m" and on `model`, whose parameters get their gradients. Logprobs must
-    agree."""
+    agree. Returns the largest difference of one."""
     data = sft(1, *LENGTHS)
     (result,) = ok(backend.run([TrainingPass("m", data, "cross_entropy")]))
-    loss = torch.zeros(())
+    loss, largest = torch.zeros(()), 0.0
     for datum, logprobs in zip(data, result.logprobs, strict=True):
         expected = _logprobs(model, datum)
         np.testing.assert_allclose(logprobs, expected.detach(), atol=LOGPROB_BOUND)
+        largest = max(largest, float(np.abs(logprobs - expected.detach().numpy()).max()))
         loss = loss - (torch.from_numpy(datum.loss_inputs["weights"]) * expected).sum()
     loss.backward()
+    return largest
 
 
 def _logprobs(model: Any, datum: Any) -> torch.Tensor:
