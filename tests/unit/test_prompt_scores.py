@@ -75,7 +75,7 @@ def test_requests_without_cells_or_draws_ask_for_no_scores(xargs: Any) -> None:
 def test_invalid_requests_for_scores_get_none(xargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="skyrl_prompt_"):
         PromptScores.from_extra_args(xargs, TOKENS, VOCAB)
-    prompt = scored_prompt(xargs, list(range(TOKENS)), vocab_size=VOCAB, columns=1, temperature=1.0)
+    prompt = scored_prompt(xargs, TOKENS, vocab_size=VOCAB, columns=1, temperature=1.0)
     assert prompt is None
 
 
@@ -90,7 +90,7 @@ def test_prompts_of_embeddings_get_no_scores() -> None:
 
 def computed_in_parts(scores: PromptScores, logprobs: torch.Tensor, *cuts: int, columns: int = 3) -> ScoredPrompt:
     """The scores of a prompt that vLLM computes in parts, which end at `cuts`."""
-    prompt = scored_prompt(as_extra_args(scores), [0] * TOKENS, vocab_size=VOCAB, columns=columns, temperature=0.8)
+    prompt = scored_prompt(as_extra_args(scores), TOKENS, vocab_size=VOCAB, columns=columns, temperature=0.8)
     assert prompt is not None
     for start, end in zip((0, *cuts), (*cuts, len(logprobs)), strict=True):
         prompt.continued_at(start).add(logprobs[start:end])
@@ -115,9 +115,7 @@ def test_rows_of_cells_and_draws_follow_the_prompts_own_rows(cuts: tuple[int, ..
 
 
 def test_scores_of_rows_that_were_never_computed_are_nan() -> None:
-    prompt = scored_prompt(
-        as_extra_args(make_scores([5], [3])), [0] * TOKENS, vocab_size=VOCAB, columns=1, temperature=1.0
-    )
+    prompt = scored_prompt(as_extra_args(make_scores([5], [3])), TOKENS, vocab_size=VOCAB, columns=1, temperature=1.0)
     assert prompt is not None
     prompt.add(random_logprobs()[:3])
     assert prompt.logprobs[TOKENS - 1].isnan().all()
@@ -125,7 +123,7 @@ def test_scores_of_rows_that_were_never_computed_are_nan() -> None:
 
 def test_scores_are_complete_after_vllm_computes_a_prompt_again_from_its_start() -> None:
     logprobs, scores = random_logprobs(), make_scores([0, 5], [1, 2], draws=1, seed=3)
-    prompt = scored_prompt(as_extra_args(scores), [0] * TOKENS, vocab_size=VOCAB, columns=1, temperature=1.0)
+    prompt = scored_prompt(as_extra_args(scores), TOKENS, vocab_size=VOCAB, columns=1, temperature=1.0)
     assert prompt is not None
     prompt.add(logprobs[:4])
     prompt.continued_at(0).add(logprobs)

@@ -1,12 +1,13 @@
 """vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
-Changes thirteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+Changes fourteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
 allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens (see
 `token_versions`); clients may do without the text of completions (see `tokens_only`); adapters on lm_head work in more
-architectures (see `unembedding`); adapters whose experts vLLM would ignore are refused (see `ignored_experts`); on a
-CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs than vLLM's own (see `xargs`), routed
-experts can be returned (see `routed_experts_cpu`), mixtures of experts can be served with adapters, on experts too (see
-`experts_cpu`), and the engine core is forked from the API server, which saves its imports.
+architectures (see `unembedding`); adapters whose experts vLLM would ignore are refused (see `ignored_experts`); prompt
+logprobs have the right adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own (see
+`xargs`); on a CPU, LoRA computes correct results (see `punica_cpu`), routed experts can be returned (see
+`routed_experts_cpu`), mixtures of experts can be served with adapters, on experts too (see `experts_cpu`), and the
+engine core is forked from the API server, which saves its imports.
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.
@@ -44,12 +45,14 @@ def register() -> None:
     if not vllm.__version__.startswith(TESTED_VERSIONS):
         logger.error(
             "skyrl's plugin is for vLLM %s*, this is %s: nothing is patched. On a CPU, base-model requests in a batch "
-            "with LoRA requests may get an adapter's weights, and prompt logprobs may stop the engine. On all devices, "
-            "development endpoints (/pause, /collective_rpc) are open to every user of this machine.",
+            "with LoRA requests may get an adapter's weights. On all devices, prompt logprobs may be computed with "
+            "another adapter, or stop the engine, and development endpoints (/pause, /collective_rpc) are open to "
+            "every user of this machine.",
             TESTED_VERSIONS[0],
             vllm.__version__,
         )
         return
+    from skyrl.inference.vllm_plugin import first_runner, second_runner
     from skyrl.inference.vllm_plugin.ignored_experts import refuse_ignored_experts
     from skyrl.inference.vllm_plugin.prefix_cache import forget_with_weights
     from skyrl.inference.vllm_plugin.temperature import allow_any_temperature
@@ -59,6 +62,8 @@ def register() -> None:
     forget_with_weights()
     serve_lm_head()
     refuse_ignored_experts()
+    first_runner.score_prompts()
+    second_runner.score_prompts()
     if parent is None:
         from skyrl.inference.vllm_plugin.token_versions import tell_versions
         from skyrl.inference.vllm_plugin.tokens_only import allow_tokens_only
@@ -70,6 +75,10 @@ def register() -> None:
         from skyrl.inference.vllm_plugin.cpu_patches import apply
 
         apply(fork_engine=os.environ.get(FORK_ENGINE_VARIABLE) == "1")
+    elif current_platform.is_cuda_alike():
+        from skyrl.inference.vllm_plugin.punica_cuda import correct_prompt_logits
+
+        correct_prompt_logits()
 
 
 def _die_with(parent_pid: int) -> None:

@@ -1,7 +1,7 @@
 """The plugin's own prompt logprobs: of named tokens, and of tokens drawn from the model's distribution.
 
-Knows logprobs of prompt positions, and the layout of the tensors that vLLM sends to its API server. `cpu_patches` calls
-it from vLLM.
+Knows logprobs of prompt positions, on any device, and the layout of the tensors that vLLM sends to its API server.
+`first_runner` and `second_runner` call it from vLLM.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _BLOCK_PROBABILITIES = 2**18
 class ScoredPrompt:
     """One request's prompt, scored in one forward pass or, with chunked prefill, in several.
 
-    vLLM sends `token_ids` (int32) and `logprobs` (float32), [rows, columns], and `ranks` (int32), [rows]. vLLM fills
-    the rows of the prompt's own tokens; this class fills the rows after them.
+    vLLM sends `token_ids` (int32) and `logprobs` (float32), [rows, columns], and `ranks` (int32), [rows], all of them
+    in the host's memory. vLLM fills the `own_rows` of the prompt's own tokens; this class fills the rows after them.
     """
 
     def __init__(self, requested: PromptScores, prompt_tokens: int, columns: int, temperature: float) -> None:
         """`columns`: the number of tokens that vLLM keeps per row, including the prompt's own token."""
         self._requested = requested
-        self._own_rows = prompt_tokens - 1
+        self.own_rows = prompt_tokens - 1
         self._next_row = 0
         self._temperature = temperature
-        self._uniforms = np.random.default_rng(requested.seed).random((self._own_rows, requested.draws))
-        rows = self._own_rows + requested.appended(prompt_tokens)
+        self._uniforms = np.random.default_rng(requested.seed).random((self.own_rows, requested.draws))
+        rows = self.own_rows + requested.appended(prompt_tokens)
         self.token_ids = torch.zeros((rows, columns), dtype=torch.int32)
         # JSON has no NaN: if a row is never written, the request fails, instead of giving a wrong number.
         self.logprobs = torch.full((rows, columns), torch.nan)
@@ -54,14 +54,14 @@ class ScoredPrompt:
         self._next_row = last
         cells = np.flatnonzero((self._requested.rows >= first) & (self._requested.rows < last))
         self._write(
-            torch.from_numpy(self._own_rows + cells),
+            torch.from_numpy(self.own_rows + cells),
             torch.from_numpy(self._requested.ids[cells].astype(np.int64)),
             logprobs,
             torch.from_numpy(self._requested.rows[cells].astype(np.int64) - first),
         )
         draws = self._requested.draws
         if draws:
-            start = self._own_rows + len(self._requested.rows)
+            start = self.own_rows + len(self._requested.rows)
             self._write(
                 torch.arange(start + first * draws, start + last * draws),
                 draw(logprobs, torch.from_numpy(self._uniforms[first:last]), self._temperature).flatten(),
@@ -71,23 +71,23 @@ class ScoredPrompt:
 
     def _write(self, at: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the same token into every column: vLLM's map of a row from token to logprob then has one entry."""
-        self.token_ids[at] = ids.to(torch.int32)[:, None]
-        self.logprobs[at] = logprobs[rows, ids][:, None]
+        self.token_ids[at] = ids.to("cpu", torch.int32)[:, None]
+        self.logprobs[at] = logprobs[rows.to(logprobs.device), ids.to(logprobs.device)].cpu()[:, None]
 
 
 def scored_prompt(
-    xargs: Mapping[str, Any] | None, prompt: list[int] | None, *, vocab_size: int, columns: int, temperature: float
+    xargs: Mapping[str, Any] | None, prompt_tokens: int | None, *, vocab_size: int, columns: int, temperature: float
 ) -> ScoredPrompt | None:
     """None when the request asks only for vLLM's own prompt logprobs, or when its `xargs` are invalid: an exception
-    here would end the engine for all requests."""
-    if prompt is None:
+    here would end the engine for all requests. `prompt_tokens` is None for a prompt of embeddings."""
+    if prompt_tokens is None:
         return None
     try:
-        requested = PromptScores.from_extra_args(xargs, len(prompt), vocab_size)
+        requested = PromptScores.from_extra_args(xargs, prompt_tokens, vocab_size)
     except ValueError as error:
         logger.error("a request's vllm_xargs are ignored: %s", error)
         return None
-    return None if requested is None else ScoredPrompt(requested, len(prompt), columns, temperature)
+    return None if requested is None else ScoredPrompt(requested, prompt_tokens, columns, temperature)
 
 
 def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -98,7 +98,7 @@ def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> 
     """
     if temperature < GREEDY_BELOW:
         return logprobs.argmax(dim=-1, keepdim=True).expand(-1, uniforms.shape[1])
-    drawn = []
+    drawn, uniforms = [], uniforms.to(logprobs.device)
     rows = max(1, _BLOCK_PROBABILITIES // logprobs.shape[1])
     for block, chances in zip(logprobs.split(rows), uniforms.split(rows), strict=True):
         cumulated = block.double().div_(temperature).softmax(dim=-1).cumsum(dim=-1)

@@ -16,76 +16,20 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-Rows = slice | torch.Tensor
-Groups = list[tuple[int, Rows]]
-
-_prompt_rows: slice | None = None
-
-
-class prompt_rows:
-    """A context in which logits belong to these consecutive rows of the forward pass, not to one row per request."""
-
-    def __init__(self, rows: slice) -> None:
-        self._rows = rows
-
-    def __enter__(self) -> None:
-        global _prompt_rows
-        _prompt_rows = self._rows
-
-    def __exit__(self, *_: object) -> None:
-        global _prompt_rows
-        _prompt_rows = None
-
-
-def group_rows(slots: list[int]) -> Groups:
-    """The rows of each adapter slot; consecutive rows are a slice. Rows without an adapter (-1) are in no group."""
-    by_slot: dict[int, list[int]] = {}
-    for row, slot in enumerate(slots):
-        if slot >= 0:
-            by_slot.setdefault(slot, []).append(row)
-    return [
-        (slot, slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows))
-        for slot, rows in by_slot.items()
-    ]
-
-
-def add_grouped(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    groups: Groups,
-    lora_a: tuple[torch.Tensor, ...],
-    lora_b: tuple[torch.Tensor, ...],
-    scale: float,
-    widths: tuple[int, ...],
-) -> None:
-    """`y[rows, columns of slice i] += scale * x[rows] @ A_i.T @ B_i.T` for every group, in place.
-
-    y [T, sum(widths)], x [T, H], lora_a[i] [slots, 1, rank, H], lora_b[i] [slots, 1, >= widths[i], rank].
-    """
-    for slot, rows in groups:
-        inputs = x[rows]
-        start = 0
-        for a, b, width in zip(lora_a, lora_b, widths, strict=True):
-            down = inputs.to(a.dtype) @ a[slot, 0].T
-            up = b[slot, 0, :width].T
-            columns = y[:, start : start + width]
-            if isinstance(rows, slice):
-                columns[rows].addmm_(down.to(y.dtype), up.to(y.dtype), alpha=scale)
-            else:
-                columns.index_add_(0, rows, (down @ up).to(y.dtype), alpha=scale)
-            start += width
+from skyrl.inference.vllm_plugin.adapter_groups import Groups, add_grouped, add_to_logits, group_rows
+from skyrl.inference.vllm_plugin.prompt_rows import prompt_slots
 
 
 class GroupedPunicaWrapperCPU(PunicaWrapperCPU):
     """vLLM's CPU wrapper, but with linear layers and logits computed per adapter."""
 
     _token_groups: Groups
-    _request_groups: Groups
+    _request_slots: list[int]
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(*args, **kwargs)
         self._token_groups = group_rows(self.token_lora_indices.tolist())
-        self._request_groups = group_rows(self.sampler_indices.tolist())
+        self._request_slots = self.sampler_indices.tolist()
 
     def add_lora_linear(
         self,
@@ -110,12 +54,7 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):
         **_: Any,
     ) -> None:
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        if _prompt_rows is None:
-            groups, expected = self._request_groups, self.sampler_indices.numel()
-        else:
-            slots = self.token_lora_indices[_prompt_rows].tolist()
-            groups, expected = group_rows(slots), len(slots)
-        if x.shape[0] != expected:
-            raise RuntimeError(f"logits of {x.shape[0]} rows, but the batch has adapters for {expected}")
-        width = min(y.shape[1], lora_b_stacked.shape[2])
-        add_grouped(y, x, groups, (lora_a_stacked,), (lora_b_stacked,), scale, (width,))
+        slots = prompt_slots(self.token_lora_indices)
+        if slots is None:
+            slots = self._request_slots
+        add_to_logits(y, x, slots, lora_a_stacked, lora_b_stacked, scale)

@@ -1,0 +1,64 @@
+"""Adapters' part of a layer in plain torch: rows are grouped by adapter, and each group is two matrix products.
+
+Knows tensors, on any device, and slots: the number of an adapter's matrices among those that vLLM has stacked.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Rows = slice | torch.Tensor
+Groups = list[tuple[int, Rows]]
+
+
+def group_rows(slots: list[int]) -> Groups:
+    """The rows of each adapter slot; consecutive rows are a slice. Rows without an adapter (-1) are in no group."""
+    by_slot: dict[int, list[int]] = {}
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            by_slot.setdefault(slot, []).append(row)
+    return [
+        (slot, slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows))
+        for slot, rows in by_slot.items()
+    ]
+
+
+def add_grouped(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    groups: Groups,
+    lora_a: tuple[torch.Tensor, ...],
+    lora_b: tuple[torch.Tensor, ...],
+    scale: float,
+    widths: tuple[int, ...],
+) -> None:
+    """`y[rows, columns of slice i] += scale * x[rows] @ A_i.T @ B_i.T` for every group, in place.
+
+    y [T, sum(widths)], x [T, H], lora_a[i] [slots, 1, rank, H], lora_b[i] [slots, 1, >= widths[i], rank].
+    """
+    for slot, rows in groups:
+        if not isinstance(rows, slice):
+            rows = rows.to(x.device)
+        inputs = x[rows]
+        start = 0
+        for a, b, width in zip(lora_a, lora_b, widths, strict=True):
+            down = inputs.to(a.dtype) @ a[slot, 0].T
+            up = b[slot, 0, :width].T
+            columns = y[:, start : start + width]
+            if isinstance(rows, slice):
+                columns[rows].addmm_(down.to(y.dtype), up.to(y.dtype), alpha=scale)
+            else:
+                columns.index_add_(0, rows, (down @ up).to(y.dtype), alpha=scale)
+            start += width
+
+
+def add_to_logits(
+    y: torch.Tensor, x: torch.Tensor, slots: list[int], lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float
+) -> None:
+    """The adapters' part of logits `y` [n, vocabulary or more], in place. x [n, H]; `slots`: the adapter of each row.
+
+    Raises RuntimeError when there are not as many slots as rows."""
+    if x.shape[0] != len(slots):
+        raise RuntimeError(f"logits of {x.shape[0]} rows, but the batch has adapters for {len(slots)}")
+    width = min(y.shape[1], lora_b.shape[2])
+    add_grouped(y, x, group_rows(slots), (lora_a,), (lora_b,), scale, (width,))

@@ -1,0 +1,77 @@
+"""Prompt logprobs in vLLM's first model runner (`gpu_model_runner`), which CPUs use, and GPUs where it is chosen.
+
+Knows how this runner scores a prompt: one request at a time, into tensors that it keeps with the request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits
+from skyrl.inference.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
+
+
+def score_prompts() -> None:
+    """Patch this process. A second call changes nothing.
+
+    The runner turns the logits of a prompt into logprobs and gathers some of them; there the plugin gathers its own.
+    """
+    original = GPUModelRunner._get_prompt_logprobs_dict
+    if original.__module__ == __name__:
+        return
+
+    def get_prompt_logprobs_dict(
+        runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, LogprobsTensors | None]:
+        if not runner.num_prompt_logprobs:
+            return original(runner, hidden_states, num_scheduled_tokens)
+        scored = _scored_prompts(runner, num_scheduled_tokens)
+        model, sampler = runner.model, runner.sampler
+        gather_logprobs = sampler.gather_logprobs
+        logits = PromptLogits(model.compute_logits, hidden_states)
+
+        def gather_and_score(logprobs: torch.Tensor, *args: Any) -> Any:
+            if (prompt := scored.get(logits.start)) is not None:
+                prompt.add(logprobs)
+            return gather_logprobs(logprobs, *args)
+
+        model.compute_logits, sampler.gather_logprobs = logits, gather_and_score
+        try:
+            return original(runner, hidden_states, num_scheduled_tokens)
+        finally:
+            del model.compute_logits, sampler.gather_logprobs
+
+    GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict  # type: ignore[method-assign]
+
+
+def _scored_prompts(runner: Any, num_scheduled_tokens: dict[str, int]) -> dict[int, ScoredPrompt]:
+    """The prompts of this forward pass that the plugin scores, by their first row in the pass.
+
+    The scores go into the tensors that the runner keeps with a request while its prompt is computed. The runner makes
+    these tensors only if the request has none yet.
+    """
+    scored: dict[int, ScoredPrompt] = {}
+    for request_id, kept_tokens in runner.num_prompt_logprobs.items():
+        if request_id not in num_scheduled_tokens:
+            continue
+        request = runner.requests[request_id]
+        if request.in_progress_prompt_logprobs_cpu is None:
+            prompt = request.skyrl_prompt = scored_prompt(
+                request.sampling_params.extra_args,
+                None if request.prompt_token_ids is None else len(request.prompt_token_ids),
+                vocab_size=runner.model_config.get_vocab_size(),
+                columns=1 + kept_tokens,
+                temperature=request.sampling_params.temperature,
+            )
+            if prompt is not None:
+                request.in_progress_prompt_logprobs_cpu = LogprobsTensors(
+                    prompt.token_ids, prompt.logprobs, prompt.ranks
+                )
+        if request.skyrl_prompt is not None:
+            row = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]])
+            scored[row] = request.skyrl_prompt.continued_at(request.num_computed_tokens)
+    return scored

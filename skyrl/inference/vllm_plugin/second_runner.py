@@ -1,0 +1,147 @@
+"""Prompt logprobs in vLLM's second model runner (`v1.worker.gpu`), which GPUs use by default.
+
+Knows how this runner scores prompts: it computes logits of all rows of the forward pass, some rows at a time, and then
+takes out those of each prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+
+from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits
+from skyrl.inference.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
+
+SCORED_ROWS = 128
+"""Rows whose logprobs are computed at a time: 78 MB with 152k tokens. vLLM's profile of memory does not count them."""
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class _Asked:
+    """A request for prompt logprobs. `prompt` is made when the size of the vocabulary is known, with the first logits;
+    it stays None when the request does not ask for scores of the plugin."""
+
+    params: SamplingParams
+    is_read: bool = False
+    prompt: ScoredPrompt | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of a prompt that one forward pass computes: `rows` of the pass, of which the first is the prompt's row
+    `position`."""
+
+    asked: _Asked
+    rows: range
+    position: int
+    prompt_tokens: int
+
+
+def score_prompts() -> None:
+    """Patch this process. A second call changes nothing."""
+    worker: Any = PromptLogprobsWorker
+    if worker.add_request.__module__ == __name__:
+        return
+    add_request, remove_request = worker.add_request, worker.remove_request
+    compute_prompt_logprobs = worker.compute_prompt_logprobs
+    compute_prompt_token_id_logprobs = worker.compute_prompt_token_id_logprobs
+
+    def add(worker: Any, req_id: str, req_idx: int, sampling_params: SamplingParams) -> None:
+        add_request(worker, req_id, req_idx, sampling_params)
+        if sampling_params.prompt_logprobs is not None:
+            _asked_of(worker)[req_id] = _Asked(sampling_params)
+
+    def remove(worker: Any, req_id: str) -> None:
+        remove_request(worker, req_id)
+        _asked_of(worker).pop(req_id, None)
+
+    def compute(
+        worker: Any,
+        logits_fn: Logits,
+        hidden_states: torch.Tensor,
+        input_batch: InputBatch,
+        all_token_ids: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        prompt_lens: np.ndarray,
+    ) -> dict[str, LogprobsTensors]:
+        asked = _asked_of(worker)
+        parts = _parts(asked, input_batch, prompt_lens)
+        logits_of = PromptLogits(logits_fn, hidden_states)
+
+        def compute_and_score(rows: torch.Tensor) -> torch.Tensor:
+            logits = logits_of(rows)
+            for part in parts:
+                _score(part, logits, logits_of.start)
+            return logits
+
+        answers = compute_prompt_logprobs(
+            worker, compute_and_score, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
+        )
+        return {name: _with_scores(own, asked[name].prompt) for name, own in answers.items()}
+
+    def compute_token_ids(worker: Any, logits_fn: Logits, hidden_states: torch.Tensor, *args: Any) -> Any:
+        return compute_prompt_token_id_logprobs(worker, PromptLogits(logits_fn, hidden_states), hidden_states, *args)
+
+    worker.add_request, worker.remove_request = add, remove
+    worker.compute_prompt_logprobs, worker.compute_prompt_token_id_logprobs = compute, compute_token_ids
+
+
+def _asked_of(worker: Any) -> dict[str, _Asked]:
+    """The requests for prompt logprobs that this worker has, by their id."""
+    return worker.__dict__.setdefault("skyrl_asked", {})
+
+
+def _parts(asked: dict[str, _Asked], batch: InputBatch, prompt_lens: np.ndarray) -> list[_Part]:
+    """The prompts in this forward pass whose rows still have logprobs to compute. After a preemption vLLM computes the
+    prompt again; if its logprobs were complete before, it does not answer them again."""
+    parts = []
+    for i, name in enumerate(batch.req_ids):
+        tokens = int(prompt_lens[batch.idx_mapping_np[i]])
+        position = int(batch.num_computed_prefill_tokens_np[i])
+        count = min(int(batch.num_scheduled_tokens[i]), tokens - 1 - position)
+        if name in asked and count > 0 and tokens >= batch.prefill_len_np[i]:
+            first = int(batch.query_start_loc_np[i])
+            parts.append(_Part(asked[name], range(first, first + count), position, tokens))
+    return parts
+
+
+def _score(part: _Part, logits: torch.Tensor, start: int) -> None:
+    """Add the scores of the rows that are both in `part` and in `logits` [rows, vocabulary], of which the first is the
+    row `start` of the pass."""
+    asked = part.asked
+    if not asked.is_read:
+        asked.is_read = True
+        asked.prompt = scored_prompt(
+            asked.params.extra_args,
+            part.prompt_tokens,
+            vocab_size=logits.shape[1],
+            columns=1,
+            temperature=asked.params.temperature,
+        )
+    first, last = max(part.rows.start, start), min(part.rows.stop, start + logits.shape[0])
+    if asked.prompt is None or first >= last:
+        return
+    asked.prompt.continued_at(part.position + first - part.rows.start)
+    for rows in logits[first - start : last - start].split(SCORED_ROWS):
+        asked.prompt.add(rows.log_softmax(dim=-1, dtype=torch.float32))
+
+
+def _with_scores(own: LogprobsTensors, prompt: ScoredPrompt | None) -> LogprobsTensors:
+    """vLLM's logprobs of a prompt with the plugin's rows after them, repeated in each of vLLM's columns."""
+    if prompt is None:
+        return own
+    first = prompt.own_rows
+    ids = prompt.token_ids[first:].to(own.logprob_token_ids).expand(-1, own.logprobs.shape[1])
+    logprobs = prompt.logprobs[first:].to(own.logprobs).expand(-1, own.logprobs.shape[1])
+    ranks = prompt.ranks[first:].to(own.selected_token_ranks)
+    return LogprobsTensors.cat([own, LogprobsTensors(ids, logprobs, ranks)])
