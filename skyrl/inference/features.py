@@ -1,4 +1,4 @@
-"""The features of the inference server, derived from the configuration and the machine without asking the server."""
+"""The features of the inference server, derived from the configuration and the installed packages."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
 
 @dataclass(frozen=True, slots=True)
 class InferenceFeatures:
-    """`prompt_scores`: logprobs of named tokens, and tokens drawn in the place of prompt tokens
-    (`skyrl.inference.vllm_plugin.extra_args`). `any_temperature`: temperatures above vLLM's own bound of 2.
-    `unembed_prompt_logprobs`: correct prompt logprobs for adapters that train the unembedding; assumed of a server that
-    skyrl does not run."""
+    """`prompt_logprobs`: correct ones, also beside requests of adapters that train the unembedding; assumed of a server
+    that skyrl does not run. `prompt_scores`: logprobs of named tokens, and tokens drawn in the place of prompt tokens
+    (`skyrl.inference.vllm_plugin.extra_args`). `any_temperature`: temperatures above vLLM's own bound of 2."""
 
+    prompt_logprobs: bool
     prompt_scores: bool
     any_temperature: bool
-    unembed_prompt_logprobs: bool
 
 
-def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures:
+def inference_features(config: ServerConfig) -> InferenceFeatures:
     """The features of the configured server. A server that skyrl starts may have the plugin. A server that skyrl does
     not run is expected to support only the protocol, and so is one of another host, about which this host says
     nothing."""
     plugin = config.modes.manages_inference and plugin_installed() and vllm_version().startswith(TESTED_VERSIONS)
     return InferenceFeatures(
-        prompt_scores=plugin and not cuda,
-        any_temperature=plugin,
-        unembed_prompt_logprobs=not (config.modes.manages_inference and cuda),
+        prompt_logprobs=plugin or not config.modes.manages_inference, prompt_scores=plugin, any_temperature=plugin
     )
 
 

@@ -28,6 +28,7 @@ from openai_requests import (
 )
 from sqlalchemy import delete, select
 
+from skyrl.inference import features
 from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.server.api.hooks import BodyMemoryHook
 from skyrl.storage.db import keys
@@ -197,13 +198,21 @@ async def test_the_memory_for_bodies_is_free_while_requests_run(api: Api, upstre
         await upstream.until(lambda server: server.busy == 2)
 
 
-async def test_prompt_logprobs_that_vllm_computes_wrongly_are_refused(serve: Serve, database: Database) -> None:
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+async def test_prompt_logprobs_on_a_gpu_need_a_vllm_that_the_plugin_is_for(
+    serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(features, "vllm_version", lambda: version)
     save(database)
     async with serve(cuda=True) as api:
-        for scores in ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1}):
-            assert refusal(await ask(api, PROMPT | {"model": PATH} | scores)) == (400, "prompt_logprobs", None)
-            assert (await ask(api, PROMPT | scores)).status_code == 200
-        assert (await ask(api, PROMPT | {"model": PATH, "logprobs": 1})).status_code == 200
+        for model in ({}, {"model": PATH}):
+            for scores in ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1}):
+                answer = await ask(api, PROMPT | model | scores)
+                if version == "0.32.0":
+                    assert answer.status_code == 200, answer.text
+                else:
+                    assert refusal(answer) == (400, "prompt_logprobs", None)
+            assert (await ask(api, PROMPT | model | {"logprobs": 1})).status_code == 200
 
 
 # Keys and errors of the HTTP table

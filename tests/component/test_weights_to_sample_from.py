@@ -19,8 +19,6 @@ from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.futures import Outcome
-from skyrl.storage.db.models import models
-from skyrl.storage.db.samplers import find_sampler
 
 FULL = FullWeights("step-7")
 REFUSAL = "version 'step-7' of the full weights cannot be sampled from"
@@ -99,24 +97,3 @@ async def test_full_weights_are_refused_with_a_reason(world: World, upstream: Fa
         assert refused.json()["field"] == field
         assert ("full weights" if route == "copy_weights" else REFUSAL) in refused.json()["detail"]
     assert upstream.completions == []
-
-
-@pytest.mark.parametrize("trained", [True, False])
-async def test_a_sampler_tells_whether_its_adapter_trains_the_unembedding(world: World, trained: bool) -> None:
-    trainer, database = await world.trainer(), world.harness.database
-    database.write(lambda c: c.execute(update(models).values(train_unembed=trained)))
-    unnamed = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0))["sampling_session_id"]
-    path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named"))["path"]
-    named = await sampler_on(world, path)
-    copied = await world.post("copy_weights", {"source_path": path, "destination_project_id": "p"})
-    base = {"session_id": trainer.session.id, "sampling_session_seq_id": 1, "base_model": "tiny"}
-    untrained = (await world.post("create_sampling_session", base))["sampling_session_id"]
-    for sampler_id, expected in (
-        (unnamed, trained),
-        (named, trained),
-        (await sampler_on(world, copied["tinker_path"]), trained),
-        (untrained, False),
-    ):
-        sampler = database.read(lambda c, sampler_id=sampler_id: find_sampler(c, sampler_id))
-        assert sampler is not None
-        assert sampler.adapts_unembed is expected

@@ -17,25 +17,21 @@ EXTERNAL = MANAGED | {"external_inference_url": "http://127.0.0.1:1"}
 
 
 @pytest.mark.parametrize(
-    ("options", "cuda", "expected"),
+    ("options", "expected"),
     [
-        (MANAGED, False, InferenceFeatures(True, True, True)),
-        (COLOCATED, False, InferenceFeatures(True, True, True)),
-        (MANAGED, True, InferenceFeatures(False, True, False)),
-        (EXTERNAL, False, InferenceFeatures(False, False, True)),
-        (EXTERNAL, True, InferenceFeatures(False, False, True)),
+        (MANAGED, InferenceFeatures(prompt_logprobs=True, prompt_scores=True, any_temperature=True)),
+        (COLOCATED, InferenceFeatures(prompt_logprobs=True, prompt_scores=True, any_temperature=True)),
+        (EXTERNAL, InferenceFeatures(prompt_logprobs=True, prompt_scores=False, any_temperature=False)),
     ],
 )
-def test_the_configuration_and_the_device_decide_the_features(
-    options: dict[str, Any], cuda: bool, expected: InferenceFeatures
-) -> None:
-    assert inference_features(load_config(options), cuda=cuda) == expected
+def test_the_configuration_decides_the_features(options: dict[str, Any], expected: InferenceFeatures) -> None:
+    assert inference_features(load_config(options)) == expected
 
 
 @pytest.mark.parametrize("change", [{"plugin_installed": lambda: False}, {"vllm_version": lambda: "0.33.0"}])
-def test_a_missing_plugin_or_an_unknown_vllm_leaves_fewer_features(
+def test_a_missing_plugin_or_an_unknown_vllm_leaves_no_features(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     for name, value in change.items():
         monkeypatch.setattr(features, name, value)
-    assert inference_features(load_config(MANAGED), cuda=False) == InferenceFeatures(False, False, True)
+    assert inference_features(load_config(MANAGED)) == InferenceFeatures(False, False, False)

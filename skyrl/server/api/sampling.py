@@ -65,11 +65,10 @@ def router(services: Services) -> Routes:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
         sampler_id = sampling_session_id_of(session.id, body.sampling_session_seq_id)
         weights: WeightsRef = BaseWeights()
-        saved, adapts_unembed = None, False
+        saved = None
         if body.model_path is not None:
             saved, weights = await saved_weights(body.model_path, tenant)
             base_model = saved.base_model
-            adapts_unembed = saved.lora.train_unembed and not saved.lora.is_full
             if body.base_model is not None:
                 services.served.check_base_model(body.base_model)  # any of its names will do: there is one base model
             await bring(weights)
@@ -79,9 +78,7 @@ def router(services: Services) -> Routes:
             raise RequestError("give base_model or model_path", field="model_path")
         if services.loaded is not None:
             await services.loaded.check(weights, "base_model" if body.model_path is None else "model_path")
-        sampler = Sampler(
-            sampler_id, session.id, tenant, base_model, body.model_path, weights, adapts_unembed=adapts_unembed
-        )
+        sampler = Sampler(sampler_id, session.id, tenant, base_model, body.model_path, weights)
         check = services.quotas.sampling_sessions(tenant)
         stored = await services.samplers.create(sampler, body.sampling_session_seq_id, saved, check)
         if stored != sampler:

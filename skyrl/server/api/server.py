@@ -32,7 +32,7 @@ DRAIN_S = 10.0
 async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     """The services, with the background work running. On exit, samples drain and queued writes are committed. Raises
     what `begin` raises, and closes everything before."""
-    features = inference_features(runtime.config, cuda=runtime.cuda)
+    features = inference_features(runtime.config)
     process = build(runtime, Secrets.open(runtime), features)
     try:
         await begin(process)

@@ -27,14 +27,13 @@ MAX_LISTED = 1000
 @dataclass(frozen=True, slots=True)
 class Target:
     """The weights that a request asks for. `name` is the caller's name for them, `served_name` the inference server's.
-    `adapts_unembed`: they are an adapter that trains the unembedding. `created_at` is in seconds since the epoch.
-    An answer must begin with the weights that the inference server calls `version`; None if it never changes them."""
+    `created_at` is in seconds since the epoch. An answer must begin with the weights that the inference server calls
+    `version`; None if it never changes them."""
 
     name: str
     served_name: str
     base_model: str
     weights: WeightsRef
-    adapts_unembed: bool = False
     created_at: float = 0.0
     version: str | None = None
 
@@ -106,9 +105,8 @@ class ModelNames:
             served = served_name(saved.weights, self._served_names[0], "model", full_finetuning=full)
         except RequestError as error:
             raise _refused(str(error)) from error
-        adapts = saved.lora.train_unembed and not saved.lora.is_full
         version = self._version(saved.weights)
-        return Target(name, served, saved.base_model, saved.weights, adapts, saved.created_at, version)
+        return Target(name, served, saved.base_model, saved.weights, saved.created_at, version)
 
     def _version(self, weights: WeightsRef) -> str | None:
         return None if self._loaded is None else served_version(weights)

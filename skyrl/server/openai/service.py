@@ -160,7 +160,7 @@ class OpenAIService:
         """Wait for the request's turn, and count what it used at its end. Raises RequestError."""
         request, tenant = asked.request, asked.tenant
         if request.scores_prompt:
-            self._guard.check_prompt_logprobs(asked.target.adapts_unembed)
+            self._guard.check_prompt_logprobs()
         self._admission.enter(tenant, asked.size)
         ticket = place = turn = None
         try:

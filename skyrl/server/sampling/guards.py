@@ -5,7 +5,6 @@ from __future__ import annotations
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.inference.features import InferenceFeatures
-from skyrl.storage.db.samplers import Sampler
 
 VLLM_MAX_TEMPERATURE = 2.0
 
@@ -16,13 +15,13 @@ class FeatureGuard:
     def __init__(self, features: InferenceFeatures) -> None:
         self._features = features
 
-    def check(self, request: SampleRequest, sampler: Sampler) -> None:
+    def check(self, request: SampleRequest) -> None:
         """Raises RequestError naming the field."""
         if not self._features.prompt_scores:
             for field in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
                 if getattr(request, field):
                     raise RequestError(
-                        "needs skyrl's plugin in vLLM on a CPU; this inference server does not have it", field=field
+                        "needs skyrl's plugin in vLLM; this inference server does not have it", field=field
                     )
         temperature = request.sampling_params.temperature
         if temperature > VLLM_MAX_TEMPERATURE and not self._features.any_temperature:
@@ -31,15 +30,13 @@ class FeatureGuard:
                 field="sampling_params.temperature",
             )
         if request.prompt_logprobs or request.topk_prompt_logprobs:
-            self.check_prompt_logprobs(sampler.adapts_unembed)
+            self.check_prompt_logprobs()
 
-    def check_prompt_logprobs(self, adapts_unembed: bool) -> None:
-        """A request for logprobs of the prompt. `adapts_unembed`: from an adapter that trains the unembedding."""
-        if adapts_unembed and not self._features.unembed_prompt_logprobs:
-            # On a GPU vLLM prepares its LoRA kernels for one row of logits per request. It leaves the adapter's lm_head
-            # out of most rows of the prompt. Sampled logprobs are right. On a CPU the plugin corrects the same fault.
+    def check_prompt_logprobs(self) -> None:
+        """A request for logprobs of the prompt. Raises RequestError."""
+        if not self._features.prompt_logprobs:
             raise RequestError(
-                "vLLM computes them wrongly on a GPU for adapters that train the unembedding; create the model with "
-                "train_unembed=False to have them",
+                "needs skyrl's plugin in vLLM, without which vLLM may compute them with another adapter; the operator "
+                "can install a version of vLLM that the plugin is for",
                 field="prompt_logprobs",
             )

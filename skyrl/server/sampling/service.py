@@ -104,7 +104,7 @@ class SampleService:
         sampler = await self._resolve(request, tenant)
         request_id = new_request_id()
         job = self._job(request, request_id, sampler)
-        self._guard.check(request, sampler)
+        self._guard.check(request)
         request.prompt.chunks.clear()  # the job has the tokens, in less memory
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
             raise RequestError("must be in [0, 2**63)", field="seq_id")

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select, update
 
-from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef
+from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
 from skyrl.storage.db import adapter_versions, audit, full_weights
 from skyrl.storage.db.adapter_versions import SamplerDropped, samplers
 from skyrl.storage.db.checkpoints import Checkpoint
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.full_weights import WeightsReplaced, replaced_sentence
 from skyrl.storage.db.session_cache import SessionCache
-from skyrl.storage.db.tables import ModelRow, SessionRow
+from skyrl.storage.db.tables import SessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
-models = ModelRow.__table__  # type: ignore[attr-defined]
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
 
 LEARN_BACK_S = 600.0
@@ -27,11 +26,7 @@ LEARN_BACK_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What a sampling session samples from.
-
-    `model_path` is the checkpoint that the client named, if it named one. `adapts_unembed` says whether `weights` is an
-    adapter that trains the unembedding.
-    """
+    """What a sampling session samples from. `model_path` is the checkpoint that the client named, if it named one."""
 
     id: str
     session_id: str
@@ -39,7 +34,6 @@ class Sampler:
     base_model: str
     model_path: str | None
     weights: WeightsRef
-    adapts_unembed: bool = False
 
 
 def sampler_exists(connection: Connection, sampling_session_id: str) -> bool:
@@ -65,16 +59,7 @@ def find_sampler(connection: Connection, sampling_session_id: str) -> Sampler | 
         base_model=row.base_model,
         model_path=row.model_path,
         weights=row.weights,
-        adapts_unembed=_adapts_unembed(connection, row.weights),
     )
-
-
-def _adapts_unembed(connection: Connection, weights: WeightsRef) -> bool:
-    """A model trains the same layers from its start to its end, so its row speaks for all its versions."""
-    if not isinstance(weights, AdapterVersion):
-        return False
-    flag = connection.execute(select(models.c.train_unembed).where(models.c.id == weights.model_id)).scalar()
-    return flag is not False
 
 
 def add_sampler(connection: Connection, sampler: Sampler, seq_id: int, size_bytes: int | None = None) -> bool:

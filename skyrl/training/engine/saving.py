@@ -161,7 +161,6 @@ class Saves:
             base_model=model.base_model,
             model_path=None,
             weights=weights,
-            adapts_unembed=model.lora.train_unembed and not model.lora.is_full,
         )
 
         def open_session(connection: Connection) -> None:
