@@ -59,7 +59,7 @@ def ask(name: str, adapter: int, tokens: int, scores: PromptScores | None = None
         adapter,
         torch.randint(VOCAB, (tokens,), generator=seed).tolist(),
         torch.randn((tokens + 8, WIDTH), generator=seed),
-        SamplingParams(prompt_logprobs=top, extra_args=None if scores is None else dict(scores.to_xargs())),
+        SamplingParams(prompt_logprobs=top, extra_args=None if scores is None else dict(scores.to_extra_args())),
     )
 
 
