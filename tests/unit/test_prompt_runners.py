@@ -4,6 +4,8 @@ Triton kernels replaced by torch. `tests/gpu/test_prompt_logprobs.py` runs the s
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -94,6 +96,8 @@ class Batches:
     second: bool
     model: Model = field(default_factory=Model)
     requests: dict[str, Request] = field(default_factory=dict)
+    of_token_ids: dict[str, torch.Tensor] = field(default_factory=dict)
+    """vLLM's own logprobs of token ids, [tokens - 1, ids]."""
 
     def __post_init__(self) -> None:
         self.worker = PromptLogprobsWorker(8, torch.device("cpu"), logprobs_mode="processed_logprobs")
@@ -173,8 +177,9 @@ class Batches:
         )
         of_states = torch.zeros(8, dtype=torch.int64)
         of_states[indices] = torch.from_numpy(computed)
-        compute = self.worker.compute_prompt_logprobs
-        return compute(self.model.compute_logits, hidden, input_batch, prompts, of_states, lengths)
+        worker, compute_logits = self.worker, self.model.compute_logits
+        self.of_token_ids |= worker.compute_prompt_token_id_logprobs(compute_logits, hidden, input_batch, lengths)
+        return worker.compute_prompt_logprobs(compute_logits, hidden, input_batch, prompts, of_states, lengths)
 
 
 def _rows_of_kernel(x: torch.Tensor, meta: tuple[Any, ...]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -229,6 +234,7 @@ def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(punica_gpu, name, value, raising=False)
     monkeypatch.setattr(prompt_logprob, "get_prompt_logprobs_token_ids", _next_tokens)
     monkeypatch.setattr(prompt_logprob, "compute_topk_scores", _top_scores)
+    monkeypatch.setattr(prompt_logprob, "compute_token_logprobs", lambda x, ids: x.log_softmax(-1).gather(1, ids))
     monkeypatch.setattr(prompt_logprob, "CHUNK_SIZE", LOGITS_AT_A_TIME)
     monkeypatch.setattr(second_runner, "SCORED_ROWS", 3)
     monkeypatch.setattr(sampler_module, "batched_count_greater_than", lambda x, values: (x >= values).sum(-1))
@@ -317,6 +323,7 @@ def test_draws_do_not_depend_on_the_parts_of_a_prompt(batches: Batches) -> None:
     batches.step(x=5)
     assert whole.answer is not None
     assert parts.answer is not None
+    assert len(whole.answer.logprob_token_ids) == 8 + wanted.appended(9)
     assert torch.equal(whole.answer.logprob_token_ids, parts.answer.logprob_token_ids)
 
 
@@ -338,6 +345,42 @@ def test_xargs_that_are_invalid_leave_vllms_own_logprobs(batches: Batches) -> No
     batches.add(request)
     batches.step(bad=5)
     check(batches.model, request)
+
+
+@pytest.mark.parametrize("batches", [True], indirect=True)
+def test_vllms_own_scores_of_token_ids_have_the_part_of_the_right_adapter(batches: Batches) -> None:
+    """`prompt_logprob_token_ids`, which only the second runner has."""
+    requests = [ask(name, adapter, 7, top=None) for adapter, name in enumerate(("base", "one", "two"))]
+    wanted = np.random.default_rng(0).integers(0, VOCAB, (6, 2))
+    for request in requests:
+        request.params.prompt_logprob_token_ids = wanted
+    batches.add(*requests)
+    batches.step(base=7, one=7, two=7)
+    for request in requests:
+        right = batches.model.logprobs(request).gather(1, torch.from_numpy(wanted))
+        torch.testing.assert_close(batches.of_token_ids[request.name], right)
+
+
+REGISTERED = """
+import vllm.platforms
+vllm.platforms.current_platform.is_cpu = lambda: False
+vllm.platforms.current_platform.is_cuda_alike = lambda: True
+from skyrl.inference.vllm_plugin import register
+register()
+from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+patched = (PunicaWrapperGPU.add_lora_logits, GPUModelRunner._get_prompt_logprobs_dict,
+           PromptLogprobsWorker.compute_prompt_logprobs)
+print(*(each.__module__ for each in patched))
+"""
+
+
+def test_on_a_gpu_the_plugin_changes_both_runners_and_the_layer_for_adapters() -> None:
+    done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    names = [f"skyrl.inference.vllm_plugin.{part}" for part in ("punica_cuda", "first_runner", "second_runner")]
+    assert done.stdout.splitlines()[-1].split() == names
 
 
 def test_logits_of_other_rows_than_the_passs_are_refused() -> None:
