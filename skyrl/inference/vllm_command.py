@@ -99,7 +99,7 @@ _CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `auto` puts every server on core 0
     # Otherwise Dynamo compiles one helper of the sampler in the first request: 1.8 s, and it needs a C++ compiler.
     "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # version 2 needs Triton; the plugin patches version 1
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # version 2 needs Triton; routed experts are patched in version 1
 }
 
 
