@@ -68,7 +68,7 @@ class World:
     adapters: Path
     prompts: list[Prompt]
     rounding: float
-    """The distance (RMS) of the trainer's logprobs from the right ones. They are float32, as in the rehearsal."""
+    """The distance (RMS) of the trainer's logprobs in bfloat16 from the right ones, which are float32."""
 
 
 def _datum(seed: int, length: int) -> Datum:
@@ -99,9 +99,10 @@ def world(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
         if name != "base":
             for _ in range(3):
                 ok(exact.run([TrainingPass(name, [_datum(number, 200)], "cross_entropy")]))
-                exact.optim_step(name, AdamParams(learning_rate=1e-2))
+                exact.optim_step(name, AdamParams(learning_rate=3e-2))
             (adapters / name).mkdir()
             exact.save_adapter(name, adapters / name)
+    (adapters / "state").mkdir()
     exact.save_state("one", adapters / "state")
     rounded.create_model("one", LoraSpec(rank=8, alpha=32.0, seed=4))
     rounded.load_state("one", adapters / "state", optimizer=False)
@@ -197,7 +198,7 @@ async def test_prompt_logprobs_are_those_of_each_requests_own_adapter(
         gaps[f"{number} {prompt.model} {len(prompt.tokens)}"] = gap = _rms(given - prompt.right)
         assert gap <= bound, gaps
         if prompt.model != "base":
-            assert _rms(prompt.right - prompt.of_base) > 20 * bound, "the adapter changes too little to be seen"
+            assert _rms(prompt.right - prompt.of_base) > 5 * bound, "the adapter changes too little to be seen"
         named = [list(row.items()) for row in rows[own : 2 * own]]
         assert [[int(token) for token, _ in row] for row in named] == [[token] for token in prompt.tokens[1:]]
         assert np.abs(np.array([row[0][1]["logprob"] for row in named]) - given).max() < 1e-3
