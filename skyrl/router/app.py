@@ -142,8 +142,8 @@ class RouterApp:
             await _reply(send, Reply(200, [(b"content-type", b"application/json")], body))
             return
         if path == "/metrics":
-            text = await asyncio.to_thread(self._published.read)
-            await _reply(send, Reply(200, [(b"content-type", CONTENT_TYPE.encode())], text.encode()))
+            answer = await self._published.answer()
+            await _reply(send, Reply(200, [(b"content-type", CONTENT_TYPE.encode())], answer))
             return
         if is_registration(path):
             request = Request(scope, receive, CONTROL_BODY_BYTES)

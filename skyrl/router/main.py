@@ -116,7 +116,8 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
         )
         registry = CollectorRegistry()
         registry.register(RouterMetrics(pool, proxy, counts, chain))
-        published = await stack.enter_async_context(publishing(registry, "router", options.metrics_directory))
+        publication = publishing(registry, "router", options.metrics_directory, answers=True)
+        published = await stack.enter_async_context(publication)
         background = [prober.run, HungWorkers(pool, proxy, options.hang_s).run, LoopLag(registry).run]
         if options.state_dir is not None:
             state = StateFile(options.state_dir, pool)

@@ -76,6 +76,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Api]]
 async def scrape(api: Api) -> dict[str, float]:
     """What the process shows of itself now, by series without its own label."""
     MetricsWriter(api.services.published_metrics, "api-0", api.services.metrics.registry).write()
+    api.services.published_metrics.prepare()
     answer = await api.http.get("/metrics")
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"

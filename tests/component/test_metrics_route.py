@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from api_harness import Api, Serve, sample_body, scrape, session_of
+from engine_harness import until
 from fake_upstream import FakeUpstream, error, never
 from openai_requests import DEAD, PROMPT, TOTAL, Connection, ask, complete, events, piece
 from prometheus_client import CollectorRegistry, Counter
 
+from skyrl.runtime.metrics import files
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.runtime.metrics.samples import EVENTS
 from skyrl.storage.db import keys as key_rows
@@ -164,12 +166,28 @@ async def test_whichever_process_answers_the_counters_of_all_are_there(api: Api,
     counter.inc(5)
     writer.write()
     MetricsWriter(api.services.published_metrics, "api-0", api.services.metrics.registry).write()
+    api.services.published_metrics.prepare()
     text = (await api.http.get("/metrics")).text
     assert 'ends_total{process="api-1"} 5.0' in text
     assert 'skyrl_samples_total{outcome="ok",process="api-0"}' in text
     assert text == MetricsDirectory(tmp_path / "metrics").read(), (
         "the answering process shows itself from its file, too"
     )
+
+
+async def test_a_scrape_reads_no_file(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for a thread, and that thread for a full event loop at each file."""
+    monkeypatch.setattr(files, "PERIOD_S", 1000.0)  # the process prepares one answer, and no other
+    counter = Counter("ends", "Ends.", registry=(other := CollectorRegistry()))
+    counter.inc(5)
+    elsewhere = MetricsDirectory(tmp_path / "metrics")
+    MetricsWriter(elsewhere, "api-1", other).write()
+    async with serve() as api:
+        await until(lambda: api.services.published_metrics.prepared is not None)
+        elsewhere.remove("api-1")
+        text = (await api.http.get("/metrics")).text
+    assert 'ends_total{process="api-1"} 5.0' in text
+    assert 'skyrl_samples_total{outcome="ok",process="api-0"}' in text
 
 
 @pytest.mark.parametrize("header", ["X-API-Key", "Authorization"])

@@ -123,6 +123,29 @@ async def test_what_is_published_begins_at_once_and_ends_with_the_process(tmp_pa
     assert directory.read() == ""
 
 
+async def test_a_process_prepares_its_answers_from_the_files_of_all(tmp_path: Path) -> None:
+    MetricsWriter(MetricsDirectory(tmp_path), "engine", registry_with(1)).write()
+    async with publishing(registry_with(2), "router", tmp_path, answers=True) as directory:
+        while directory.prepared is None:
+            time.sleep(0.001)  # noqa: ASYNC251 - the writer needs no event loop
+        assert directory.prepared.decode() == directory.read()
+        assert 'ends_total{process="engine"} 1.0' in (await directory.answer()).decode()
+    async with publishing(registry_with(2), "api-0", tmp_path) as directory:
+        while "api-0" not in directory.read():
+            time.sleep(0.001)  # noqa: ASYNC251
+        assert directory.prepared is None, "a process that nobody asks reads no files"
+
+
+def test_an_answer_that_cannot_be_prepared_anew_is_dropped(tmp_path: Path) -> None:
+    directory = MetricsDirectory(tmp_path)
+    MetricsWriter(directory, "engine", registry_with(1)).write()
+    directory.prepare()
+    (tmp_path / "engine.prom").write_text(f"{os.getpid()}\n# HELP cut")
+    with pytest.raises(ValueError, match="unpack"):
+        directory.prepare()
+    assert directory.prepared is None
+
+
 def test_the_directory_is_private_and_made_again(tmp_path: Path) -> None:
     directory = MetricsDirectory(tmp_path / "metrics")
     writer = MetricsWriter(directory, "engine", registry_with(1))

@@ -1,7 +1,8 @@
 """The files in which processes publish their metrics: each writes its own, and any process can answer from all of them.
 
 So a scrape waits for no other process, and a counter never jumps back when another process answers. The writer is a
-thread: it goes on when the event loop of its process hangs.
+thread: it goes on when the event loop of its process hangs. In a process that answers scrapes it also prepares the
+answer. A scrape that read the files itself would wait for a thread, and that thread for a busy event loop at each file.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class MetricsDirectory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.prepared: bytes | None = None
+        """The answer to the next scrapes, in UTF-8; None if this process prepares none."""
 
     def write(self, name: str, text: str) -> None:
         """Replace the file of this name. Readers see the old text or the new. Raises OSError."""
@@ -51,6 +54,17 @@ class MetricsDirectory:
         """The metrics of all processes that live, or of the files with these names."""
         texts = (self._text(file) for file in self._files() if names is None or file.stem in names)
         return joined(text for text in texts if text is not None)
+
+    def prepare(self) -> None:
+        """Read all files now, for the next answers."""
+        self.prepared = None  # an old answer must not stay if this fails
+        self.prepared = self.read().encode()
+
+    async def answer(self) -> bytes:
+        """What was prepared last, in UTF-8; where nothing is prepared, the files as they are now."""
+        if self.prepared is not None:
+            return self.prepared
+        return (await asyncio.to_thread(self.read)).encode()
 
     def sweep(self) -> None:
         """Delete files that `read` leaves out."""
@@ -77,15 +91,23 @@ class MetricsDirectory:
 
 class MetricsWriter:
     """Writes the metrics of this process, labelled with its name, every PERIOD_S until `stop`. The process that
-    `owns` the directory also deletes the files of processes that have ended."""
+    `owns` the directory also deletes the files of processes that have ended; one that `answers` scrapes prepares the
+    answer after each writing."""
 
     def __init__(
-        self, directory: MetricsDirectory, process: str, registry: CollectorRegistry, *, owns: bool = False
+        self,
+        directory: MetricsDirectory,
+        process: str,
+        registry: CollectorRegistry,
+        *,
+        owns: bool = False,
+        answers: bool = False,
     ) -> None:
         self._directory = directory
         self._process = process
         self._registry = registry
         self._owns = owns
+        self._answers = answers
         self._stopped = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -109,7 +131,11 @@ class MetricsWriter:
     def _run(self) -> None:
         while True:
             try:
-                self.write()
+                try:
+                    self.write()
+                finally:  # a full disk hides no other process
+                    if self._answers:
+                        self._directory.prepare()
                 if self._owns:
                     self._directory.sweep()
                 self._failed = False
@@ -123,14 +149,14 @@ class MetricsWriter:
 
 @contextlib.asynccontextmanager
 async def publishing(
-    registry: CollectorRegistry, process: str, directory: Path | None
+    registry: CollectorRegistry, process: str, directory: MetricsDirectory | Path | None, *, answers: bool = False
 ) -> AsyncIterator[MetricsDirectory]:
-    """Publish the metrics of this process while the body runs. A process without a server around it (`directory` None)
-    uses a directory of its own."""
+    """Publish the metrics of this process while the body runs, and prepare its answers if it `answers` scrapes of all
+    processes. A process without a server around it (`directory` None) uses a directory of its own."""
     with contextlib.ExitStack() as own:
         path = directory or Path(own.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-metrics-")))
-        published = MetricsDirectory(path)
-        writer = MetricsWriter(published, process, registry)
+        published = MetricsDirectory(path) if isinstance(path, Path) else path
+        writer = MetricsWriter(published, process, registry, answers=answers)
         writer.start()
         try:
             yield published

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.responses import Response
 
 from skyrl.base.config.keys import LOOPBACK
@@ -21,6 +19,6 @@ def router(services: Services) -> Routes:
 
     @routes.get("/metrics", scope="open" if is_open else "admin")
     async def metrics(call: Call) -> Response:
-        return Response(await asyncio.to_thread(published.read), headers={"content-type": CONTENT_TYPE})
+        return Response(await published.answer(), headers={"content-type": CONTENT_TYPE})
 
     return routes

@@ -36,7 +36,8 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     process = build(runtime, Secrets.open(runtime), features)
     try:
         await begin(process)
-        async with publishing(process.base.metrics.registry, f"api-{runtime.slot}", runtime.metrics_directory):
+        registry, directory = process.base.metrics.registry, process.services.published_metrics
+        async with publishing(registry, f"api-{runtime.slot}", directory, answers=True):
             background = asyncio.create_task(run(process))
             try:
                 yield process.services
