@@ -36,10 +36,20 @@ def view(answer: dict[str, Any]) -> RenderableType:
     if "history" in answer:
         return Group(server, Text(), _Runs([answer]), Text(), _steps(answer["history"][-LAST_STEPS:]))
     runs = _Runs(answer["runs"]) if answer["runs"] else Text("no runs with this key", style="dim")
-    in_flight = sum(sampler["in_flight"] for sampler in answer["samplers"])
-    counts = Text(f"samplers: {len(answer['samplers'])} open, {in_flight} samples in flight")
+    opened, in_flight = (sum(group[name] for group in answer["samplers"]) for name in ("open", "in_flight"))
+    counts = Text(f"samplers: {opened} open, {in_flight} samples in flight")
     box = [Text(), _box(answer["box"])] if "box" in answer else []
-    return Group(server, Text(), runs, Text(), counts, *box)
+    return Group(server, _stuck(answer), Text(), runs, Text(), counts, *box)
+
+
+def _stuck(answer: dict[str, Any]) -> Text:
+    names = {run["id"]: run["name"] or run["id"] for run in answer["runs"]}
+    lines = ["stuck: nothing"] if not answer["stuck"] else []
+    for one in answer["stuck"]:
+        whose = "" if one["run"] is None else f"{names.get(one['run'], one['run'])}: "
+        since = "" if one["since"] is None else f", since {duration(time.time() - one['since'])}"
+        lines.append(f"stuck: {whose}{one['sentence']}{since}")
+    return Text("\n").join(map(_plain, lines))
 
 
 def _server(server: dict[str, Any]) -> Text:

@@ -13,19 +13,23 @@ from typing import Any
 import httpx
 import pytest
 from api_harness import BASE, Api, Serve, session_of
-from sqlalchemy import update
+from sqlalchemy import insert, update
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
 from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.paths import TinkerPath
+from skyrl.server.api import overview
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import keys
 from skyrl.storage.db.checkpoints import Checkpoint, put
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.engine_state import state as engine_state
+from skyrl.storage.db.futures import futures
 from skyrl.storage.db.keys import Scope
 from skyrl.storage.db.models import models
-from skyrl.storage.db.run_steps import StepSums, add_passes, end_step
+from skyrl.storage.db.run_steps import CURVE_POINTS, StepSums, add_passes, end_step
+from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.db.usage import count_training
 from tests.postgres_server import ON_BOTH
@@ -80,7 +84,8 @@ async def test_the_page_gets_what_the_tenant_has_and_nothing_of_another(api: Api
         "busy_s": 1.25,
     }
     assert shown["last_step"]["tokens_per_second"] == 10 / 1.25
-    assert [one["id"] for one in state["samplers"]] == [sampler]
+    [group] = state["samplers"]
+    assert (group["run"], group["open"], [one["id"] for one in group["newest"]]) == (None, 1, [sampler])
     assert [one["path"] for one in state["checkpoints"]] == [f"tinker://{run}/weights/first"]
     assert [(line["run"], line["trained"]) for line in state["usage"]] == [(run, 30)]
     one = await ask(api, f"runs/{run}")
@@ -89,6 +94,77 @@ async def test_the_page_gets_what_the_tenant_has_and_nothing_of_another(api: Api
         assert secret not in everything
     assert (await ask(api, f"runs/{theirs}", 404))["detail"] == f"run_id: no run {theirs!r}"
     assert (await ask(api, "runs/unknown", 404))["detail"] == "run_id: no run 'unknown'"
+
+
+@ON_BOTH
+async def test_samplers_stand_under_their_run_the_newest_ten_and_a_count(api: Api, database: Database) -> None:
+    """200 saves of one run hide neither the base model's samplers nor those of another run."""
+    many, few, first = await new_run(api, "many"), await new_run(api, "few"), await api.sampler()
+
+    def add(connection: Connection, run: str, number: int, at: float) -> None:
+        values = {"id": f"{run}:sampler:{number}", "session_id": run.partition(":")[0], "tenant": TENANT}
+        values |= {"seq_id": 1_000 + number, "base_model": BASE, "weights": AdapterVersion.of(run, number)}
+        values |= {"status": "active", "created_at": at, "last_used_at": at}
+        connection.execute(insert(samplers).values(**values))
+
+    def add_all(connection: Connection) -> None:
+        now = time.time()
+        for number in range(1, 201):
+            add(connection, many, number, now + number)
+        for number in (1, 2):
+            add(connection, few, number, now - number)
+        sample = {"id": "sample", "kind": "EXTERNAL", "tenant": TENANT, "session_id": many.partition(":")[0]}
+        sample |= {"sampling_session_id": f"{many}:sampler:3", "sample_seq_id": 0, "digest": b"", "body_format": "json"}
+        connection.execute(insert(futures).values(**sample, status="pending", created_at=now))
+
+    database.write(add_all)
+    shown = (await ask(api, "state"))["samplers"]
+    assert [(group["name"], group["open"], group["in_flight"]) for group in shown] == [
+        ("many", 200, 1),
+        (None, 1, 0),
+        ("few", 2, 0),
+    ]
+    versions = [[one["weights"] for one in group["newest"]] for group in shown]
+    assert versions[0] == [f"{many}@{number}" for number in range(200, 190, -1)]
+    assert [one["id"] for one in shown[1]["newest"]] == [first]
+    assert versions[2] == [f"{few}@1", f"{few}@2"]
+
+
+@ON_BOTH
+async def test_the_curve_of_a_run_has_its_whole_history_in_few_points(api: Api, database: Database) -> None:
+    long, short, none = await new_run(api, "long"), await new_run(api, "short"), await new_run(api, "none")
+
+    def train_both(connection: Connection) -> None:
+        for number in range(1, 201):
+            add_passes(connection, {long: StepSums.of_pass(10, {"loss:sum": 8.0 * number, "num_tokens:sum": 8.0})}, 1.5)
+            end_step(long, 0.5)(connection)
+        train(connection, short, 3)
+        end_step(short, 0.25)(connection)  # a step without a pass
+
+    database.write(train_both)
+    runs = {run["id"]: run["curve"] for run in (await ask(api, "state"))["runs"]}
+    assert len(runs[long]["step"]) == CURVE_POINTS
+    assert (runs[long]["step"][0], runs[long]["step"][-1]) == (5, 200)
+    assert (runs[long]["loss"][0], runs[long]["loss"][-1]) == (3.0, 198.0), "the mean of five steps"
+    assert set(runs[long]["tokens_per_second"]) == {5.0}
+    assert runs[short] == {
+        "step": [1, 2, 3, 4],
+        "loss": [0.5, 0.5, 0.5, None],
+        "tokens_per_second": [8.0, 8.0, 8.0, None],
+    }
+    assert runs[none] == {"step": [], "loss": [], "tokens_per_second": []}
+
+
+async def test_the_runs_with_the_newest_requests_alone_have_curves(
+    api: Api, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "MAX_CURVES", 1)
+    old, new = await new_run(api), await new_run(api)
+    for run in (old, new):
+        database.write(lambda c, run=run: train(c, run, 2))
+    database.write(lambda c: c.execute(update(models).where(models.c.id == old).values(last_request_at=1.0)))
+    shown = {run["id"]: run["curve"]["step"] for run in (await ask(api, "state"))["runs"]}
+    assert shown == {new: [1, 2], old: []}
 
 
 @ON_BOTH
@@ -200,10 +276,46 @@ async def test_a_dead_engine_is_the_reason_for_server_and_runs(api: Api, databas
     assert state["server"]["ready"] is False
     assert "the engine was last heard of 40 s ago" in state["server"]["reasons"][0]
     assert state_of(state["runs"], run)[0] == "waiting"
+    [stuck] = state["stuck"]
+    assert stuck["sentence"].startswith("nothing can be trained now: the engine was last heard of 40 s ago")
     assert "the engine was last heard of 40 s ago" in state_of(state["runs"], run)[1]
     box = await ask(api, "box")
     assert "last heard of" in box["trainer"]["trouble"]
     assert box["pending"] == {"CREATE_MODEL": 1}
+
+
+@pytest.mark.usefixtures("beat")
+async def test_nothing_is_stuck_while_requests_are_young(api: Api, database: Database) -> None:
+    await new_run(api)
+    state = await ask(api, "state")
+    assert state["stuck"] == []
+    assert (state["pending"]["number"], state["pending"]["oldest_kind"]) == (1, "CREATE_MODEL")
+    assert time.time() - state["pending"]["oldest_since"] < 60
+    assert (await ask(api, "state", key="tml-two"))["pending"] == {
+        "number": 0,
+        "oldest_kind": None,
+        "oldest_since": None,
+    }
+
+
+@pytest.mark.usefixtures("beat")
+async def test_an_old_request_and_a_command_that_waits_for_the_client_are_stuck(api: Api, database: Database) -> None:
+    old, gap, theirs = await new_run(api), await new_run(api), await new_run(api, **OTHER)
+    now = time.time()
+    waits = {run: ModelActivity(who, WaitsFor.GAP, now - 60, "OPTIM_STEP", 4, 2) for run, who in ((gap, TENANT),)}
+    waits[theirs] = ModelActivity(tenant_of_key("tml-two"), WaitsFor.GAP, now - 60, "OPTIM_STEP", 4, 2)
+
+    def change(connection: Connection) -> None:
+        text = encode_activity(EngineActivity(waits))
+        connection.execute(update(engine_state).values(activity=text))
+        connection.execute(update(futures).where(futures.c.model_id == old).values(created_at=now - 400))
+
+    database.write(change)
+    state = await ask(api, "state")
+    assert [(one["run"], one["since"]) for one in state["stuck"]] == [(gap, now - 60), (old, now - 400)]
+    assert "command 4 of this model has not arrived" in state["stuck"][0]["sentence"]
+    assert state["stuck"][1]["sentence"] == "create_model has not begun"
+    assert (state["pending"]["number"], state["pending"]["oldest_since"]) == (2, now - 400)
 
 
 async def test_only_a_key_with_the_scope_admin_sees_the_box(serve: Serve, database: Database) -> None:

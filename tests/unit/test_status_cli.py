@@ -22,6 +22,10 @@ from skyrl.runtime.processes.ports import free_port
 
 WATCHED_S = 120.0
 NOT_READY = {"version": "9", "ready": False, "reasons": ["training: the engine is starting"], "scopes": ["train"]}
+STUCK = [
+    {"run": None, "sentence": "nothing can be trained now: the engine is starting", "since": None},
+    {"run": "session:train:0", "sentence": "command 4 of this model has not arrived", "since": 0.0},
+]
 RUN = {
     "id": "session:train:0",
     "name": None,
@@ -37,7 +41,7 @@ class StandIn(ThreadingHTTPServer):
     """Answers every path with `body`; notes path and key of each request."""
 
     def __init__(self) -> None:
-        self.body = json.dumps({"server": NOT_READY, "runs": [RUN], "samplers": []})
+        self.body = json.dumps({"server": NOT_READY, "runs": [RUN], "samplers": [], "stuck": STUCK})
         self.asked: list[tuple[str, str | None]] = []
         super().__init__(("127.0.0.1", 0), Answer)
 
@@ -85,6 +89,15 @@ def test_a_server_that_is_not_ready_gives_1_and_the_reason(stand_in: StandIn) ->
     for shown in ("session:train:0", "◆ waiting: the trainer cannot run commands now", "7", "1.25", "–", "640"):
         assert shown in output
     assert stand_in.asked == [("/ui/api/state", "tml-k")], "only a key with the scope admin asks for the box"
+
+
+def test_what_is_stuck_is_said_before_the_runs(stand_in: StandIn) -> None:
+    _, output, _ = status("--url", stand_in.url)
+    lines = output.splitlines()
+    assert lines[1].rstrip() == "stuck: nothing can be trained now: the engine is starting"
+    assert lines[2].startswith("stuck: session:train:0: command 4 of this model has not arrived, since ")
+    stand_in.body = json.dumps({"server": NOT_READY, "runs": [RUN], "samplers": [], "stuck": []})
+    assert "stuck: nothing\n" in status("--url", stand_in.url)[1].replace(" \n", "\n")
 
 
 def test_on_a_narrow_terminal_no_word_of_a_run_is_broken(stand_in: StandIn) -> None:

@@ -6,22 +6,28 @@ Nothing in it is of another tenant. Times are in seconds since the epoch.
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+import time
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from skyrl import __version__
 from skyrl.base.wire.errors import NotFound
 from skyrl.server.api.access import Caller
 from skyrl.server.api.services import Services
+from skyrl.server.request_status.stuck import stuck
 from skyrl.storage.db import runs as rows
 from skyrl.storage.db.checkpoints import Checkpoint, Seen
 from skyrl.storage.db.database import Connection
-from skyrl.storage.db.run_steps import Step, history
-from skyrl.storage.db.runs import OpenSampler, Run
+from skyrl.storage.db.run_steps import CurvePoint, Step, curves, history
+from skyrl.storage.db.runs import Pending, Run, SamplerGroup
 from skyrl.storage.db.usage_report import UsageLine, last_days, report
 
 MAX_RUNS = 100
-MAX_SAMPLERS = 100
+MAX_CURVES = 20
+"""Runs with the newest requests that have curves in the state of a tenant."""
+MAX_SAMPLER_GROUPS = 50
+MAX_PENDING = 200
+"""Kinds and models whose requests that have not ended are counted."""
 MAX_CHECKPOINTS = 100
 USAGE_DAYS = 7
 """Days of usage in the state of a tenant and of a run."""
@@ -40,22 +46,37 @@ class Overview:
     async def state(self) -> dict[str, Any]:
         """The tenant's newest runs, samplers and checkpoints, and its usage of the last days."""
 
-        def read(connection: Connection) -> tuple[list[Run], list[OpenSampler], list[UsageLine]]:
-            return (
-                rows.runs_of(connection, self._tenant, MAX_RUNS),
-                rows.open_samplers(connection, self._tenant, MAX_SAMPLERS),
+        def read(connection: Connection) -> _State:
+            runs = rows.runs_of(connection, self._tenant, MAX_RUNS)
+            return _State(
+                runs,
+                curves(connection, [run.id for run in runs[:MAX_CURVES]]),
+                rows.open_samplers(connection, self._tenant, MAX_SAMPLER_GROUPS),
+                rows.pending_of(connection, self._tenant, MAX_PENDING),
                 report(connection, *last_days(USAGE_DAYS), tenant=self._tenant),
             )
 
-        runs, samplers, usage = await self._services.database.read_async(read)
+        found = await self._services.database.read_async(read)
         saved, _ = await self._services.checkpoints.page(self._tenant, MAX_CHECKPOINTS, 0, Seen())
+        server = await self.server()
+        names = {run.id: run.name for run in found.runs}
         return {
-            "server": await self.server(),
-            "runs": [self._run(run) for run in runs],
-            "samplers": [asdict(sampler) for sampler in samplers],
+            "server": server,
+            "stuck": self._stuck(found, server["reasons"]),
+            "pending": _pending(found.pending),
+            "runs": [self._run(run) | {"curve": _curve(found.curves.get(run.id, []))} for run in found.runs],
+            "samplers": [
+                asdict(group) | {"name": None if group.run is None else names.get(group.run)}
+                for group in found.samplers
+            ],
             "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved],
-            "usage": [_usage(line) for line in usage],
+            "usage": [_usage(line) for line in found.usage],
         }
+
+    def _stuck(self, state: _State, reasons: list[str]) -> list[dict[str, Any]]:
+        standings = [(run, self._services.standings.of_run(run)) for run in state.runs]
+        activity = self._services.watch.activity
+        return [asdict(one) for one in stuck(reasons, standings, state.pending, activity, time.time())]
 
     async def run(self, model_id: str, after: int) -> dict[str, Any]:
         """One run with its checkpoints, and the steps of its history after the step `after`. Raises NotFound."""
@@ -107,6 +128,40 @@ class Overview:
             "created_at": run.created_at,
             "last_request_at": run.last_request_at,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What the database has for the state of a tenant."""
+
+    runs: list[Run]
+    curves: dict[str, list[CurvePoint]]
+    samplers: list[SamplerGroup]
+    pending: list[Pending]
+    usage: list[UsageLine]
+
+
+def _pending(pending: list[Pending]) -> dict[str, Any]:
+    """How many requests have not ended, and the kind of the oldest and when it was accepted."""
+    oldest = min(pending, key=lambda one: one.since, default=None)
+    return {
+        "number": sum(one.number for one in pending),
+        "oldest_kind": None if oldest is None else oldest.kind,
+        "oldest_since": None if oldest is None else oldest.since,
+    }
+
+
+def _curve(points: list[CurvePoint]) -> dict[str, list[Any]]:
+    """Columns of the points, with four digits: a small curve shows no more."""
+    return {
+        "step": [point.step for point in points],
+        "loss": [_short(point.loss) for point in points],
+        "tokens_per_second": [_short(point.tokens_per_second) for point in points],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
 
 
 def _step(step: Step) -> dict[str, Any]:

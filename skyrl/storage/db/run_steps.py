@@ -8,7 +8,7 @@ steps get sparse. Steps since the last deletion are complete.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -178,3 +178,32 @@ def last_steps(connection: Connection, model_ids: list[str]) -> dict[str, Step]:
     newest = last.subquery()
     query = select(steps).join(newest, (steps.c.model_id == newest.c.model_id) & (steps.c.step == newest.c.step))
     return {row.model_id: Step.of(row) for row in connection.execute(query)}
+
+
+CURVE_POINTS = 40
+"""The most points of a curve."""
+_CURVES = text(
+    "SELECT model_id, MAX(step) AS step, SUM(loss_sum) AS loss_sum, SUM(loss_tokens) AS loss_tokens, "
+    "SUM(tokens) AS tokens, SUM(busy_s) AS busy_s "
+    "FROM run_steps JOIN models ON models.id = model_id WHERE model_id IN :models AND ended_at IS NOT NULL "
+    f"GROUP BY model_id, (step - 1) / ((models.steps - 1) / {CURVE_POINTS} + 1) ORDER BY model_id, step"
+).bindparams(bindparam("models", expanding=True))
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Some steps of a run that follow each other, as means: `step` is the last of them."""
+
+    step: int
+    loss: float | None
+    tokens_per_second: float | None
+
+
+def curves(connection: Connection, model_ids: Sequence[str]) -> dict[str, list[CurvePoint]]:
+    """By model id, its whole history in at most CURVE_POINTS points. A model without a step has none."""
+    found: dict[str, list[CurvePoint]] = {}
+    for row in connection.execute(_CURVES, {"models": [*model_ids]}) if model_ids else ():
+        rate = float(row.tokens) / row.busy_s if row.busy_s > 0 and row.tokens else None
+        point = CurvePoint(row.step, _mean(row.loss_sum, int(row.loss_tokens)), rate)
+        found.setdefault(row.model_id, []).append(point)
+    return found

@@ -6,14 +6,14 @@ nothing of another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, String, func, select, type_coerce
 
 from skyrl.base.types.kinds import Kind
-from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights
+from skyrl.base.types.weights import BaseWeights, WeightsRef
 from skyrl.storage.db.adapter_versions import OPEN
 from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.run_steps import Step, last_steps
@@ -61,6 +61,36 @@ class OpenSampler:
     last_used_at: float | None
     in_flight: int
 
+
+@dataclass(frozen=True, slots=True)
+class SamplerGroup:
+    """The open sampling sessions of one model, or of a base model (`run` None). `open` counts them; `newest` are the
+    first NEWEST, the newest first. `in_flight` and `last_used_at` are of all of them."""
+
+    run: str | None
+    base_model: str
+    open: int
+    in_flight: int
+    newest_at: float
+    last_used_at: float | None
+    newest: list[OpenSampler]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Requests of one kind that have not ended. `model_id` is None for samples. The oldest was accepted at `since`
+    (seconds since the epoch)."""
+
+    kind: Kind
+    model_id: str | None
+    number: int
+    since: float
+
+
+NEWEST = 10
+"""The most samplers of a group that are listed."""
+_MODEL = func.rtrim(type_coerce(samplers.c.weights, String), "0123456789")
+"""The weights' text without the version's number."""
 
 _RUN = (
     select(
@@ -114,19 +144,35 @@ def _name(row: Any) -> str | None:
     return name if isinstance(name, str) and name else row.display_name
 
 
-def open_samplers(connection: Connection, tenant: str, limit: int) -> list[OpenSampler]:
-    """The tenant's open sampling sessions, the newest first. The query starts from the tenant's active sessions, so it
-    does not read other tenants' rows."""
-    query = (
-        select(samplers)
+def open_samplers(connection: Connection, tenant: str, limit: int) -> list[SamplerGroup]:
+    """The tenant's open sampling sessions by the weights' model, with the newest group first: at most `limit` groups.
+    The query starts from the tenant's active sessions, so it does not read other tenants' rows."""
+    group = (_MODEL, samplers.c.base_model)
+    newest = (samplers.c.created_at.desc(), samplers.c.id)
+    places = (
+        select(
+            samplers,
+            func.row_number().over(partition_by=group, order_by=newest).label("place"),
+            func.count().over(partition_by=group).label("open"),
+            func.max(samplers.c.created_at).over(partition_by=group).label("newest_at"),
+            func.max(samplers.c.last_used_at).over(partition_by=group).label("group_used_at"),
+        )
         .join(sessions, sessions.c.id == samplers.c.session_id)
         .where(active_sessions_of(tenant), samplers.c.tenant == tenant, OPEN)
-        .order_by(samplers.c.created_at.desc(), samplers.c.id)
-        .limit(limit)
+        .subquery()
+    )
+    query = (
+        select(places)
+        .where(places.c.place <= NEWEST)
+        .order_by(places.c.newest_at.desc(), places.c.base_model, places.c.weights, places.c.place)
+        .limit(limit * NEWEST)
     )
     in_flight = _samples(connection, tenant)
-    return [
-        OpenSampler(
+    by_weights = _samples_by_weights(connection, in_flight)
+    groups: dict[tuple[str | None, str], SamplerGroup] = {}
+    for row in sorted(connection.execute(query), key=lambda row: row.place):
+        key = (_model_of(row.weights), row.base_model)
+        sampler = OpenSampler(
             row.id,
             row.session_id,
             row.base_model,
@@ -136,8 +182,10 @@ def open_samplers(connection: Connection, tenant: str, limit: int) -> list[OpenS
             row.last_used_at,
             in_flight.get(row.id, 0),
         )
-        for row in connection.execute(query)
-    ]
+        if key not in groups:
+            groups[key] = SamplerGroup(*key, row.open, by_weights.get(key, 0), row.newest_at, row.group_used_at, [])
+        groups[key].newest.append(sampler)
+    return sorted(groups.values(), key=lambda group: -group.newest_at)[:limit]
 
 
 def _samples(connection: Connection, tenant: str) -> dict[str, int]:
@@ -150,15 +198,40 @@ def _samples(connection: Connection, tenant: str) -> dict[str, int]:
     return {row[0]: row[1] for row in connection.execute(query)}
 
 
-def _samples_by_model(connection: Connection, tenant: str) -> dict[str, int]:
-    """The tenant's samples in flight, by the model whose adapter they come from."""
-    by_sampler = _samples(connection, tenant)
-    counts: dict[str, int] = {}
-    query = select(samplers.c.id, samplers.c.weights).where(samplers.c.id.in_(list(by_sampler)))
+def _samples_by_weights(connection: Connection, by_sampler: Mapping[str, int]) -> dict[tuple[str | None, str], int]:
+    """Samples in flight by the model whose weights they come from and base model; None for the base model itself."""
+    counts: dict[tuple[str | None, str], int] = {}
+    query = select(samplers.c.id, samplers.c.weights, samplers.c.base_model).where(samplers.c.id.in_([*by_sampler]))
     for row in connection.execute(query) if by_sampler else ():
-        if isinstance(row.weights, AdapterVersion | FullWeights):
-            counts[row.weights.model_id] = counts.get(row.weights.model_id, 0) + by_sampler[row.id]
+        key = (_model_of(row.weights), row.base_model)
+        counts[key] = counts.get(key, 0) + by_sampler[row.id]
     return counts
+
+
+def _samples_by_model(connection: Connection, tenant: str) -> dict[str, int]:
+    """The tenant's samples in flight, by the model whose weights they come from."""
+    counts: dict[str, int] = {}
+    for (model, _), number in _samples_by_weights(connection, _samples(connection, tenant)).items():
+        if model is not None:
+            counts[model] = counts.get(model, 0) + number
+    return counts
+
+
+def _model_of(weights: WeightsRef) -> str | None:
+    return None if isinstance(weights, BaseWeights) else weights.model_id
+
+
+def pending_of(connection: Connection, tenant: str, limit: int) -> list[Pending]:
+    """The tenant's requests that have not ended, by kind and model: the `limit` groups with the oldest requests."""
+    since = func.min(_futures.c.created_at)
+    query = (
+        select(_futures.c.kind, _futures.c.model_id, func.count(), since)
+        .where(_pending(tenant))
+        .group_by(_futures.c.kind, _futures.c.model_id)
+        .order_by(since)
+        .limit(limit)
+    )
+    return [Pending(Kind(kind), model, number, at) for kind, model, number, at in connection.execute(query)]
 
 
 def _pending(tenant: str) -> Any:

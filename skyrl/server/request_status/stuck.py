@@ -1,0 +1,94 @@
+"""Whether anything of a tenant is stuck: what stands still on the server, and the requests that last too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skyrl.base.types.activity import EngineActivity, WaitsFor
+from skyrl.base.types.kinds import Kind
+from skyrl.server.request_status.runs import RunStanding
+from skyrl.server.request_status.status import counted
+from skyrl.storage.db.runs import Pending, Run
+
+LONG_S = 300.0
+"""A request that runs, or waits for the same thing, for longer than this is called stuck."""
+GAP_S = 30.0
+"""The same for commands that wait for one that the client has not sent."""
+_SAMPLES = (Kind.EXTERNAL, Kind.SAMPLE)
+_STANDS_STILL = {"training": "nothing can be trained now", "sampling": "nothing can be sampled now"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """`sentence` is as that of a standing. `run` is the id of the run that it is about; None if it is about more.
+    `since` is in seconds since the epoch; None if that is unknown, or said in the sentence."""
+
+    sentence: str
+    since: float | None = None
+    run: str | None = None
+
+
+def stuck(
+    reasons: Sequence[str],
+    runs: Sequence[tuple[Run, RunStanding]],
+    pending: Sequence[Pending],
+    activity: EngineActivity,
+    now: float,
+) -> list[Stuck]:
+    """What is stuck. `reasons` are those of `/readyz`; where a part of the server stands still, its requests are not
+    named one by one. `now` is in seconds since the epoch."""
+    parts = {reason.partition(":")[0] for reason in reasons}
+    found = [_part(reason, activity) for reason in reasons]
+    for run, standing in runs:
+        if standing.state == "silent":
+            found.append(Stuck(standing.sentence, run=run.id))
+        elif run.is_living and "training" not in parts and (since := _stuck_since(run.id, activity, now)) is not None:
+            found.append(Stuck(standing.sentence, since, run.id))
+    if "training" not in parts:
+        found += _not_begun(runs, pending, activity, now)
+    if "sampling" not in parts:
+        found += _samples(pending, now)
+    return found
+
+
+def _part(reason: str, activity: EngineActivity) -> Stuck:
+    part, _, why = reason.partition(": ")
+    if part not in _STANDS_STILL:
+        return Stuck(reason)
+    return Stuck(f"{_STANDS_STILL[part]}: {why}", activity.inference_away_since if part == "sampling" else None)
+
+
+def _stuck_since(model_id: str, activity: EngineActivity, now: float) -> float | None:
+    """Since when the model's next command waits or runs, if that is too long."""
+    if (model := activity.models.get(model_id)) is None:
+        return None
+    match model.waits_for:
+        case WaitsFor.STORE | WaitsFor.MEMORY:
+            allowed_s = 0.0
+        case WaitsFor.GAP:
+            allowed_s = GAP_S
+        case _:
+            allowed_s = LONG_S
+    return model.since if now - model.since > allowed_s else None
+
+
+def _not_begun(
+    runs: Sequence[tuple[Run, RunStanding]], pending: Sequence[Pending], activity: EngineActivity, now: float
+) -> list[Stuck]:
+    """Old commands of models of which the engine says nothing."""
+    living = {run.id for run, standing in runs if run.is_living and standing.state != "silent"}
+    return [
+        Stuck(f"{one.kind.lower()} has not begun", one.since, one.model_id)
+        for one in pending
+        if one.model_id in living and one.model_id not in activity.models and now - one.since > LONG_S
+    ]
+
+
+def _samples(pending: Sequence[Pending], now: float) -> list[Stuck]:
+    samples = [one for one in pending if one.kind in _SAMPLES]
+    if not samples or now - (since := min(one.since for one in samples)) <= LONG_S:
+        return []
+    number = sum(one.number for one in samples)
+    whose = "the oldest of " if number > 1 else ""
+    return [Stuck(f"{whose}{counted(number, 'sample')} in flight has no result yet", since)]

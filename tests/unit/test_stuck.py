@@ -1,0 +1,75 @@
+"""Whether anything of a tenant is stuck, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
+from skyrl.base.types.kinds import Kind
+from skyrl.server.request_status.runs import RunStanding
+from skyrl.server.request_status.stuck import GAP_S, LONG_S, Stuck, stuck
+from skyrl.storage.db.runs import Pending, Run
+
+NOW = 1e9
+RUN = Run("m", "s", "fox", "tiny", 4, "ready", 3, NOW - 900, NOW - 900, "active", NOW - 5, None, 0)
+WAITS = RunStanding("waiting", "what it waits for")
+
+
+def found(
+    *reasons: str,
+    waits_for: WaitsFor | None = None,
+    since: float = NOW,
+    pending: tuple[Pending, ...] = (),
+    standing: RunStanding = WAITS,
+    away_since: float | None = None,
+) -> list[Stuck]:
+    models = {} if waits_for is None else {"m": ModelActivity("t", waits_for, since, "FORWARD_BACKWARD", 3, 1)}
+    activity = EngineActivity(models, inference_away_since=away_since)
+    return stuck(reasons, [(RUN, standing)], pending, activity, NOW)
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "allowed_s"),
+    [
+        (WaitsFor.NOTHING, LONG_S),
+        (WaitsFor.TURN, LONG_S),
+        (WaitsFor.QUOTA, LONG_S),
+        (WaitsFor.RECOVERY, LONG_S),
+        (WaitsFor.GAP, GAP_S),
+        (WaitsFor.STORE, 0.0),
+        (WaitsFor.MEMORY, 0.0),
+    ],
+)
+def test_a_command_is_stuck_when_it_waits_or_runs_for_too_long(waits_for: WaitsFor, allowed_s: float) -> None:
+    assert found(waits_for=waits_for, since=NOW - allowed_s) == []
+    too_long = NOW - allowed_s - 1
+    assert found(waits_for=waits_for, since=too_long) == [Stuck("what it waits for", too_long, "m")]
+
+
+def test_a_trainer_that_stands_still_is_said_once_and_not_for_each_run() -> None:
+    old = Pending(Kind.OPTIM_STEP, "m", 1, NOW - 2 * LONG_S)
+    said = found("training: the engine is starting", waits_for=WaitsFor.GAP, since=NOW - 999, pending=(old,))
+    assert said == [Stuck("nothing can be trained now: the engine is starting")]
+
+
+def test_samples_are_stuck_when_the_oldest_is_too_old() -> None:
+    young, old = Pending(Kind.SAMPLE, None, 2, NOW - 1), Pending(Kind.EXTERNAL, None, 1, NOW - LONG_S - 1)
+    assert found(pending=(young,)) == []
+    assert found(pending=(old,)) == [Stuck("1 sample in flight has no result yet", old.since)]
+    assert found(pending=(young, old)) == [Stuck("the oldest of 3 samples in flight has no result yet", old.since)]
+    away = found("sampling: no inference server has been published", pending=(old,), away_since=NOW - 70)
+    assert away == [Stuck("nothing can be sampled now: no inference server has been published", NOW - 70)]
+
+
+def test_an_old_command_that_the_engine_does_not_know_is_stuck() -> None:
+    old = Pending(Kind.CREATE_MODEL, "m", 1, NOW - LONG_S - 1)
+    assert found(pending=(old,)) == [Stuck("create_model has not begun", old.since, "m")]
+    assert found(pending=(old,), waits_for=WaitsFor.NOTHING) == [], "it runs"
+
+
+def test_a_client_that_is_silent_is_stuck_and_a_run_that_has_ended_is_not() -> None:
+    silent = RunStanding("silent", "the client was last heard of 60 s ago; its session ends in 2 min")
+    assert found(standing=silent, waits_for=WaitsFor.GAP, since=NOW - 999) == [Stuck(silent.sentence, run="m")]
+    ended = Run("m", "s", "fox", "tiny", 4, "closed", 3, NOW - 900, NOW - 900, "active", NOW - 5, None, 0)
+    activity = EngineActivity({"m": ModelActivity("t", WaitsFor.STORE, NOW - 999, "LOAD", 3, 1)})
+    assert stuck((), [(ended, RunStanding("ended", "over"))], (), activity, NOW) == []
