@@ -2,6 +2,7 @@
 
 import { Api, Refused } from "./api.js";
 import { BoxView } from "./box.js";
+import { dropOldPlots } from "./chart.js";
 import { setText, statePart, tickTimes } from "./dom.js";
 import { OverviewView } from "./overview.js";
 import { RunView } from "./run.js";
@@ -42,6 +43,7 @@ function show() {
   api.forgetLast();
   answeredAt = null;
   byId("view").replaceChildren(view.element);
+  dropOldPlots();
   view.element.querySelector("h1").focus();
   say("");
   poll();
@@ -73,6 +75,7 @@ function update(answer) {
   byId("server").hidden = byId("forget").hidden = false;
   byId("to-box").hidden = !scopes.includes("admin");
   view.update(answer);
+  dropOldPlots();
   document.title = `${view.title} · skyrl`;
 }
 
@@ -108,6 +111,7 @@ async function download(path, name) {
 function askForKey(refusal) {
   stop();
   byId("view").replaceChildren(form);
+  dropOldPlots();
   form.hidden = false;
   setText(byId("refused"), refusal);
   byId("key").value = "";

@@ -1,143 +1,145 @@
-// One curve over the steps of a run, as SVG: axes, the value under the pointer or the cursor keys, gaps for no value.
+// Curves over the steps of a run, drawn by uPlot, which index.html loads: with axes for one run, and small ones in tables.
 
 import { el, setText } from "./dom.js";
 import { count, number } from "./words.js";
 
+const { uPlot } = globalThis;
 const HEIGHT = 150;
-const MARGIN = { left: 56, right: 10, top: 8, bottom: 20 };
+const SMALL = { width: 120, height: 26 };
+const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6];
+const plots = new Set();
 
-function svg(tag, attributes) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  return node;
+/** A colour of the style sheet, as it is when something is drawn. */
+const colour = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function plot(box, options, data) {
+  const made = new uPlot({ legend: { show: false }, ...options, scales: { x: { time: false } } }, data, box);
+  plots.add(made);
+  return made;
 }
 
-/** Three to six round numbers between low and high. */
-function ticks(low, high) {
-  const rough = (high - low) / 4;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const first = Math.ceil(low / step);
-  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, index) => (first + index) * step);
+/** Free the plots that are not on the page any more. */
+export function dropOldPlots() {
+  for (const each of plots) {
+    if (each.root.isConnected) continue;
+    each.destroy();
+    plots.delete(each);
+  }
 }
 
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const each of plots) each.redraw();
+});
+
+const curve = (more) => [{}, { stroke: colour("--curve"), width: 1.6, ...more }];
+const axis = (more) => ({
+  stroke: colour("--soft"), font: "11px system-ui", ticks: { show: false }, grid: { stroke: colour("--line"), width: 1 },
+  ...more,
+});
+
+/** A number with a small curve below it: set({text, name, steps, values}). A value of null is a gap. */
+export function curvePart() {
+  const text = el("span");
+  const box = el("div", { class: "spark", role: "img" });
+  let drawn = null;
+  let shown = "[]";
+  return {
+    element: el("div", {}, text, box),
+    set: ({ text: words, name, steps, values }) => {
+      setText(text, words);
+      const known = values.filter((value) => value !== null);
+      box.hidden = known.length < 2;
+      const data = JSON.stringify([steps, values]);
+      if (box.hidden || data === shown) return;
+      shown = data;
+      box.setAttribute("aria-label",
+        `${name} over ${count(steps.at(-1))} steps, from ${number(known[0])} to ${number(known.at(-1))}`);
+      if (drawn !== null) return drawn.setData([steps, values]);
+      const hidden = { show: false };
+      drawn = plot(box, { ...SMALL, padding: [3, 3, 3, 3], cursor: hidden, axes: [hidden, hidden],
+        series: curve({ points: hidden }) }, [steps, values]);
+    },
+  };
+}
+
+/** A curve with axes. It says the value of the last step, of the step under the pointer, or of that which the arrow keys
+ * have chosen. */
 export class Chart {
   #title;
   #valueOf;
   #steps = [];
-  #cursor = null; // index of the step whose value is shown; null for the last one
+  #cursor = null; // index of the step whose value is said; null for the last one
+  #chosenByKey = false;
+  #plot = null;
   #value = el("span", { class: "value" });
-  #drawing = svg("svg", { tabindex: "0", role: "img", height: HEIGHT });
+  #box = el("div", { class: "plot", tabindex: "0", role: "img" });
 
   constructor(title, valueOf) {
     this.#title = title;
     this.#valueOf = valueOf;
-    this.element = el("figure", {}, el("figcaption", {}, title, " ", this.#value), this.#drawing);
-    this.#drawing.addEventListener("pointermove", (event) => this.#point(event));
-    this.#drawing.addEventListener("pointerleave", () => this.#moveTo(null));
-    this.#drawing.addEventListener("keydown", (event) => this.#step(event));
-    new ResizeObserver(() => this.#draw()).observe(this.#drawing);
+    this.element = el("figure", {}, el("figcaption", {}, title, " ", this.#value), this.#box);
+    this.#box.addEventListener("keydown", (event) => this.#key(event));
+    new ResizeObserver(() => this.#draw()).observe(this.#box);
   }
 
   update(steps) {
     this.#steps = [...steps];
     if (this.#cursor !== null && this.#cursor >= steps.length) this.#cursor = null;
+    this.#say();
+    this.#plot?.setData(this.#data());
     this.#draw();
   }
 
-  #scales() {
-    const values = this.#steps.map(this.#valueOf).filter((value) => value !== null);
-    if (values.length === 0) return null;
-    const least = values.reduce((a, b) => Math.min(a, b));
-    const most = values.reduce((a, b) => Math.max(a, b));
-    const room = most > least ? (most - least) * 0.05 : Math.abs(most) * 0.1 || 0.05;
-    const [low, high] = [least - room, most === 0 && least === 0 ? 1 : most + room];
-    const [first, last] = [this.#steps[0].step, Math.max(this.#steps.at(-1).step, this.#steps[0].step + 1)];
-    const width = (this.#drawing.clientWidth || 300) - MARGIN.left - MARGIN.right;
-    const height = HEIGHT - MARGIN.top - MARGIN.bottom;
+  #data() {
+    return [this.#steps.map((step) => step.step), this.#steps.map(this.#valueOf)];
+  }
+
+  /** Draw in the width that there is. */
+  #draw() {
+    const width = this.#box.clientWidth;
+    if (width === 0 || this.#steps.length === 0) return;
+    if (this.#plot === null) this.#plot = plot(this.#box, this.#options(width), this.#data());
+    else if (this.#plot.width !== width) this.#plot.setSize({ width, height: HEIGHT });
+  }
+
+  #options(width) {
     return {
-      low, high, first, last, width,
-      x: (step) => MARGIN.left + ((step - first) / (last - first)) * width,
-      y: (value) => MARGIN.top + ((high - value) / (high - low)) * height,
+      width, height: HEIGHT,
+      cursor: { y: false, drag: { x: false, y: false } },
+      hooks: { setCursor: [(drawn) => this.#pointed(drawn.cursor.idx ?? null)] },
+      series: curve({ points: { size: 5 } }),
+      axes: [
+        axis({ size: 24, incrs: STEPS, values: (_, splits) => splits.map((step) => count(step)) }),
+        axis({ size: 56, values: (_, splits) => splits.map((value) => number(value)) }),
+      ],
     };
   }
 
-  #draw() {
-    const scales = this.#scales();
-    this.#drawing.replaceChildren();
+  #pointed(index) {
+    if (this.#chosenByKey) return;
+    this.#cursor = index;
     this.#say();
-    if (scales === null) return;
-    const { low, high, first, last, width, x, y } = scales;
-    for (const value of ticks(low, high)) {
-      this.#drawing.append(
-        svg("line", { class: "grid", x1: MARGIN.left, x2: MARGIN.left + width, y1: y(value), y2: y(value) }),
-        this.#label(number(Number(value.toPrecision(6))), MARGIN.left - 6, y(value) + 4, "end"));
-    }
-    this.#drawing.append(this.#label(count(first), x(first), HEIGHT - 4, "start"),
-      this.#label(count(last), x(last), HEIGHT - 4, "end"), svg("path", { class: "curve", d: this.#path(x, y) }));
-    const shown = this.#shown();
-    if (this.#cursor !== null && shown?.value != null) {
-      this.#drawing.append(
-        svg("line", { class: "cursor", x1: x(shown.step), x2: x(shown.step), y1: MARGIN.top, y2: y(low) }),
-        svg("circle", { class: "dot", cx: x(shown.step), cy: y(shown.value), r: 3.5 }));
-    }
-  }
-
-  #path(x, y) {
-    let pen = "M";
-    let path = "";
-    for (const step of this.#steps) {
-      const value = this.#valueOf(step);
-      if (value === null) {
-        pen = "M";
-        continue;
-      }
-      const at = `${x(step.step).toFixed(1)} ${y(value).toFixed(1)}`;
-      path += pen === "M" ? `M${at}L${at}` : `L${at}`; // a value alone between two gaps is a dot
-      pen = "L";
-    }
-    return path;
-  }
-
-  #label(text, x, y, anchor) {
-    const label = svg("text", { x, y, "text-anchor": anchor });
-    label.textContent = text;
-    return label;
-  }
-
-  /** The step at the cursor, or the last one, and its value. */
-  #shown() {
-    const step = this.#cursor === null ? this.#steps.at(-1) : this.#steps[this.#cursor];
-    return step === undefined ? null : { step: step.step, value: this.#valueOf(step) };
   }
 
   #say() {
-    const shown = this.#shown();
-    const text = shown === null ? "no step has ended yet" : `step ${count(shown.step)}: ${
-      shown.value === null ? "no value" : number(shown.value)}`;
+    const step = this.#cursor === null ? this.#steps.at(-1) : this.#steps[this.#cursor];
+    const value = step === undefined ? null : this.#valueOf(step);
+    const text = step === undefined ? "no step has ended yet" : `step ${count(step.step)}: ${
+      value === null ? "no value" : number(value)}`;
     setText(this.#value, text);
-    this.#drawing.setAttribute("aria-label", `${this.#title}, ${text}. The arrow keys show other steps.`);
+    this.#box.setAttribute("aria-label", `${this.#title}, ${text}. The arrow keys show other steps.`);
   }
 
-  #moveTo(index) {
-    this.#cursor = index;
-    this.#draw();
-  }
-
-  #point(event) {
-    const scales = this.#scales();
-    if (scales === null) return;
-    const at = event.clientX - this.#drawing.getBoundingClientRect().left;
-    const distances = this.#steps.map((step) => Math.abs(scales.x(step.step) - at));
-    this.#moveTo(distances.indexOf(distances.reduce((a, b) => Math.min(a, b))));
-  }
-
-  #step(event) {
+  #key(event) {
     const last = this.#steps.length - 1;
     const now = this.#cursor ?? last;
     const places = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last };
-    if (!(event.key in places) || last < 0) return;
+    if (!(event.key in places) || this.#plot === null) return;
     event.preventDefault();
-    this.#moveTo(Math.min(last, Math.max(0, places[event.key])));
+    this.#cursor = Math.min(last, Math.max(0, places[event.key]));
+    this.#chosenByKey = true; // steps may lie so close that the pointer's step at this place is another
+    this.#plot.setCursor({ left: this.#plot.valToPos(this.#steps[this.#cursor].step, "x"), top: 0 });
+    this.#chosenByKey = false;
+    this.#say();
   }
 }

@@ -1,15 +1,19 @@
-// The first view: a tenant's runs, samplers, checkpoints and usage.
+// The first view: whether anything is stuck, and a tenant's runs, samplers, checkpoints and usage.
 
-import { el, linkPart, statePart, timePart } from "./dom.js";
+import { curvePart } from "./chart.js";
+import { el, linkPart, setText, statePart, timePart } from "./dom.js";
+import { StuckLine } from "./stuck.js";
 import { Table, column } from "./table.js";
-import { bytes, count, number } from "./words.js";
+import { bytes, count, number, runHref } from "./words.js";
 
 const numeric = { numeric: true };
 const time = { part: timePart };
 
-/** The address of a run's view. */
-function runHref(id) {
-  return `#/runs/${encodeURIComponent(id)}`;
+/** A column of runs: the value of the last step, and its curve. */
+function withCurve(name, key = name) {
+  const value = (run) =>
+    ({ text: number(run.last_step?.[key]), name, steps: run.curve.step, values: run.curve[key] });
+  return column(name, value, { part: curvePart, numeric: true });
 }
 
 const RUN_COLUMNS = [
@@ -17,21 +21,48 @@ const RUN_COLUMNS = [
     { part: linkPart }),
   column("state", (run) => run, { part: statePart }),
   column("steps", (run) => count(run.steps), numeric),
-  column("loss", (run) => number(run.last_step?.loss), numeric),
+  withCurve("loss"),
   column("gap", (run) => number(run.last_step?.gap), numeric),
   column("clip fraction", (run) => number(run.last_step?.clip_fraction), numeric),
-  column("tokens/s", (run) => number(run.last_step?.tokens_per_second), numeric),
+  withCurve("tokens/s", "tokens_per_second"),
   column("samples in flight", (run) => count(run.samples_in_flight), numeric),
   column("last activity", (run) => run.last_request_at, time),
 ];
 
 const SAMPLER_COLUMNS = [
-  column("sampler", (sampler) => sampler.id),
-  column("samples from", (sampler) => sampler.model_path ?? sampler.weights ?? sampler.base_model),
-  column("samples in flight", (sampler) => count(sampler.in_flight), numeric),
-  column("last sample", (sampler) => sampler.last_used_at, time),
-  column("created", (sampler) => sampler.created_at, time),
+  column("samples from", (group) => group.run === null
+    ? { text: group.base_model, href: "#/", more: "the base model" }
+    : { text: group.name ?? group.run, href: runHref(group.run), more: group.name === null ? "" : group.run },
+  { part: linkPart }),
+  column("samplers", (group) => group, { part: samplersPart }),
+  column("samples in flight", (group) => count(group.in_flight), numeric),
+  column("last sample", (group) => group.last_used_at, time),
+  column("newest", (group) => group.newest_at, time),
 ];
+
+/** How many samplers a group has; opened, the newest ones with their ids. */
+function samplersPart() {
+  const summary = el("summary");
+  const list = el("ol");
+  let shown = "";
+  return {
+    element: el("details", {}, summary, list),
+    set: ({ open, newest }) => {
+      setText(summary, newest.length < open ? `${count(open)}, the newest ${newest.length}` : count(open));
+      const ids = newest.map((sampler) => sampler.id).join(" ");
+      if (ids === shown) return;
+      shown = ids;
+      list.replaceChildren(...newest.map((sampler) =>
+        el("li", {}, weightsOf(sampler), el("small", {}, sampler.id))));
+    },
+  };
+}
+
+/** The weights of a sampler in few letters: its checkpoint's name or the number of its version. */
+function weightsOf({ model_path: path, weights }) {
+  if (path !== null) return path.split("/").at(-1);
+  return weights === null ? "base model" : `version ${weights.split("@").at(-1)}`;
+}
 
 const CHECKPOINT_COLUMNS = [
   column("checkpoint", (saved) => saved.path),
@@ -62,6 +93,7 @@ export const usageKey = (line) => `${line.day} ${line.run} ${line.base_model}`;
 
 export class OverviewView {
   title = "Your runs";
+  #stuck = new StuckLine();
   #runs = new Table("Runs", RUN_COLUMNS, "No runs with this key. A run appears when a client creates a model.");
   #samplers = new Table("Samplers", SAMPLER_COLUMNS, "No sampling clients are open.");
   #checkpoints = checkpointTable();
@@ -73,7 +105,8 @@ export class OverviewView {
     csv.addEventListener("click", () => download("ui/api/usage?days=366&format=csv", "skyrl-usage.csv"));
     this.#usage = usageTable(csv);
     const tables = [this.#runs, this.#samplers, this.#checkpoints, this.#usage];
-    this.element = el("div", {}, el("h1", { tabindex: "-1" }, this.title), ...tables.map((table) => table.element));
+    this.element = el("div", {}, el("h1", { tabindex: "-1" }, this.title), this.#stuck.element,
+      ...tables.map((table) => table.element));
   }
 
   path() {
@@ -81,8 +114,9 @@ export class OverviewView {
   }
 
   update(state) {
+    this.#stuck.update(state);
     this.#runs.update(state.runs, (run) => run.id);
-    this.#samplers.update(state.samplers, (sampler) => sampler.id);
+    this.#samplers.update(state.samplers, (group) => `${group.run} ${group.base_model}`);
     this.#checkpoints.update(state.checkpoints, (saved) => saved.path);
     this.#usage.update(state.usage.toReversed(), usageKey);
   }

@@ -57,3 +57,8 @@ export function since(atMs) {
 export function absolute(at) {
   return at === null || at === undefined ? "" : new Date(at * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC";
 }
+
+/** The address of a run's view. */
+export function runHref(id) {
+  return `#/runs/${encodeURIComponent(id)}`;
+}
