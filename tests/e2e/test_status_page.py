@@ -30,6 +30,7 @@ NAME, OTHER_NAME = "<img src=x onerror=alert(1)>", "secret-of-another-tenant"
 NO_TOKEN = "eyJ.not-a.token"
 """Has a token's form, so that a server that takes every key refuses it."""
 TEXT = [cross_entropy(list(range(30, 60)))]
+HOME, LEFT = "\ue011", "\ue012"
 SCREENSHOTS = os.environ.get("SCREENSHOTS")
 
 
@@ -79,9 +80,32 @@ def cells(browser: Browser, name: str) -> dict[str, str]:
     return {}
 
 
-def curves(browser: Browser) -> list[str]:
-    """The curves of a run's view as SVG paths."""
-    return [path.get_attribute("d") or "" for path in browser.all("path.curve")]
+PAINTED = """
+const [red, green, blue] = [0x1a, 0x56, 0xc4];  // --curve in light colours
+return [...document.querySelectorAll(arguments[0])].map((canvas) => {
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  let found = 0;
+  for (let at = 0; at < data.length; at += 4)
+    if (data[at] === red && data[at + 1] === green && data[at + 2] === blue) found += 1;
+  return found;
+});
+"""
+
+
+def painted(browser: Browser, selector: str) -> list[int]:
+    """For each drawing, how many dots of it have the curves' colour."""
+    return browser.run(PAINTED, f"{selector} canvas")
+
+
+def curves(browser: Browser) -> list[int]:
+    """The curves of a run's view, if all are drawn."""
+    return [*found] if (found := painted(browser, ".plot")) and all(found) else []
+
+
+def shown_value(browser: Browser, figure: int, keys: str) -> str:
+    """What the figure with this number (from 1) says after these keys."""
+    browser.one(f"figure:nth-of-type({figure}) .plot").send_keys(keys)
+    return browser.one(f"figure:nth-of-type({figure}) .value").text
 
 
 def follow(browser: Browser, name: str) -> None:
@@ -138,17 +162,26 @@ def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
     assert browser.run("return document.activeElement === document.querySelector('td a')"), "the focus stays"
     seen.append(browser.text())
 
+    assert "Is anything stuck? Nothing." in browser.one("#stuck").text
+    assert all(painted(browser, "section:first-of-type td[data-name=loss] .spark")), "the loss of three steps"
+    [group] = [row for row in browser.all("section:nth-of-type(2) tbody tr") if NAME in row.text]
+    assert group.find_element("css selector", "summary").text == "3"
+    assert mine.id not in group.find_element("css selector", "details").text, "ids are folded"
+    group.find_element("css selector", "summary").click()
+    assert [line.split("\n")[0] for line in group.find_element("css selector", "ol").text.split("version ")[1:]] == [
+        "3",
+        "2",
+        "1",
+    ]
+
     follow(browser, NAME)
     drawn = browser.until(lambda: curves(browser))
     assert len(drawn) == 5, "loss, gap, clip fraction, tokens per second, step time"
-    assert drawn[0].count("L") == 3
     train(mine.trainer, TEXT, 1, 1e-3)
     mine.steps(1)
-    browser.until(lambda: curves(browser)[0].count("L") == 5)
-    gaps = curves(browser)[1]
-    assert (gaps.count("M"), gaps.count("L")) == (2, 4), "a step without logprobs of a sampler is a gap in this curve"
-    browser.one("figure:first-of-type svg").send_keys("\ue011")  # Home
-    assert browser.one("figure:first-of-type .value").text.startswith("step 1: ")
+    browser.until(lambda: browser.one("figure:first-of-type .value").text.startswith("step 5: "))
+    assert shown_value(browser, 2, LEFT) == "step 4: no value", "a step without logprobs of a sampler has no gap"
+    assert shown_value(browser, 1, HOME).startswith("step 1: ")
     assert browser.one("h1").text == NAME
     seen.append(browser.text())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl.base.types.activity import EngineActivity, WaitsFor
+from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.kinds import Kind
 from skyrl.server.request_status.runs import RunStanding
 from skyrl.server.request_status.status import counted
@@ -43,8 +43,9 @@ def stuck(
     for run, standing in runs:
         if standing.state == "silent":
             found.append(Stuck(standing.sentence, run=run.id))
-        elif run.is_living and "training" not in parts and (since := _stuck_since(run.id, activity, now)) is not None:
-            found.append(Stuck(standing.sentence, since, run.id))
+        elif run.is_living and "training" not in parts and (model := _stuck_model(run.id, activity, now)) is not None:
+            waits = model.waits_for is not WaitsFor.NOTHING  # a sentence about a command that runs says when it began
+            found.append(Stuck(standing.sentence, model.since if waits else None, run.id))
     if "training" not in parts:
         found += _not_begun(runs, pending, activity, now)
     if "sampling" not in parts:
@@ -59,8 +60,8 @@ def _part(reason: str, activity: EngineActivity) -> Stuck:
     return Stuck(f"{_STANDS_STILL[part]}: {why}", activity.inference_away_since if part == "sampling" else None)
 
 
-def _stuck_since(model_id: str, activity: EngineActivity, now: float) -> float | None:
-    """Since when the model's next command waits or runs, if that is too long."""
+def _stuck_model(model_id: str, activity: EngineActivity, now: float) -> ModelActivity | None:
+    """The model's activity if its next command waits or runs for too long."""
     if (model := activity.models.get(model_id)) is None:
         return None
     match model.waits_for:
@@ -70,7 +71,7 @@ def _stuck_since(model_id: str, activity: EngineActivity, now: float) -> float |
             allowed_s = GAP_S
         case _:
             allowed_s = LONG_S
-    return model.since if now - model.since > allowed_s else None
+    return model if now - model.since > allowed_s else None
 
 
 def _not_begun(

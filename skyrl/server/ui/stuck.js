@@ -38,7 +38,7 @@ function item({ run, sentence, since }, names) {
   if (since === null) return el("li", {}, ...whose, sentence);
   const age = timePart();
   age.set(since);
-  return el("li", {}, ...whose, sentence, " (began ", age.element, ")");
+  return el("li", {}, ...whose, sentence, " (since ", age.element, ")");
 }
 
 /** Samples that are forwarded have a kind of their own. */
