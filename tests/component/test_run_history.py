@@ -18,7 +18,7 @@ from skyrl.storage.db import run_steps
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.models import Model, add_model
 from skyrl.storage.db.retention import Retention
-from skyrl.storage.db.run_steps import Step, StepSums, add_passes, end_step, history
+from skyrl.storage.db.run_steps import Curves, Step, StepSums, add_passes, end_step, history
 from skyrl.storage.db.sessions import Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
@@ -194,6 +194,30 @@ async def test_a_history_after_a_step_has_the_later_steps_alone(
     await writer.transact(lambda c: train(c, run, 5))
     assert [step.step for step in await database.read_async(lambda c: history(c, run, 3))] == [4, 5]
     assert await database.read_async(lambda c: history(c, run, 5)) == []
+
+
+@ON_BOTH
+async def test_a_curve_is_read_again_only_after_a_step(
+    database: Database, writer: GroupCommitWriter, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[str]] = []
+    real = run_steps._curves
+    monkeypatch.setattr(run_steps, "_curves", lambda c, ids: read.append([*ids]) or real(c, ids))
+    curves = Curves()
+    for steps, trains in ((1, True), (2, True), (2, False)):
+        if trains:
+            await writer.transact(lambda c: train(c, run, 1))
+        shown = database.read(lambda c, steps=steps: curves.of(c, {run: steps}))
+        assert [(point.step, point.loss) for point in shown[run]] == [(1, 0.5), (2, 0.5)][:steps]
+    assert read == [[run], [run], []]
+
+
+def test_few_curves_are_kept(monkeypatch: pytest.MonkeyPatch, database: Database) -> None:
+    monkeypatch.setattr(run_steps, "MAX_CURVES", 2)
+    curves = Curves()
+    for number in range(5):
+        database.read(lambda c, number=number: curves.of(c, {f"run-{number}": 0}))
+    assert len(curves) == 2
 
 
 def test_the_bound_is_2000_steps_a_run() -> None:

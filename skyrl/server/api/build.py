@@ -57,6 +57,7 @@ from skyrl.storage.db.inference_servers import PlacedServer, read_servers
 from skyrl.storage.db.keys import Keys
 from skyrl.storage.db.models import Models
 from skyrl.storage.db.retention import Retention
+from skyrl.storage.db.run_steps import Curves
 from skyrl.storage.db.sample_clocks import SampleClocks
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.session_search import SessionSearch
@@ -221,6 +222,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
             session_timeout_s=config.session_timeout_s,
             away=base.watch.why_away,
         ),
+        curves=Curves(),
         metrics=base.metrics,
         published_metrics=MetricsDirectory(base.runtime.metrics_directory),
         openai=None if client is None else OpenAIService(client, transport, passage, uses),

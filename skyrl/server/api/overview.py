@@ -18,7 +18,7 @@ from skyrl.server.request_status.stuck import stuck
 from skyrl.storage.db import runs as rows
 from skyrl.storage.db.checkpoints import Checkpoint, Seen
 from skyrl.storage.db.database import Connection
-from skyrl.storage.db.run_steps import CurvePoint, Step, curves, history
+from skyrl.storage.db.run_steps import CurvePoint, Step, history
 from skyrl.storage.db.runs import Pending, Run, SamplerGroup
 from skyrl.storage.db.usage_report import UsageLine, last_days, report
 
@@ -50,7 +50,7 @@ class Overview:
             runs = rows.runs_of(connection, self._tenant, MAX_RUNS)
             return _State(
                 runs,
-                curves(connection, [run.id for run in runs[:MAX_CURVES]]),
+                self._services.curves.of(connection, {run.id: run.steps for run in runs[:MAX_CURVES]}),
                 rows.open_samplers(connection, self._tenant, MAX_SAMPLER_GROUPS),
                 rows.pending_of(connection, self._tenant, MAX_PENDING),
                 report(connection, *last_days(USAGE_DAYS), tenant=self._tenant),

@@ -33,6 +33,7 @@ from skyrl.storage.db.checkpoints import Checkpoints
 from skyrl.storage.db.copies import Copies
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import Models
+from skyrl.storage.db.run_steps import Curves
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.session_search import SessionSearch
 from skyrl.storage.db.sessions import Sessions
@@ -71,6 +72,7 @@ class Services:
     traces: Traces
     quotas: Quotas
     statuses: StatusFinder
+    curves: Curves
     metrics: ApiMetrics
     published_metrics: MetricsDirectory
     """Where all processes of the server publish their metrics."""

@@ -7,7 +7,9 @@ steps get sparse. Steps since the last deletion are complete.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -199,7 +201,7 @@ class CurvePoint:
     tokens_per_second: float | None
 
 
-def curves(connection: Connection, model_ids: Sequence[str]) -> dict[str, list[CurvePoint]]:
+def _curves(connection: Connection, model_ids: Sequence[str]) -> dict[str, list[CurvePoint]]:
     """By model id, its whole history in at most CURVE_POINTS points. A model without a step has none."""
     found: dict[str, list[CurvePoint]] = {}
     for row in connection.execute(_CURVES, {"models": [*model_ids]}) if model_ids else ():
@@ -207,3 +209,38 @@ def curves(connection: Connection, model_ids: Sequence[str]) -> dict[str, list[C
         point = CurvePoint(row.step, _mean(row.loss_sum, int(row.loss_tokens)), rate)
         found.setdefault(row.model_id, []).append(point)
     return found
+
+
+MAX_CURVES = 500
+"""The most curves that are kept: some 5 MB."""
+
+
+class Curves:
+    """Curves of runs, kept until a step ends: reading a full history takes milliseconds, and a page asks every two
+    seconds. Beyond MAX_CURVES, the one that was asked for longest ago is forgotten. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, tuple[int, list[CurvePoint]]] = OrderedDict()
+
+    def of(self, connection: Connection, steps_of: Mapping[str, int]) -> dict[str, list[CurvePoint]]:
+        """By model id, the curve of each model in `steps_of`, which has the number of its steps."""
+        with self._lock:
+            found = {
+                model: kept[1]
+                for model, ended in steps_of.items()
+                if (kept := self._kept.get(model)) and kept[0] == ended
+            }
+        missing = steps_of.keys() - found.keys()
+        read = _curves(connection, sorted(missing))
+        found |= {model: read.get(model, []) for model in missing}
+        with self._lock:
+            for model, ended in steps_of.items():
+                self._kept[model] = (ended, found[model])
+                self._kept.move_to_end(model)
+            while len(self._kept) > MAX_CURVES:
+                self._kept.popitem(last=False)
+        return found
+
+    def __len__(self) -> int:
+        return len(self._kept)
