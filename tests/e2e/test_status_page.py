@@ -168,7 +168,9 @@ def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
     assert group.find_element("css selector", "summary").text == "3"
     assert mine.id not in group.find_element("css selector", "details").text, "ids are folded"
     group.find_element("css selector", "summary").click()
-    assert [line.split("\n")[0] for line in group.find_element("css selector", "ol").text.split("version ")[1:]] == [
+    assert [
+        line.split("\n")[0] for line in group.find_element("css selector", "details ul").text.split("version ")[1:]
+    ] == [
         "3",
         "2",
         "1",

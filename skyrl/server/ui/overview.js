@@ -43,7 +43,7 @@ const SAMPLER_COLUMNS = [
 /** How many samplers a group has; opened, the newest ones with their ids. */
 function samplersPart() {
   const summary = el("summary");
-  const list = el("ol");
+  const list = el("ul");
   let shown = "";
   return {
     element: el("details", {}, summary, list),
