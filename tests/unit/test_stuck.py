@@ -6,13 +6,13 @@ import pytest
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.kinds import Kind
-from skyrl.server.request_status.runs import RunStanding
+from skyrl.server.request_status.runs import RunStatus
 from skyrl.server.request_status.stuck import GAP_S, LONG_S, Stuck, stuck
 from skyrl.storage.db.runs import Pending, Run
 
 NOW = 1e9
 RUN = Run("m", "s", "fox", "tiny", 4, "ready", 3, NOW - 900, NOW - 900, "active", NOW - 5, None, 0)
-WAITS = RunStanding("waiting", "what it waits for")
+WAITS = RunStatus("waiting", "what it waits for")
 
 
 def found(
@@ -20,12 +20,12 @@ def found(
     waits_for: WaitsFor | None = None,
     since: float = NOW,
     pending: tuple[Pending, ...] = (),
-    standing: RunStanding = WAITS,
+    status: RunStatus = WAITS,
     away_since: float | None = None,
 ) -> list[Stuck]:
     models = {} if waits_for is None else {"m": ModelActivity("t", waits_for, since, "FORWARD_BACKWARD", 3, 1)}
     activity = EngineActivity(models, inference_away_since=away_since)
-    return stuck(reasons, [(RUN, standing)], pending, activity, NOW)
+    return stuck(reasons, [(RUN, status)], pending, activity, NOW)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_an_old_command_that_the_engine_does_not_know_is_stuck() -> None:
 
 
 def test_a_client_that_is_silent_is_stuck_and_a_run_that_has_ended_is_not() -> None:
-    silent = RunStanding("silent", "the client was last heard of 60 s ago; its session ends in 2 min")
-    assert found(standing=silent, waits_for=WaitsFor.GAP, since=NOW - 999) == [Stuck(silent.sentence, run="m")]
+    silent = RunStatus("silent", "the client was last heard of 60 s ago; its session ends in 2 min")
+    assert found(status=silent, waits_for=WaitsFor.GAP, since=NOW - 999) == [Stuck(silent.sentence, run="m")]
     ended = Run("m", "s", "fox", "tiny", 4, "closed", 3, NOW - 900, NOW - 900, "active", NOW - 5, None, 0)
     activity = EngineActivity({"m": ModelActivity("t", WaitsFor.STORE, NOW - 999, "LOAD", 3, 1)})
-    assert stuck((), [(ended, RunStanding("ended", "over"))], (), activity, NOW) == []
+    assert stuck((), [(ended, RunStatus("ended", "over"))], (), activity, NOW) == []

@@ -74,9 +74,9 @@ class Overview:
         }
 
     def _stuck(self, state: _State, reasons: list[str]) -> list[dict[str, Any]]:
-        standings = [(run, self._services.standings.of_run(run)) for run in state.runs]
+        statuses = [(run, self._services.statuses.of_run(run)) for run in state.runs]
         activity = self._services.watch.activity
-        return [asdict(one) for one in stuck(reasons, standings, state.pending, activity, time.time())]
+        return [asdict(one) for one in stuck(reasons, statuses, state.pending, activity, time.time())]
 
     async def run(self, model_id: str, after: int) -> dict[str, Any]:
         """One run with its checkpoints, and the steps of its history after the step `after`. Raises NotFound."""

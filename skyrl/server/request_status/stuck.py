@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.kinds import Kind
-from skyrl.server.request_status.runs import RunStanding
+from skyrl.server.request_status.runs import RunStatus
 from skyrl.server.request_status.status import counted
 from skyrl.storage.db.runs import Pending, Run
 
@@ -21,7 +21,7 @@ _STANDS_STILL = {"training": "nothing can be trained now", "sampling": "nothing 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """`sentence` is as that of a standing. `run` is the id of the run that it is about; None if it is about more.
+    """`sentence` is as that of a status. `run` is the id of the run that it is about; None if it is about more.
     `since` is in seconds since the epoch; None if that is unknown, or said in the sentence."""
 
     sentence: str
@@ -31,7 +31,7 @@ class Stuck:
 
 def stuck(
     reasons: Sequence[str],
-    runs: Sequence[tuple[Run, RunStanding]],
+    runs: Sequence[tuple[Run, RunStatus]],
     pending: Sequence[Pending],
     activity: EngineActivity,
     now: float,
@@ -40,12 +40,12 @@ def stuck(
     named one by one. `now` is in seconds since the epoch."""
     parts = {reason.partition(":")[0] for reason in reasons}
     found = [_part(reason, activity) for reason in reasons]
-    for run, standing in runs:
-        if standing.state == "silent":
-            found.append(Stuck(standing.sentence, run=run.id))
+    for run, status in runs:
+        if status.state == "silent":
+            found.append(Stuck(status.sentence, run=run.id))
         elif run.is_living and "training" not in parts and (model := _stuck_model(run.id, activity, now)) is not None:
             waits = model.waits_for is not WaitsFor.NOTHING  # a sentence about a command that runs says when it began
-            found.append(Stuck(standing.sentence, model.since if waits else None, run.id))
+            found.append(Stuck(status.sentence, model.since if waits else None, run.id))
     if "training" not in parts:
         found += _not_begun(runs, pending, activity, now)
     if "sampling" not in parts:
@@ -75,10 +75,10 @@ def _stuck_model(model_id: str, activity: EngineActivity, now: float) -> ModelAc
 
 
 def _not_begun(
-    runs: Sequence[tuple[Run, RunStanding]], pending: Sequence[Pending], activity: EngineActivity, now: float
+    runs: Sequence[tuple[Run, RunStatus]], pending: Sequence[Pending], activity: EngineActivity, now: float
 ) -> list[Stuck]:
     """Old commands of models of which the engine says nothing."""
-    living = {run.id for run, standing in runs if run.is_living and standing.state != "silent"}
+    living = {run.id for run, status in runs if run.is_living and status.state != "silent"}
     return [
         Stuck(f"{one.kind.lower()} has not begun", one.since, one.model_id)
         for one in pending
