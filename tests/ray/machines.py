@@ -25,6 +25,9 @@ from skyrl.runtime.ray_cluster.head import HEALTH_CHECKS, PRIORITY
 
 ROOT = Path(__file__).parents[2]
 HEAD = "127.0.0.2"
+FIRST_NODE = 10
+"""The last number of the first node's address. All nodes' addresses are as long then, and in the same order as numbers
+and as text, however many nodes the earlier tests have added."""
 STORE_BYTES = 80 * 2**20
 WITHIN_S = 120.0
 TRIES = 3
@@ -110,9 +113,9 @@ class Machines:
         self._start(HEAD, [*options, "--disable-usage-stats"])
 
     def add(self, *, cpus: int = 0, resources: str = "{}") -> Machine:
-        """Start a node with the next address, the first one at 127.0.0.3; returns when it has joined."""
+        """Start a node with the next address; returns when it has joined."""
         options = [f"--address={self.address}", f"--num-cpus={cpus}", f"--resources={resources}"]
-        return self._start(f"127.0.0.{2 + len(self.nodes)}", options)
+        return self._start(f"127.0.0.{FIRST_NODE + len(self.nodes) - 1}", options)
 
     def _start(self, address: str, options: list[str]) -> Machine:
         """Ray gives up a start after 30 s: on a busy machine it is tried again."""
