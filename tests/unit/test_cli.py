@@ -129,6 +129,17 @@ def test_serve_refuses_a_missing_or_empty_base_model_directory(
     assert not (tmp_path / "state").exists(), "serve made no directory"
 
 
+def test_serve_refuses_ranks_for_which_no_gpu_will_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    key = "trainer.placement.policy_num_gpus_per_node"
+    options = ["--port", str(free_port()), "--state-dir", str(tmp_path / "state")]
+    done = run_skyrl("serve", "--backend-config", f'{{"{key}": 2}}', *options)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"skyrl serve: {key}: no node has 2 GPU: this machine has no GPU, and no other node will")
+    assert not (tmp_path / "state").exists(), "serve made no directory"
+
+
 def test_serve_refuses_a_state_directory_in_use(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,64 @@ def test_a_machine_with_too_few_gpus_for_vllms_and_trainer_is_refused(tmp_path: 
         preflight.check_shared_gpus(two, ["0", "1"])
     on_cpus = config_of(tmp_path, **{f"{ENGINE}.num_engines": 2, "trainer.placement.policy_num_cpu_ranks": 4})
     preflight.check_shared_gpus(on_cpus, ["0", "1"])
+
+
+ALONE = "and no other node will join, because the Ray cluster is this machine alone"
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        (
+            {"policy_num_gpus_per_node": 2},
+            f"trainer.placement.policy_num_gpus_per_node: no node has 2 GPU: this machine has no GPU, {ALONE}: set "
+            "trainer.placement.policy_num_cpu_ranks in its place, or give the ray_address of a cluster that has it",
+        ),
+        (
+            {"policy_num_nodes": 2},
+            "no node has 1 GPU for each of 2, and 0 of them fit: this machine has no GPU, and no",
+        ),
+        (
+            {"policy_num_cpu_ranks": 2, "policy_resources": {"CPU": 1, "seat": 1}},
+            "resources: no node has 1 seat",
+        ),
+    ],
+)
+def test_ranks_that_this_machine_can_never_place_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(preflight, "cuda_devices", list[str])
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        preflight.check(config_of(tmp_path, **{"trainer.placement": placement}))
+
+
+def test_ranks_that_wait_for_nothing_that_is_missing_for_ever_are_not_refused(tmp_path: Path) -> None:
+    def check(devices: list[str], **placement: Any) -> None:
+        preflight.check_room_of_ranks(config_of(tmp_path, **{"trainer.placement": placement}), devices)
+
+    check([])
+    check([], policy_num_cpu_ranks=64)
+    check([], policy_num_cpu_ranks=2, policy_resources={"memory": 1e9})
+    check(["0", "1"], policy_num_gpus_per_node=2, policy_resources={"accelerator_type:H100": 0.001})
+
+
+def test_vllms_that_this_machine_can_never_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes = config_of(tmp_path, **{f"{ENGINE}.resources": {"CPU": 1, "box": 1}})
+    wide = config_of(tmp_path, **{f"{ENGINE}.tensor_parallel_size": 2})
+    monkeypatch.setattr(preflight, "cuda_devices", list[str])
+    with pytest.raises(ConfigError, match=f"{ENGINE}.resources: no node has 1 box: this machine has no box, {ALONE}"):
+        preflight.check(boxes)
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: ["0"])
+    with pytest.raises(ConfigError, match=f"{ENGINE}.tensor_parallel_size: no node has 2 GPU: this machine has 1 of 1"):
+        preflight.check_placed_vllms(wide, "local")
+
+
+def test_on_a_cluster_with_an_address_ranks_wait_for_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_engine_with_ranks` has ranks that wait there."""
+    monkeypatch.setattr(preflight, "cuda_devices", list[str])
+    monkeypatch.setattr(preflight, "ask", lambda address: ClusterFacts(1, 0.0))
+    config = config_of(tmp_path, "10.0.0.1:6379", **{"trainer.placement.policy_num_gpus_per_node": 2})
+    assert preflight.check(config).ray_address == "10.0.0.1:6379"
 
 
 def test_a_killed_leader_takes_its_group_with_it(tmp_path: Path) -> None:

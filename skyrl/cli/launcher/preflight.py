@@ -19,14 +19,17 @@ import httpx
 
 from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.expert_adapters import host_memory_warning
 from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import cuda_devices
 from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
 from skyrl.inference.vllm_version import check_vllm
 from skyrl.runtime.processes.ports import LOOPBACK, check_free
+from skyrl.runtime.ray_cluster.capacity import Bundle, NodeCapacity, missing
 from skyrl.runtime.ray_cluster.connection import NoCluster, check_installed, find_address
 from skyrl.runtime.ray_cluster.facts import ask
+from skyrl.training.engine.rank_actors import rank_places
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,8 @@ _REDIRECTIONS = 10
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _YES = ("1", "on", "yes", "true")
 _WEIGHTS = ("*.safetensors", "*.bin")
+_GIVEN_BY_RAY = ("CPU", "memory", "object_store_memory")
+"""Resources of this machine's own cluster besides GPUs. It has as many CPUs as all parts ask for."""
 
 
 def check_base_model(config: ServerConfig) -> bool:
@@ -186,6 +191,45 @@ def check_shared_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
         )
 
 
+def check_room_of_ranks(config: ServerConfig, devices: Sequence[str]) -> None:
+    """Raises ConfigError when this machine lacks what the trainer's ranks ask Ray for. For a cluster of this machine
+    alone: no node that has it will join."""
+    lack = _lack(rank_places(config, cluster_has_gpus=bool(devices)).bundles, devices)
+    if not lack:
+        return
+    if any(name != "GPU" for name in _asked(config.backend_config.trainer.placement.policy_resources)):
+        raise _never_placed("trainer.placement.policy_resources", lack, "leave the key out")
+    raise _never_placed(
+        "trainer.placement.policy_num_gpus_per_node", lack, "set trainer.placement.policy_num_cpu_ranks in its place"
+    )
+
+
+def check_room_of_vllms(config: ServerConfig, devices: Sequence[str]) -> None:
+    """The same for the vLLMs."""
+    inference = config.backend_config.inference
+    bundle = KINDS[VLLM](config, "").bundle(cuda=bool(devices))
+    if lack := _lack((bundle,) * inference.num_engines, devices):
+        key = "resources" if _asked(inference.resources) else "tensor_parallel_size"
+        raise _never_placed(f"generator.inference_engine.{key}", lack, "lower it or leave it out")
+
+
+def _lack(bundles: Sequence[Bundle], devices: Sequence[str]) -> str:
+    has = {"GPU": float(len(devices))}
+    return missing([_asked(bundle) for bundle in bundles], [NodeCapacity("", "this machine", has, has)])
+
+
+def _asked(bundle: Bundle) -> Bundle:
+    """Without what Ray gives every node. It names some resources itself, with a colon: `accelerator_type:H100`."""
+    return {name: amount for name, amount in bundle.items() if name not in _GIVEN_BY_RAY and ":" not in name}
+
+
+def _never_placed(key: str, lack: str, advice: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: {lack}, and no other node will join, because the Ray cluster is this machine alone: {advice}, or give "
+        "the ray_address of a cluster that has it"
+    )
+
+
 def check_inference_port(config: ServerConfig) -> None:
     """Raises ConfigError when a configured port of vLLM is in use."""
     for port in config.backend_config.inference.ports or ():
@@ -231,6 +275,9 @@ def check(config: ServerConfig) -> Findings:
         found = _check_ray(config, config.ray, found)
         if config.ray == "local":
             check_shared_gpus(config, devices)
+            check_room_of_ranks(config, devices)
+            if config.modes.manages_inference:
+                check_room_of_vllms(config, devices)
     if not config.modes.manages_inference:
         return found
     _warn_of_host_memory(config)
@@ -258,7 +305,10 @@ def check_placed_vllms(config: ServerConfig, ray: str) -> Findings:
     found = Findings(devices, cuda=bool(devices), offline=check_base_model(config))
     _warn_of_host_memory(config)
     found = _check_ray(config, ray, found)
-    return replace(found, vllm_tested=check_vllm(cuda=found.cuda, colocated=False)) if ray == "local" else found
+    if ray != "local":
+        return found
+    check_room_of_vllms(config, devices)
+    return replace(found, vllm_tested=check_vllm(cuda=found.cuda, colocated=False))
 
 
 def _warn_of_host_memory(config: ServerConfig) -> None:
