@@ -49,10 +49,15 @@ async def is_early(task: asyncio.Task[object], api: Api) -> bool:
     return task.done()
 
 
-async def test_the_check_notices_an_answer_that_waits_for_no_commit(api: Api) -> None:
-    """This test shows that the tests below would notice an answer that does not wait."""
-    sampler = await api.sampler()
-    assert await is_early(asyncio.create_task(api.sample(sampler, 1)), api)
+async def test_the_check_notices_an_answer_that_waits_for_no_commit(api: Api, database: Database) -> None:
+    """This test shows that the tests below would notice an answer that does not wait. A result that is stored already
+    is such an answer, however long a commit takes."""
+    request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+    await api.result(request_id)
+    with commits_held(database):
+        hearing = asyncio.create_task(api.result(request_id))
+        assert await is_early(hearing, api)
+    assert tokens(await hearing) == [[0, 1, 2]]
 
 
 async def test_a_sample_is_acknowledged_and_forwarded_after_its_commit(
