@@ -60,12 +60,17 @@ async def complete(request: Received, writer: asyncio.StreamWriter) -> None:
 
 
 def events(
-    *data: Any, then: Callable[[asyncio.StreamWriter], Awaitable[None]] | None = None, done: bool = True
+    *data: Any,
+    then: Callable[[asyncio.StreamWriter], Awaitable[None]] | None = None,
+    done: bool = True,
+    replica: str = "",
 ) -> Reply:
-    """A stream in vLLM's form, whose last events are DONE unless `done` is false; then `then` runs."""
+    """A stream in vLLM's form, whose last events are DONE unless `done` is false; then `then` runs. `replica`: as a
+    router names it."""
 
     async def send(request: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n")
+        writer.write(f"X-Skyrl-Worker: {replica}\r\n\r\n".encode() if replica else b"\r\n")
         for each in data:
             text = json.dumps({"id": "cmpl-1", "model": request.json["model"]} | each if "error" not in each else each)
             writer.write(f"data: {text}\n\n".encode())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from api_harness import Api, Serve, sample_body
-from fake_upstream import FakeUpstream, after, complete, never
+from fake_upstream import FakeUpstream, Received, after, complete, completion, never, reply
 from sqlalchemy import select
 
 import skyrl.server.api.background
@@ -67,6 +67,34 @@ async def test_the_virtual_time_advances_with_answered_samples(api: Api, upstrea
     await upstream.until(lambda server: server.busy == 10 + 1)
     sent = priorities(upstream)
     assert sent[many][8] < sent[few][0] <= sent[many][10]
+    await api.finish(many)
+    await api.post(f"sessions/{few.partition(':')[0]}/finish", {}, **{"X-API-Key": SECOND})
+
+
+async def test_another_tenant_begins_where_the_replica_is_that_is_behind(api: Api, upstream: FakeUpstream) -> None:
+    """Of ten samples, one replica has answered the first, and another one the last."""
+    replicas = {"0": "http://behind", "9": "http://ahead"}
+
+    async def answer(request: Received, writer: asyncio.StreamWriter) -> None:
+        replica = replicas.get(request.headers["x-session-id"].rpartition(":")[2])
+        if replica is None:
+            await never(request, writer)
+        else:
+            await reply(200, completion(request.json), X_Skyrl_Worker=replica)(request, writer)
+
+    go = asyncio.Event()
+    upstream.default = after(go, answer)
+    many, few = await api.sampler(), await api.sampler(**{"X-API-Key": SECOND})
+    first, *_, last = await send(api, FIRST, many, *range(10))
+    await upstream.until(lambda server: server.busy == 10)
+    go.set()
+    for request_id in (first, last):
+        await api.result(request_id)
+    upstream.default = never
+    await send(api, SECOND, few, 1)
+    await upstream.until(lambda server: len(server.completions) == 11)
+    sent = priorities(upstream)
+    assert sent[few][0] == sent[many][0] < sent[many][1]
     await api.finish(many)
     await api.post(f"sessions/{few.partition(':')[0]}/finish", {}, **{"X-API-Key": SECOND})
 

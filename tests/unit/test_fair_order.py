@@ -39,10 +39,12 @@ COST = 10
 
 
 class Server:
-    """Runs `slots` samples at once. The sample with the lowest priority number starts first, as in vLLM."""
+    """Runs `slots` samples at once. The sample with the lowest priority number starts first, as in vLLM. `order` is
+    shared with other servers behind a router, which tells them apart by `name`."""
 
-    def __init__(self, slots: int) -> None:
-        self.order = FairOrder()
+    def __init__(self, slots: int, order: FairOrder | None = None, name: str | None = None) -> None:
+        self.order = FairOrder() if order is None else order
+        self.name = name
         self.slots = slots
         self.waiting: list[tuple[int, int, Place, SampleJob]] = []
         self.running: list[tuple[Place, SampleJob]] = []
@@ -66,7 +68,7 @@ class Server:
         """End a running sample with `length` tokens in each sequence, by default `max_tokens`."""
         place, job = self.running.pop(index % len(self.running))
         tokens = job.num_samples * (job.max_tokens or 0 if length is None else length)
-        self.order.leave(place, job.num_samples, SampleAnswer(b"", len(job.prompt), 0, tokens))
+        self.order.leave(place, job.num_samples, SampleAnswer(b"", len(job.prompt), 0, tokens), self.name)
         self._start_waiting()
 
     @property
@@ -185,6 +187,50 @@ def test_two_processes_that_agree_on_the_time_give_comparable_priorities() -> No
     fresh.catch_up(busy.now)
     busy.catch_up(0)
     assert abs(busy.enter("a", JOB).priority - fresh.enter("b", JOB).priority) <= COST
+
+
+def replicas(number: int) -> list[Server]:
+    order = FairOrder()
+    return [Server(4, order, f"http://10.0.0.{index}:8000") for index in range(number)]
+
+
+def test_a_tenants_samples_start_soon_on_a_replica_that_is_behind() -> None:
+    """A router keeps a session on one replica. A tenant's first session fills one of four, and its later samples run on
+    the others at once. The other tenant's session is on the full replica."""
+    servers = replicas(4)
+    full, *idle = servers
+    for _ in range(300):
+        full.send("a")
+    for number in range(99):
+        idle[number % 3].send("a")
+        idle[number % 3].end()
+    full.end()
+    full.started.clear()
+    for _ in range(10):
+        full.send("b")
+    for _ in range(30):
+        full.end()
+    assert full.tenants.index("b") <= 4
+    assert full.tenants[:24].count("b") == 10, "b starts every second sample"
+
+
+def test_a_replica_that_gives_no_answers_does_not_hold_the_time() -> None:
+    """It may be idle, or gone."""
+    gone, stays = replicas(2)
+    gone.send("a")
+    stays.send("a")  # the tenant always has a sample in flight
+    gone.end()
+    for _ in range(3_000):
+        stays.send("a")
+        stays.end()
+    assert stays.order.now >= 2_900 * COST
+
+
+def test_the_servers_that_are_remembered_have_a_bound() -> None:
+    order = FairOrder()
+    for number in range(5_000):
+        order.leave(order.enter("a", JOB), 1, SampleAnswer(b"", 1, 0, 9), f"http://10.0.0.1:{number}")
+    assert len(order._servers) <= 2_000
 
 
 STEPS = st.lists(

@@ -57,6 +57,8 @@ class _Exchange:
         self.request_id = new_request_id()
         """Not the caller's id: two callers may choose the same."""
         self.shared_key = f"{sending.tenant}:{sending.target.served_name}"
+        self.server: str | None = None
+        """The replica that has answered, if a router has named it."""
 
     @property
     def weights(self) -> WeightsRef:
@@ -84,6 +86,7 @@ class WholeAnswer(_Exchange):
         return await self._transport.post(url, self._body, headers, timeout_s, most)
 
     async def read(self, answer: Answer) -> tuple[bytes, Used]:
+        self.server = answer.worker
         if not answer.whole:
             raise server_failure(f"the inference server's answer is larger than any right answer; {describe(answer)}")
         try:
@@ -136,7 +139,7 @@ class StreamedAnswer(_Exchange):
         return found
 
     async def read(self, answer: Answer) -> Events:
-        events = self._opened
+        self.server, events = answer.worker, self._opened
         if events is None:
             raise server_failure(f"the inference server sent no stream; {describe(answer)}")
         if self._target.version is not None:

@@ -54,11 +54,13 @@ class Asked:
 
 
 class _Turn:
-    """A request whose turn has come. `used` is set as soon as it is known what the request used."""
+    """A request whose turn has come. `used` is set as soon as it is known what the request used, and `server` to the
+    replica that a router has named."""
 
     def __init__(self, sending: Sending) -> None:
         self.sending = sending
         self.used: Used | None = None
+        self.server: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,18 @@ class OpenAIService:
     async def answer(self, asked: Asked) -> bytes:
         """The whole answer. Raises RequestError."""
         async with self._counted(), self._turn(asked) as turn:
-            body, turn.used = await self._forward(WholeAnswer(turn.sending, self._transport), asked)
+            exchange = WholeAnswer(turn.sending, self._transport)
+            body, turn.used = await self._forward(exchange, asked)
+            turn.server = exchange.server
             return body
 
     async def stream(self, asked: Asked) -> AsyncGenerator[bytes, None]:
         """The events of the answer, framed. Raises RequestError: before the first event, or because the stream broke
         off. A stream that did not end well has no event DONE."""
         async with self._counted(), self._turn(asked) as turn:
-            events = await self._forward(StreamedAnswer(turn.sending, self._transport), asked)
+            exchange = StreamedAnswer(turn.sending, self._transport)
+            events = await self._forward(exchange, asked)
+            turn.server = exchange.server
             span = None if (trace := current_trace.get()) is None else trace.child("stream")
             error: str | None = "the client has gone"
             request = asked.request
@@ -175,9 +181,9 @@ class OpenAIService:
                 turn = _Turn(Sending(request, asked.target, priority, tenant, asked.id))
                 yield turn
         finally:
-            used = None if turn is None else turn.used
+            used, server = (None, None) if turn is None else (turn.used, turn.server)
             if self._order is not None and place is not None:
-                self._order.leave(place, request.num_samples, used)
+                self._order.leave(place, request.num_samples, used, server)
             if used is not None:
                 self._count(asked, used)
             if ticket is not None:

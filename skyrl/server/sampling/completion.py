@@ -35,7 +35,7 @@ class SampleAnswer(msgspec.Struct):
     `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
     came from the prefix cache, 0 if the server does not report it. `sampled_tokens` is the sum over all sequences.
     `upstream_s` is how long the server had the request, in seconds; the client sets it. `changed_weights`: the weights
-    changed while a sequence was sampled.
+    changed while a sequence was sampled. `server` is the replica that a router has named, see `FairOrder.leave`.
     """
 
     body: bytes
@@ -44,6 +44,7 @@ class SampleAnswer(msgspec.Struct):
     sampled_tokens: int
     upstream_s: float = 0.0
     changed_weights: bool = False
+    server: str | None = None
 
 
 class AbortedAnswer(Exception):

@@ -2,7 +2,7 @@
 
 Time is virtual: it counts the tokens that a tenant with waiting samples has been given. The samples of a tenant take up
 intervals of this time, one after another. vLLM runs the sample with the lowest priority number next. An OpenAI
-request is a sample, too. Knows tenants and numbers of tokens; does not know servers.
+request is a sample, too. Knows tenants, numbers of tokens, and the names of servers that have answered.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ WEIGHT = 1 / 16
 """The weight of the newest sample in the moving average of its tenant's sequence lengths."""
 MAX_LENGTHS = 10_000
 """Tenants whose averages are kept."""
+
+
+RECENT = 1_000
+"""Every so many answers, servers that have given none of them are forgotten: they may be idle or gone."""
 
 
 class Work(Protocol):
@@ -66,11 +70,19 @@ class FairOrder:
 
     The cost of a sample is estimated from the average length of its tenant's sequences. Estimated from `max_tokens`, a
     tenant would pay for tokens that are never sampled.
+
+    Behind a router each server has a queue of its own, and a server that has less to do gets further. The current time
+    is that of the server that is furthest behind. With the time of another one, a new tenant's samples would run after
+    all that waits there.
     """
 
     def __init__(self) -> None:
         self.now = 0
-        """The current virtual time: the latest start of a sample that has been answered."""
+        """The current virtual time: of the latest starts of samples that each server has answered, the lowest."""
+        self._agreed = 0
+        self._answers = 0
+        self._servers: dict[str | None, tuple[int, int]] = {}
+        """By server: the latest start of a sample that it has answered, and the number of its latest answer."""
         self._tenants: dict[str, _Tenant] = {}
         self._lengths: dict[str, float] = {}
 
@@ -88,22 +100,33 @@ class FairOrder:
         state.in_flight += 1
         return Place(tenant, start, start + cost // 2)
 
-    def leave(self, place: Place, sequences: int, answer: Sampled | None) -> None:
-        """The sample has ended. `answer` is None if it did not run, or if that is unknown."""
+    def leave(self, place: Place, sequences: int, answer: Sampled | None, server: str | None = None) -> None:
+        """The sample has ended. `answer` is None if it did not run, or if that is unknown. `server` is the name of the
+        server behind a router that has answered; None without a router."""
         state = self._tenants[place.tenant]
         state.in_flight -= 1
         if not state.in_flight:
             del self._tenants[place.tenant]
         if answer is None:
             return
-        if place.start > self.now:
-            self.now = place.start
+        self._advance(place.start, server)
         length = answer.sampled_tokens / sequences
         average = self._lengths.get(place.tenant)
         if average is None and len(self._lengths) >= MAX_LENGTHS:
             self._lengths.clear()
         self._lengths[place.tenant] = length if average is None else average + WEIGHT * (length - average)
 
+    def _advance(self, start: int, server: str | None) -> None:
+        self._answers += 1
+        before = self._servers.get(server)
+        if before is None or self._answers % RECENT == 0:
+            oldest = self._answers - RECENT
+            self._servers = {name: known for name, known in self._servers.items() if known[1] > oldest}
+        self._servers[server] = (start if before is None or start > before[0] else before[0], self._answers)
+        lowest = min([latest for latest, _ in self._servers.values()])
+        self.now = lowest if lowest > self._agreed else self._agreed
+
     def catch_up(self, now: int) -> None:
-        """Advance to `now`, the time of another process that sends to the same server."""
+        """Advance to `now`, the time of another process that sends to the same servers."""
+        self._agreed = max(self._agreed, now)
         self.now = max(self.now, now)

@@ -135,7 +135,7 @@ class ForwardedSamples:
             answer = await client.sample(job, place.priority)
             return answer
         finally:
-            self._order.leave(place, job.num_samples, answer)
+            self._order.leave(place, job.num_samples, answer, None if answer is None else answer.server)
 
     async def _failure(self, error: FailedRequest, sampler: Sampler) -> Outcome:
         """The outcome of a failed sample. If the adapter was dropped, the drop is the cause, not the inference server.

@@ -59,7 +59,7 @@ class SampleExchange:
 
     async def read(self, answer: Answer) -> completion.SampleAnswer:
         result = await self._reader.read(answer, self._job)
-        result.upstream_s = self._upstream_s
+        result.upstream_s, result.server = self._upstream_s, answer.worker
         return result
 
     def refusal(self, answer: Answer) -> Exception:
