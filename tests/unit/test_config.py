@@ -257,7 +257,7 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
         ),
         (
             {"backend": "none", "base_model": "m", "external_inference_url": "http://x", "backend_config": FULL},
-            "configuration: trainer.full_finetuning: backend 'none' trains nothing",
+            "configuration: trainer.full_finetuning: with trainer.full_finetuning no gateway can sample",
         ),
         (
             {"external_inference_url": "http://x", "backend_config": FULL},
@@ -273,7 +273,16 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
         ),
         (
             {"inference_api_key": "k" * 16, "backend_config": FULL},
-            "configuration: trainer.full_finetuning: a gateway that shares this server's vLLMs would not know",
+            "configuration: inference_api_key: with trainer.full_finetuning no gateway can sample, because it would "
+            "not know which weights vLLM has; give the server that trains more api_processes: leave it out",
+        ),
+        (
+            {"inference_host": "10.0.0.1", "backend_config": FULL},
+            "configuration: inference_host: with trainer.full_finetuning no gateway can sample",
+        ),
+        (
+            {"inference_host": "10.0.0.1", "inference_api_key": "k" * 16, "backend_config": FULL},
+            "configuration: inference_host: with trainer.full_finetuning no gateway can sample",
         ),
         ({"prot": 1}, "configuration: unknown key 'prot'; the nearest known one is 'port'"),
     ],

@@ -12,6 +12,11 @@ from skyrl.base.config.backend import ConfigError as ConfigError
 from skyrl.base.config.keys import LOOPBACK, ServerKeys
 
 WILDCARDS = ("", "0.0.0.0", "::", "*")
+NO_GATEWAYS = (
+    "with trainer.full_finetuning no gateway can sample, because it would not know which weights vLLM has; give the "
+    "server that trains more api_processes"
+)
+"""docs/decisions/full-finetuning.md has what gateways would need."""
 
 
 class ServerConfig(ServerKeys):
@@ -36,6 +41,8 @@ class ServerConfig(ServerKeys):
                 f"inference_host: {self.inference_host!r} is no address that gateways could use: give one of this "
                 "machine's own"
             )
+        if self.inference_host not in LOOPBACK and self.full_finetuning:
+            raise ValueError(f"inference_host: {NO_GATEWAYS}: leave it out")
         if self.inference_host not in LOOPBACK and self.modes.manages_inference and self.inference_api_key is None:
             raise ValueError(
                 f"inference_host: {self.inference_host!r} can be reached from elsewhere, for gateways: give them and "
@@ -91,7 +98,7 @@ class ServerConfig(ServerKeys):
             return self
         key = "trainer.full_finetuning"
         if not self.modes.trains:
-            raise ValueError(f"{key}: backend 'none' trains nothing: leave one of the two out")
+            raise ValueError(f"{key}: {NO_GATEWAYS}: leave it out beside backend 'none'")
         if not self.modes.manages_inference:
             raise ValueError(
                 f"{key}: new weights can be put only into vLLMs that this server runs: leave out external_inference_url"
@@ -102,10 +109,7 @@ class ServerConfig(ServerKeys):
                 "trainer.placement.colocate_all"
             )
         if self.inference_api_key is not None:
-            raise ValueError(
-                f"{key}: a gateway that shares this server's vLLMs would not know which weights they have: leave out "
-                "inference_api_key"
-            )
+            raise ValueError(f"inference_api_key: {NO_GATEWAYS}: leave it out")
         return self
 
     @model_validator(mode="after")
