@@ -38,6 +38,9 @@ pytestmark = pytest.mark.vllm
 KEY, OTHER_KEY = "tml-full", "tml-full-other"
 TEXT = "The old fox watches the river at dawn."
 STEP = types.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
+LONG_TOKENS = 2400
+TRIES = 5
+"""How often samples are begun again that have ended too early."""
 SHORT = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
 GONE = "these weights are not loaded any more"
 
@@ -197,28 +200,44 @@ def test_samples_in_flight_go_on_through_updates_and_tell_their_versions(
     full: DemoServer, client: tinker.ServiceClient, tokens: list[int]
 ) -> None:
     trainer = _trainer(client)
-    _step(trainer, tokens)
-    sampler = _sampler(trainer)
-    long = types.SamplingParams(max_tokens=1200, temperature=1.0, stop=[])
-    running = [sampler.sample(types.ModelInput.from_ints(tokens), 2, long) for _ in range(4)]
-    _until(lambda: _running(full) == 8)
-    newer = []
-    for _ in range(3):
-        _step(trainer, tokens)
-        newer.append(_sampler(trainer))
-    counted = "select sampling_session_id, result from futures where kind = 'EXTERNAL' and length(result) > 2400"
-    answers = [each.result() for each in running]
-    assert {len(sequence.tokens) for answer in answers for sequence in answer.sequences} == {1200}
-    results = [pb.SampleResponse.FromString(result) for _, result in ask(full, counted)]
-    spans = [[(s.version, s.start, s.end) for s in q.weight_versions] for r in results for q in r.sequences]
-    assert len(spans) == 8
+    answers, first, newest = _sampled_through_updates(full, trainer, tokens)
+    assert {len(sequence.tokens) for answer in answers for sequence in answer.sequences} == {LONG_TOKENS}
     model_id = trainer.get_info().model_id
+    counted = f"select result from futures where kind = 'EXTERNAL' and length(result) > {2 * LONG_TOKENS}"
+    results = [pb.SampleResponse.FromString(result) for (result,) in ask(full, counted)]
+    spans = [[(s.version, s.start, s.end) for s in q.weight_versions] for r in results for q in r.sequences]
+    spans = [of_sequence for of_sequence in spans if of_sequence[0][0] == f"{model_id}@{first}"]
+    assert len(spans) == 8
     for of_sequence in spans:
-        assert [version for version, _, _ in of_sequence] == [f"{model_id}@{n}" for n in (1, 2, 3, 4)]
+        assert [version for version, _, _ in of_sequence] == [f"{model_id}@{first + n}" for n in range(4)]
         starts, ends = [start for _, start, _ in of_sequence], [end for *_, end in of_sequence]
-        assert (starts, ends[-1]) == ([0, *ends[:-1]], 1200)
-    assert _sample(newer[-1], tokens)
+        assert (starts, ends[-1]) == ([0, *ends[:-1]], LONG_TOKENS)
+    assert _sample(newest, tokens)
     _until(lambda: _metric(full, "skyrl_forwarding_events_total")['event="changed_weights"'] >= 4)
+
+
+def _sampled_through_updates(
+    full: DemoServer, trainer: tinker.TrainingClient, tokens: list[int]
+) -> tuple[list[types.SampleResponse], int, tinker.SamplingClient]:
+    """Four samples of two sequences that vLLM had before and after three updates, the number of their first version,
+    and a client of the last. On a busy machine one may end before the last update: then all are begun again."""
+    long = types.SamplingParams(max_tokens=LONG_TOKENS, temperature=1.0, stop=[])
+    versions = 0
+    for _ in range(TRIES):
+        _step(trainer, tokens)
+        newest = _sampler(trainer)
+        first = versions = versions + 1
+        running = [newest.sample(types.ModelInput.from_ints(tokens), 2, long) for _ in range(4)]
+        _until(lambda running=running: _running(full) == 8 or any(each.done() for each in running))
+        for _ in range(3):
+            _step(trainer, tokens)
+            newest = _sampler(trainer)
+            versions += 1
+        still = _running(full)
+        answers = [each.result() for each in running]
+        if still == 8:
+            return answers, first, newest
+    raise AssertionError(f"samples of {LONG_TOKENS} tokens ended before three updates, {TRIES} times")
 
 
 def _running(server: DemoServer) -> int:

@@ -12,16 +12,24 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
 from skyrl.cli.demo.server import DemoServer
-from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams, Trajectory, make_strategy
+from skyrl.rollout import (
+    RolloutAnswer,
+    RolloutClient,
+    RolloutConfig,
+    RolloutRequest,
+    SamplingParams,
+    Trajectory,
+    make_strategy,
+)
 from tests.plane.running import READY_S, RunningPlane, gateway
 from tests.sdk_programs import TRACED, succeeded
 from tests.servers import SLOW_START_S
@@ -30,7 +38,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPT = [265, 296, 83, 315]
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
-LONG = {"max_new_tokens": 900, "ignore_eos": True}
+LONG_TOKENS = 3000
+LONG = {"max_new_tokens": LONG_TOKENS, "ignore_eos": True}
+TRIES = 5
+"""How often requests are begun again that ended by themselves before they were aborted."""
+Answer = TypeVar("Answer")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_rollouts.py"
 
 
@@ -45,15 +57,36 @@ async def load_of(session: aiohttp.ClientSession, worker: str) -> int:
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in (await answer.json())["loads"])
 
 
-async def until_busy(session: aiohttp.ClientSession, workers: list[str], samples: int) -> None:
-    while sum([await load_of(session, worker) for worker in workers]) < samples:  # noqa: ASYNC110 - another process sets no event
-        await asyncio.sleep(0.02)
+async def aborted(
+    session: aiohttp.ClientSession,
+    workers: list[str],
+    begin: Callable[[], list[asyncio.Task[Answer]]],
+    abort: Callable[[], Coroutine[Any, Any, object]],
+    ended_early: Callable[[Answer], bool],
+) -> list[Answer]:
+    """The answers to requests that the workers had at the same time, and that were then aborted. On a busy machine one
+    may end by itself before: then all are begun again."""
+    for _ in range(TRIES):
+        tasks = begin()
+        while not any(task.done() for task in tasks):
+            if sum([await load_of(session, worker) for worker in workers]) >= len(tasks):
+                await abort()
+                break
+            await asyncio.sleep(0.02)
+        answers = await asyncio.gather(*tasks)
+        if not any(ended_early(answer) for answer in answers):
+            return answers
+    raise AssertionError(f"requests of {LONG_TOKENS} tokens ended by themselves {TRIES} times")
 
 
 def meaning(answer: dict[str, Any]) -> tuple[Any, ...]:
     """What an answer says about the sample."""
     meta = answer["meta_info"]
     return answer["text"], answer["output_ids"], meta["output_token_logprobs"], meta["finish_reason"]
+
+
+def is_whole(answer: dict[str, Any]) -> bool:
+    return answer["meta_info"]["finish_reason"]["type"] == "length"
 
 
 async def test_the_router_answers_as_each_engine_does(plane: RunningPlane, session: aiohttp.ClientSession) -> None:
@@ -71,30 +104,39 @@ async def test_slimes_abort_ends_all_samples_with_what_they_have(
 ) -> None:
     """The calls of slime's `abort_server_until_idle`: the list of workers, an abort at each, the load until it is 0."""
     body = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True}
-    pending = [asyncio.create_task(post(session, f"{plane.url}/generate", body)) for _ in range(6)]
     async with session.get(f"{plane.url}/workers") as answer:
         workers = [worker["url"] for worker in (await answer.json())["workers"]]
-    await until_busy(session, workers, 6)
-    for worker in workers:
-        await post(session, f"{worker}/abort_request", {"abort_all": True})
-    while any([await load_of(session, worker) for worker in workers]):  # noqa: ASYNC110 - another process sets no event
-        await asyncio.sleep(0.05)
-    for answer in await asyncio.gather(*pending):
+
+    def begin() -> list[asyncio.Task[Any]]:
+        return [asyncio.create_task(post(session, f"{plane.url}/generate", body)) for _ in range(6)]
+
+    async def abort() -> None:
+        for worker in workers:
+            await post(session, f"{worker}/abort_request", {"abort_all": True})
+        while any([await load_of(session, worker) for worker in workers]):  # noqa: ASYNC110 - another process sets no event
+            await asyncio.sleep(0.05)
+
+    for answer in await aborted(session, workers, begin, abort, is_whole):
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 900
+        assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < LONG_TOKENS
 
 
 async def test_an_abort_by_rid_through_the_router_finds_its_engine(
     plane: RunningPlane, session: aiohttp.ClientSession
 ) -> None:
-    rids = [uuid.uuid4().hex for _ in range(4)]
-    bodies = [{"rid": rid, "input_ids": PROMPT, "sampling_params": LONG} for rid in rids]
-    pending = [asyncio.create_task(post(session, f"{plane.url}/generate", body)) for body in bodies]
-    await until_busy(session, plane.sidecars(), 4)
-    for rid in rids:
-        await post(session, f"{plane.url}/abort_request", {"rid": rid})
-    kinds = [answer["meta_info"]["finish_reason"]["type"] for answer in await asyncio.gather(*pending)]
-    assert kinds == ["abort"] * 4
+    rids: list[str] = []
+
+    def begin() -> list[asyncio.Task[Any]]:
+        rids[:] = [uuid.uuid4().hex for _ in range(4)]
+        bodies = [{"rid": rid, "input_ids": PROMPT, "sampling_params": LONG} for rid in rids]
+        return [asyncio.create_task(post(session, f"{plane.url}/generate", body)) for body in bodies]
+
+    async def abort() -> None:
+        for rid in rids:
+            await post(session, f"{plane.url}/abort_request", {"rid": rid})
+
+    answers = await aborted(session, plane.sidecars(), begin, abort, is_whole)
+    assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["abort"] * 4
 
 
 async def test_the_radix_cache_gives_the_tokens_that_were_sampled(
@@ -161,7 +203,12 @@ async def client(plane: RunningPlane) -> AsyncIterator[RolloutClient]:
         yield opened
 
 
-LONG_REQUEST = RolloutRequest(input_ids=PROMPT, params=SamplingParams(max_new_tokens=900, ignore_eos=True))
+LONG_REQUEST = RolloutRequest(input_ids=PROMPT, params=SamplingParams(max_new_tokens=LONG_TOKENS, ignore_eos=True))
+
+
+def in_one_part(answer: RolloutAnswer) -> bool:
+    """Whether it came to its end without an abort."""
+    return answer.finish_reason == "length" and len(answer.parts) == 1
 
 
 async def test_a_group_of_the_client_is_the_same_each_time(client: RolloutClient) -> None:
@@ -182,22 +229,28 @@ async def test_two_turns_of_the_client_keep_the_sampled_tokens(client: RolloutCl
 async def test_the_client_continues_a_sample_that_was_aborted(
     plane: RunningPlane, session: aiohttp.ClientSession, client: RolloutClient
 ) -> None:
-    sampling = asyncio.create_task(client.generate(LONG_REQUEST))
-    await until_busy(session, plane.sidecars(), 1)
-    await post(session, f"{plane.url}/abort_request", {"abort_all": True})
-    answer = await sampling
+    (answer,) = await aborted(
+        session,
+        plane.sidecars(),
+        lambda: [asyncio.create_task(client.generate(LONG_REQUEST))],
+        lambda: post(session, f"{plane.url}/abort_request", {"abort_all": True}),
+        in_one_part,
+    )
     assert len(answer.parts) > 1
-    assert len(answer.tokens) == len(answer.logprobs) == 900
+    assert len(answer.tokens) == len(answer.logprobs) == LONG_TOKENS
     assert answer.finish_reason == "length"
 
 
 async def test_abort_all_of_the_client_returns_what_there_is(
     plane: RunningPlane, session: aiohttp.ClientSession, client: RolloutClient
 ) -> None:
-    pending = [asyncio.create_task(client.generate(LONG_REQUEST)) for _ in range(4)]
-    await until_busy(session, plane.sidecars(), 4)
-    await client.abort_all()
-    answers = await asyncio.gather(*pending)
+    answers = await aborted(
+        session,
+        plane.sidecars(),
+        lambda: [asyncio.create_task(client.generate(LONG_REQUEST)) for _ in range(4)],
+        client.abort_all,
+        in_one_part,
+    )
     assert [answer.finish_reason for answer in answers] == ["abort"] * 4
     assert [await load_of(session, worker) for worker in plane.sidecars()] == [0, 0]
 
