@@ -109,7 +109,7 @@ def shown_value(browser: Browser, figure: int, keys: str) -> str:
 
 
 def follow(browser: Browser, name: str) -> None:
-    [link] = [link for link in browser.all("td a") if link.text == name]
+    [link] = [link for link in browser.all("section:first-of-type td a") if link.text == name]
     link.click()
 
 
@@ -168,13 +168,8 @@ def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
     assert group.find_element("css selector", "summary").text == "3"
     assert mine.id not in group.find_element("css selector", "details").text, "ids are folded"
     group.find_element("css selector", "summary").click()
-    assert [
-        line.split("\n")[0] for line in group.find_element("css selector", "details ul").text.split("version ")[1:]
-    ] == [
-        "3",
-        "2",
-        "1",
-    ]
+    versions = [line for line in group.text.splitlines() if line.startswith("version ")]
+    assert versions == ["version 3", "version 2", "version 1"]
 
     follow(browser, NAME)
     drawn = browser.until(lambda: curves(browser))
