@@ -227,7 +227,7 @@ def _sampled_through_updates(
         _step(trainer, tokens)
         newest = _sampler(trainer)
         first = versions = versions + 1
-        running = [newest.sample(types.ModelInput.from_ints(tokens), 2, long) for _ in range(4)]
+        running = [newest.sample(types.ModelInput.from_ints(tokens), 2, long).future() for _ in range(4)]
         _until(lambda running=running: _running(full) == 8 or any(each.done() for each in running))
         for _ in range(3):
             _step(trainer, tokens)
