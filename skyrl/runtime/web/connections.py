@@ -2,7 +2,9 @@
 answers that nobody reads.
 
 No API key has been checked before a request is complete. uvicorn keeps a head or a trailer of any length, and waits for
-ever for a first request, for the rest of one, or for a client that does not read. Knows bytes and time; does not know
+ever for a first request, for the rest of one, or for a client that does not read. It closes the connection at once
+after the answer to a request that asks for that, also while the body still arrives: the client then sees a broken pipe
+in the place of the answer. Here the rest of the body is read and thrown away first. Knows bytes and time; does not know
 routes.
 """
 
@@ -13,7 +15,7 @@ import resource
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 HEAD_BYTES = 64 * 2**10
 """The most bytes of a request beside its body: request line, headers, trailers, and the frames of its chunks."""
@@ -29,6 +31,11 @@ LEAST_BYTES = 64 * 2**10
 UNREAD_S = 60.0
 """How long a client may take nothing of an answer of which more waits than the transport keeps without complaint
 (64 KiB). Then the connection is cut, and the request ends as if the client had gone."""
+REFUSED_BYTES = 512 * 2**20
+"""How many more bytes of a body are read and thrown away after its request has been answered, as with 413 or 401. Many
+clients read an answer only after they have sent the whole body."""
+REFUSED_S = 30.0
+"""How long these bytes may take to arrive."""
 SPARE_DESCRIPTORS = 1024
 """File descriptors that are kept for the database and the inference server; at most a quarter of the limit."""
 
@@ -37,6 +44,20 @@ def most_connections() -> int:
     """How many connections the limit on open files allows."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return files - min(SPARE_DESCRIPTORS, files // 4)
+
+
+class _ClosedAfterBody:
+    """A connection's transport, for one request whose body still arrives: `close` does nothing while the rest of the
+    body of an answered request is awaited."""
+
+    def __init__(self, connection: BoundedHttp) -> None:
+        self._connection = connection
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        if not self._connection.awaits_refused_body():
+            self._connection.transport.close()
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -54,6 +75,8 @@ class BoundedHttp(HttpToolsProtocol):
         """The request that is being answered. uvicorn's `cycle` is the latest, which may wait behind it."""
         self._was_paused = False
         """The server has paused reading since the last check."""
+        self._refused_bytes: int | None = None
+        """Bytes of the body that have been thrown away; None unless a request is answered whose body arrives."""
         self._deadline: float | None = None
         """In the event loop's time; None until the next `_schedule_check`."""
         self._unread_check: asyncio.TimerHandle | None = None
@@ -100,6 +123,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._unused_check = None
         super().connection_lost(exc)
         running = self._running
+        if isinstance(running, RequestResponseCycle):
+            running.transport = self.transport  # `_ClosedAfterBody` knows this connection, too
         if running is not None and running is not self.cycle and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
@@ -124,7 +149,10 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if self.transport.is_closing():  # the request came behind the last one of its connection
+            return
         self._running = cycle
+        cycle.transport = _ClosedAfterBody(self)
         super()._start_asgi_task(cycle, app)
 
     def on_headers_complete(self) -> None:
@@ -136,12 +164,28 @@ class BoundedHttp(HttpToolsProtocol):
         self._bytes_beside_body -= len(body)
         self._body_bytes += len(body)
         super().on_body(body)
+        if self._refused_bytes is not None:
+            self._refused_bytes += len(body)
+            if self._refused_bytes > REFUSED_BYTES:
+                self.transport.abort()
         self._was_paused = self._was_paused or self.flow.read_paused
 
     def on_message_complete(self) -> None:
         self._between_requests, self._deadline = True, None
         self._bytes_beside_body = self._body_bytes = self._body_bytes_at_last_check = 0
         super().on_message_complete()
+        if self._refused_bytes is not None:
+            self._refused_bytes = None
+            if self.cycle.keep_alive:
+                self._wait_for_next_request()
+            else:
+                self.transport.close()
+
+    def awaits_refused_body(self) -> bool:
+        """Whether the request that runs, or ran last, is answered while its body still arrives."""
+        cycle = self._running
+        in_body = not self._between_requests and not self._in_head
+        return in_body and cycle is self.cycle and cycle.response_complete
 
     def on_response_complete(self) -> None:
         """As uvicorn's, but with one timer at a time, and not a new one for each answer."""
@@ -151,7 +195,14 @@ class BoundedHttp(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-            return
+        elif self.awaits_refused_body():
+            self._refused_bytes = 0
+            self._deadline = self.loop.time() + REFUSED_S
+            self._schedule_check()
+        else:
+            self._wait_for_next_request()
+
+    def _wait_for_next_request(self) -> None:
         self._unused_since = self.loop.time()
         if self._unused_check is None:
             self._unused_check = self.loop.call_later(self.timeout_keep_alive, self._check_unused)
@@ -179,6 +230,9 @@ class BoundedHttp(HttpToolsProtocol):
     def _check_deadline(self) -> None:
         """Close the connection if nothing, or too little, has arrived while the server read it."""
         if self.transport.is_closing():
+            return
+        if self._refused_bytes is not None:
+            self.transport.abort()
             return
         is_arriving = self._body_bytes - self._body_bytes_at_last_check >= LEAST_BYTES or self._was_paused
         if not self.flow.read_paused and (self._between_requests or self._in_head or not is_arriving):

@@ -49,6 +49,7 @@ class WholeRequests(BoundedHttp, ABC):
         if (
             (self.cycle is None or self.cycle.response_complete)
             and not self.expect_100_continue
+            and not self.transport.is_closing()
             and self.parser.get_http_version() == "1.1"
             and not self.parser.should_upgrade()
             and self.takes()
