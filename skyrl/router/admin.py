@@ -12,8 +12,9 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
-from skyrl.router.broadcast import without_connection
+from skyrl.router.broadcast import RETRY_AFTER, without_connection
 from skyrl.router.control import Answer, Fetch, Refused, Unreachable
+from skyrl.router.failures import Failure, first_sentence
 from skyrl.router.messages import HeaderList
 from skyrl.router.pool import WorkerPool
 from skyrl.router.reply import Reply, error, of_json
@@ -71,6 +72,9 @@ class _Outcome(NamedTuple):
             unreached = {"worker": self.worker.url, "success": False, "error": self.error}
             return unreached | ({"dead": True} if self.dead else {})
         return {"worker": self.worker.url, "success": self.done, "status_code": self.status, "body": self.body}
+
+    def failure(self) -> Failure:
+        return Failure(self.worker.url, self.status, self.body, self.error)
 
 
 class _Silent(Exception):
@@ -252,31 +256,40 @@ class _Request:
 
 
 def _aggregated(path: str, outcomes: Sequence[_Outcome]) -> Reply:
-    """What all workers answered alike is at the top, so that a client of one server finds it where it looks. 502 if one
-    failed; the workers' own status if all refused the request alike."""
+    """What all workers answered alike is at the top, so that a client of one server finds it where it looks. The
+    message is the reason of those that failed. 502 if one failed; the workers' own status if all refused the request
+    alike."""
     living = [one for one in outcomes if not one.dead]
     if not living:
-        return error(503, "Service Unavailable", "no worker is alive", [(b"retry-after", b"1")])
-    done = all(one.done for one in living)
+        return error(503, "Service Unavailable", "no worker is alive", RETRY_AFTER)
+    failed = [one.failure() for one in living if not one.done]
     bodies = [one.body for one in living]
-    if done and path == "/get_weights_by_name" and all(body == bodies[0] for body in bodies):
+    if not failed and path == "/get_weights_by_name" and all(body == bodies[0] for body in bodies):
         return of_json(200, bodies[0])
     alike: dict[str, Any] = {}
     if all(isinstance(body, dict) for body in bodies):
         alike = {name: value for name, value in bodies[0].items() if all(_has(body, name, value) for body in bodies)}
     summary = {
-        "success": done,
-        "message": "ok" if done else "one or more workers failed admin request",
+        "success": not failed,
+        "message": first_sentence(failed, len(living)) if failed else "ok",
         "path": path,
         "worker_count": len(living),
         "results": [one.listed() for one in outcomes],
     }
-    statuses = {one.status for one in living}
-    status = 200
-    if not done:
-        refused = statuses.pop() if len(statuses) == 1 else None
-        status = refused if refused is not None and 400 <= refused < 500 else 502
-    return of_json(status, alike | summary)
+    if not failed:
+        return of_json(200, alike | summary)
+    of_workers = alike["error"] if isinstance(alike.get("error"), dict) else {}
+    summary["error"] = of_workers | {"message": summary["message"]}
+    status = _common_status(living)
+    return of_json(status, alike | summary, RETRY_AFTER if status == 503 else None)
+
+
+def _common_status(outcomes: Sequence[_Outcome]) -> int:
+    """That of a refusal in which all agree; else 502."""
+    status = outcomes[0].status
+    if status is None or any(one.status != status for one in outcomes):
+        return 502
+    return status if 400 <= status < 500 or status in (501, 503) else 502
 
 
 def _has(body: dict[str, Any], name: str, value: Any) -> bool:

@@ -110,7 +110,8 @@ async def server(serve: Serve) -> AsyncIterator[str]:
 
 
 class Table:
-    """An application that refuses all bodies unread, and closes the connection. A request to /waits reads its body, until its client leaves."""
+    """An application that refuses all bodies unread, and closes the connection. A request to /waits reads its body,
+    until its client leaves."""
 
     def __init__(self) -> None:
         self.url = ""

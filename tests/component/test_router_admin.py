@@ -128,23 +128,64 @@ async def test_what_all_answer_alike_is_where_a_client_of_one_server_looks() -> 
         assert [one["body"] for one in answer["results"]] == [[[1.0]], [[2.0]]]
 
 
+IN_FLIGHT = "{} requests are in flight: set abort_all_requests, or pause generation before"
+
+
+def refused(message: str, **error: Any) -> dict[str, Any]:
+    """As the sidecar refuses a change."""
+    return {"success": False, "message": message, "error": {"message": message, **error}}
+
+
 @pytest.mark.parametrize(
-    ("answers", "status"),
+    ("answers", "status", "message"),
     [
-        ([(200, {"success": True}), (400, {"success": False, "message": "no"})], 502),
-        ([(200, {"success": True}), (200, {"success": False})], 502),
-        ([(500, {}), (500, {})], 502),
-        ([(400, {"success": False}), (400, {"success": False})], 400),
+        ([(200, {"success": True}), (400, refused("no"))], 502, "no (so say 1 of 2 workers)"),
+        ([(200, {"success": True}), (200, {"success": False})], 502, "status 200 without a reason (so say 1 of 2"),
+        ([(500, {}), (500, {})], 502, "status 500 without a reason"),
+        ([(500, refused("broken")), (500, refused("broken"))], 502, "broken"),
+        ([(400, {"success": False}), (400, {"success": False})], 400, "status 400 without a reason"),
+        ([(400, refused(IN_FLIGHT.format(3))), (400, refused(IN_FLIGHT.format(17)))], 400, IN_FLIGHT.format(3)),
+        ([(400, refused("no")), (400, refused("never"))], 400, "workers failed for different reasons, the first, "),
+        ([(400, refused("no")), (503, refused("no"))], 502, "no"),
+        ([(501, refused("not offered"))] * 2, 501, "not offered"),
+        ([(503, refused("vLLM is away"))] * 2, 503, "vLLM is away"),
+        ([(404, {"detail": "Not Found"})] * 2, 404, "Not Found"),
+        ([(400, {"error": {"message": "no tensor"}})] * 2, 400, "no tensor"),
+        ([(502, "Bad Gateway")] * 2, 502, "Bad Gateway"),
     ],
 )
-async def test_a_failed_worker_is_a_502_unless_all_refuse_alike(answers: list[Any], status: int) -> None:
+async def test_a_failed_change_is_answered_with_the_workers_reason(
+    answers: list[Any], status: int, message: str
+) -> None:
     async with two() as (router, first, second):
         first.answers[DISK], second.answers[DISK] = answers
         found, answer = await post(router, DISK)
         assert (found, answer["success"]) == (status, False)
-        assert answer["message"] == "one or more workers failed admin request"
+        assert answer["message"].startswith(message)
+        assert answer["error"]["message"] == answer["message"]
         assert [one["status_code"] for one in answer["results"]] == [one for one, _ in answers]
         assert await sampled(router) == {"first", "second"}, "the models are as they were"
+
+
+async def test_the_workers_code_stays_and_a_long_reason_is_cut() -> None:
+    async with two() as (router, first, second):
+        for worker in (first, second):
+            worker.answers[DISK] = (503, refused("x" * 10_000, code="worker_interrupted"))
+        async with router.session.post(router.url + DISK, json={}) as answer:
+            assert answer.headers["retry-after"] == "1"
+            error = (await answer.json())["error"]
+        assert error["code"] == "worker_interrupted"
+        assert len(error["message"]) == 2_000
+
+
+async def test_the_reason_of_workers_that_cannot_be_reached() -> None:
+    async with two(admin_update_s=0.05) as (router, first, second):
+        first.go.clear()
+        second.go.clear()
+        status, answer = await post(router, DISK)
+        assert (status, answer["message"]) == (502, "no answer within 0.05 s")
+        first.go.set()
+        second.go.set()
 
 
 async def test_requests_go_elsewhere_and_wait_while_weights_change() -> None:
