@@ -16,6 +16,7 @@ from skyrl.rollout.errors import BadAnswer, RolloutTimeout
 from skyrl.rollout.messages import NOTHING, RolloutAnswer, RolloutRequest, read_answer
 from skyrl.rollout.places import Places
 from skyrl.rollout.sending import CONNECT_S, Counters, Sender
+from skyrl.rollout.stops import cut_at_stop, may_have_begun, stops_of
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 SEED_STEP = 0x9E3779B1
@@ -66,8 +67,8 @@ class RolloutClient:
 
     async def generate(self, request: RolloutRequest, *, continue_partial: bool | None = None) -> RolloutAnswer:
         """One sample. If a worker aborts it, and the prompt is `input_ids`, the rest is asked for, until
-        `max_new_tokens` are there or the model stops; a stop string that begins in one part and ends in the next is
-        not found. With `continue_partial` False (None: the configuration decides), and after `abort_all` of this
+        `max_new_tokens` are there or the model stops, also at a stop string that begins in one part and ends in the
+        next. With `continue_partial` False (None: the configuration decides), and after `abort_all` of this
         client, the partial sample is the answer, with finish_reason "abort"; so it is for a prompt of text, whose
         partial tokens could not be sent back exactly."""
         while not self._not_aborting.is_set():
@@ -151,24 +152,33 @@ class RolloutClient:
         self, request: RolloutRequest, failures: list[str], aborting: asyncio.Event, may_continue: bool
     ) -> RolloutAnswer:
         answer, asked = NOTHING, request
-        limit = request.params.max_new_tokens
+        stops, limit = stops_of(request.params), request.params.max_new_tokens
+        one_token = False
         url = f"{self.config.router_url}/generate"
         headers = {ROUTING_KEY: request.session_id} if request.session_id else {}
         while True:
             body = await self._sender.post(url, asked.to_json(), headers, failures, aborting)
             if body is None:  # aborted here, before it was sent again
-                return answer
+                return replace(answer, finish_reason="abort")
             part = read_answer(asked, body)
-            answer = answer.joined(part) if answer.parts else part
-            if part.finish_reason != "abort":
+            before, answer = answer, answer.joined(part) if answer.parts else part
+            if one_token and len(answer.tokens) > request.params.min_new_tokens:
+                trimmed = "" if request.params.no_stop_trim else part.matched_text
+                text = cut_at_stop(answer.text + trimmed, len(before.text), request.params)
+                if text is not None:
+                    return replace(answer, text=text, finish_reason="stop")
+            goes_on = one_token and part.finish_reason == "length" and len(answer.tokens) < limit
+            if part.finish_reason != "abort" and not goes_on:
                 return answer
-            self.counters.aborted += 1
+            self.counters.aborted += part.finish_reason == "abort"
             if not may_continue or aborting.is_set():
-                return answer
+                return replace(answer, finish_reason="abort")
             if limit and len(answer.tokens) == limit:
                 return replace(answer, finish_reason="length")  # all tokens that were asked for are there
-            self.counters.continued += 1
-            asked = request.continued(answer, self._seed(request.params.sampling_seed, len(answer.tokens)))
+            self.counters.continued += part.finish_reason == "abort"
+            one_token = may_have_begun(answer.text, stops)
+            seed = self._seed(request.params.sampling_seed, len(answer.tokens))
+            asked = request.continued(answer, seed, one_token=one_token)
 
     def _seed(self, seed: int | None, done: int) -> int | None:
         """SGLang derives each token's randomness from the seed and its position. vLLM begins anew with each request,

@@ -87,14 +87,16 @@ class RolloutRequest:
             body["lora_path"] = self.lora_path
         return body
 
-    def continued(self, answer: RolloutAnswer, seed: int | None) -> RolloutRequest:
-        """The request for what is left after the tokens of `answer`. Only for a prompt of tokens."""
+    def continued(self, answer: RolloutAnswer, seed: int | None, *, one_token: bool = False) -> RolloutRequest:
+        """The request for what is left after the tokens of `answer`, or for the next token of it. Only for a prompt of
+        tokens."""
         assert self.input_ids is not None
         params, done = self.params, len(answer.tokens)
+        most = 1 if one_token else params.max_new_tokens - done
         left = replace(
             params,
-            max_new_tokens=params.max_new_tokens - done,
-            min_new_tokens=max(0, params.min_new_tokens - done),
+            max_new_tokens=most,
+            min_new_tokens=min(most, max(0, params.min_new_tokens - done)),
             sampling_seed=seed,
         )
         return replace(self, input_ids=[*self.input_ids, *answer.tokens], params=left)
@@ -130,6 +132,13 @@ class RolloutAnswer:
             routed_experts=self.routed_experts if later.routed_experts is None else later.routed_experts,
             parts=self.parts + later.parts,
         )
+
+    @property
+    def matched_text(self) -> str:
+        """The stop string that ended the last part, as its server says; empty if none did."""
+        finish = self.parts[-1]["meta_info"]["finish_reason"] if self.parts else {}
+        matched = finish.get("matched")
+        return matched if isinstance(matched, str) and self.finish_reason == "stop" else ""
 
 
 NOTHING = RolloutAnswer(

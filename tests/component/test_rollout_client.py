@@ -149,6 +149,102 @@ async def test_aborted_parts_are_continued_to_an_exact_whole(backend: str) -> No
     assert (client.counters.aborted, client.counters.continued) == (3, 3)
 
 
+class Speaker(Engine):
+    """Samples one text, whose tokens are the indices of `pieces`, and looks for stop strings as vLLM does: in what this
+    request samples, and not before `min_new_tokens` have been exceeded. Aborts the requests of `aborts_after`, in their
+    order, after so many tokens."""
+
+    def __init__(self, pieces: list[str], *aborts_after: int) -> None:
+        super().__init__()
+        self.pieces = pieces
+        self.aborts_after = list(aborts_after)
+
+    async def _run(self, exchange: Exchange) -> None:
+        body = json.loads(exchange.request.body)
+        await exchange.answer(json.dumps(self.sample(len(body["input_ids"]) - 1, **body["sampling_params"])).encode())
+
+    def sample(
+        self, start: int, *, max_new_tokens: int, min_new_tokens: int, no_stop_trim: bool, stop: list[str], **_: Any
+    ) -> Reply:
+        tokens: list[int] = []
+        text = ""
+        most = self.aborts_after.pop(0) if self.aborts_after else len(self.pieces)
+        while len(tokens) < max_new_tokens:
+            if len(tokens) == most:
+                return reply(tokens, "abort", text=text)
+            seen = len(text)
+            tokens.append(start + len(tokens))
+            text += self.pieces[tokens[-1]]
+            for one in stop if len(tokens) > min_new_tokens else ():
+                if (found := text.find(one, max(0, seen - len(one) + 1))) >= 0:
+                    answer = reply(tokens, text=text[: found + len(one) * no_stop_trim])
+                    answer["meta_info"]["finish_reason"]["matched"] = one
+                    return answer
+        return reply(tokens, "length", text=text)
+
+
+PIECES = ["x", "<", "st", "o", "p>", "<", "st", "op", " <sto", "pping", ">", "e", "nd<s", "", "top>no", "t", "he", "re"]
+
+
+@pytest.mark.parametrize("trim", [True, False])
+@pytest.mark.parametrize(
+    ("stops", "least", "text"),
+    [
+        (["<stop>"], 0, "x"),
+        (["<stop>"], 5, "x<stop><stop <stopping>end"),
+        (["<stop>"], 15, "".join(PIECES)),
+        (["pping>", "<stop>"], 5, "x<stop><stop <sto"),
+        (["end<stop>", "p>no"], 5, "x<stop><stop <stopping>"),
+        (["stop>not", "nd<s"], 5, "x<stop><stop <stopping>e"),
+        (["missing", ">>", "<stoppi!"], 0, "".join(PIECES)),
+    ],
+)
+async def test_a_stop_string_that_spans_two_parts_is_found(stops: list[str], least: int, text: str, trim: bool) -> None:
+    params = SamplingParams(max_new_tokens=len(PIECES), min_new_tokens=least, stop=stops, no_stop_trim=not trim)
+    request = RolloutRequest(input_ids=[1], params=params)
+    async with client_of(whole := Speaker(PIECES)) as client:
+        expected = await client.generate(request)
+    assert len(whole.received) == 1
+    if trim:
+        assert expected.text == text
+    cuts = [*((one,) for one in range(len(expected.tokens))), (2, 1), (4, 0, 0, 1), (1, 1, 1, 1, 1, 1, 1)]
+    async with client_of(engine := Speaker(PIECES)) as client:
+        for cut in cuts:
+            engine.aborts_after = list(cut)
+            answer = await client.generate(request)
+            assert (answer.tokens, answer.text) == (expected.tokens, expected.text), cut
+            assert (answer.finish_reason, answer.logprobs) == (expected.finish_reason, expected.logprobs), cut
+
+
+async def test_only_the_beginning_of_a_stop_string_is_continued_token_by_token() -> None:
+    engine = Speaker(PIECES, 3)
+    params = SamplingParams(max_new_tokens=len(PIECES), stop=["<stop!", "absent"], sampling_seed=5)
+    async with client_of(engine) as client:
+        answer = await client.generate(RolloutRequest(input_ids=[1], params=params))
+    assert (answer.finish_reason, len(answer.tokens)) == ("length", len(PIECES))
+    sent = [body["sampling_params"] for body in engine.bodies]
+    assert [one["max_new_tokens"] for one in sent] == [18, 1, 1, 13]
+    assert len({one["sampling_seed"] for one in sent}) == 4
+    assert (client.counters.aborted, client.counters.continued) == (1, 1)
+
+
+async def test_abort_all_ends_a_sample_that_is_continued_by_single_tokens() -> None:
+    engine = Engine(reply([3], "abort", text="<"))
+    params = SamplingParams(max_new_tokens=9, stop="<stop>")
+
+    async def last_token(exchange: Exchange) -> None:
+        aborting.append(asyncio.create_task(client.abort_all()))
+        await until(lambda: engine.aborts)
+        await exchange.answer(json.dumps(reply([4], "length", text="s")).encode())
+
+    aborting: list[asyncio.Task[None]] = []
+    engine.replies.append(last_token)
+    async with client_of(engine) as client:
+        answer = await client.generate(RolloutRequest(input_ids=[1], params=params))
+        await aborting[0]
+    assert (answer.tokens, answer.text, answer.finish_reason) == ((3, 4), "<s", "abort")
+
+
 async def test_an_abort_with_no_tokens_left_to_ask_for_ends_the_sample() -> None:
     engine = Engine(reply([3, 4, 5, 6, 7], "abort"))
     async with client_of(engine) as client:

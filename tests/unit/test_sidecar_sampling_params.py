@@ -125,6 +125,17 @@ def test_a_wrong_parameter_is_named(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [("stop_regex", r"\d+", "stop_token_ids"), ("stop_regex", ["a", "b"], "regex"), ("best_of", 4, "temperature")],
+)
+def test_a_refusal_names_what_to_use_instead(name: str, value: Any, instead: str) -> None:
+    with pytest.raises(BadRequest, match=f"^sampling_params.{name}: is not supported by vLLM; .*{instead}"):
+        read_sampling({name: value})
+    if name == "stop_regex":
+        assert read_sampling({name: []}) == read_sampling({})
+
+
+@pytest.mark.parametrize(
     "given",
     [{"regex": "a", "ebnf": "b"}, {"min_new_tokens": 5, "max_new_tokens": 4}, {"n": 2, "sampling_seed": 2**63 - 1}],
 )

@@ -18,8 +18,15 @@ MAX_SAMPLES = 16_384
 """vLLM's own bound of `n`."""
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 """How SGLang and vLLM name what an output must match."""
-REFUSED = ("stop_regex", "beam_width", "use_beam_search", "best_of", "custom_logit_processor")
-"""Without these, other tokens would be sampled; vLLM has no equivalent."""
+_NO_BEAMS = "give n and temperature for several samples"
+REFUSED = {
+    "stop_regex": "name the texts in stop, or the tokens in stop_token_ids; regex is what a whole answer must match",
+    "beam_width": _NO_BEAMS,
+    "use_beam_search": _NO_BEAMS,
+    "best_of": _NO_BEAMS,
+    "custom_logit_processor": "logit_bias changes the logits of single tokens",
+}
+"""Without these, other tokens would be sampled; vLLM has no equivalent. What a client can use in their place."""
 IGNORED = ("custom_params",)
 """Meant for extensions of SGLang; without the extension SGLang ignores them."""
 
@@ -42,9 +49,9 @@ class Sampling:
 def read_sampling(given: Any, name: str = "sampling_params") -> Sampling:
     """Raises BadRequest. A parameter that is null counts as omitted."""
     params = {} if given is None else {key: value for key, value in mapping(name, given).items() if value is not None}
-    for key in REFUSED:
-        if params.pop(key, None) not in (None, False, 1, ""):
-            raise BadRequest(f"{name}.{key}: is not supported by vLLM")
+    for key, instead in REFUSED.items():
+        if params.pop(key, None) not in (None, False, 1, "", []):
+            raise BadRequest(f"{name}.{key}: is not supported by vLLM; {instead}")
     for key in IGNORED:
         params.pop(key, None)
     n = integer(f"{name}.n", params.pop("n", 1), 1, MAX_SAMPLES)

@@ -39,6 +39,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "request_id": ((), "is not accepted; send the header X-Request-Id"),
     "service_tier": (("auto", "default"), "is not supported: there is one tier"),
     "session_id": ((), _UNSAFE),
+    "stop_regex": (([], ""), "is not supported; name the texts in stop, or the tokens in stop_token_ids"),
     "store": ((False,), "is not supported: this server keeps no completions"),
     "suffix": (("",), "is not supported"),
     "use_beam_search": ((False,), "is not supported"),
