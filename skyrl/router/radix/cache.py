@@ -60,35 +60,49 @@ class RadixCache:
 
     def prompt(self, text: str) -> Prompt:
         """The tokens to send for `text`. Counts as a lookup."""
+        prompt = self.complete(text, self.find(text))
+        self.count(prompt)
+        return prompt
+
+    def find(self, text: str) -> Cut | None:
+        """The cut at the end of the longest stored prefix of `text`; None if nothing of it is stored."""
         best = self._tree.best(text)
         if best is None:
-            cut, tokens, rest = None, Tokens(), text
-        else:
-            trajectory, position = best
-            cut = Cut(trajectory, trajectory.count_at(position), position)
-            tokens, rest = trajectory.tokens(cut.count), text[position:]
-            self._touch(trajectory)
-        reused = len(tokens.ids)
+            return None
+        trajectory, position = best
+        self._touch(trajectory)
+        return Cut(trajectory, trajectory.count_at(position), position)
+
+    def complete(self, text: str, cut: Cut | None) -> Prompt:
+        """The tokens for `text` behind the cut that `find` gave. Slow for a long text. Any thread may call it: it
+        changes nothing in the cache. Call `count` behind it."""
+        tokens, rest = (Tokens(), text) if cut is None else (cut.trajectory.tokens(cut.count), text[cut.position :])
+        reused = len(tokens)
         tokens.add_tokenised(self._encode(rest) if rest else [])
-        self.lookups += 1
-        self.hits += cut is not None
-        self.hit_tokens += reused
-        self.total_tokens += len(tokens.ids)
         return Prompt(text, cut, tokens, reused)
+
+    def count(self, prompt: Prompt) -> None:
+        self._count_lookup(prompt.reused, len(prompt.tokens), hit=prompt.cut is not None)
+
+    def _count_lookup(self, reused: int, tokens: int, *, hit: bool) -> None:
+        self.lookups += 1
+        self.hits += hit
+        self.hit_tokens += reused
+        self.total_tokens += tokens
 
     def retrieve(self, text: str) -> Tokens:
         """The tokens that `text` stands for as training data. If `text` is a whole trajectory, all its sampled tokens
         are there, also trailing ones that the worker trimmed from its text. Nothing is stored."""
+        final = self.whole(text)
+        return self.prompt(text).tokens if final is None else final.tokens()
+
+    def whole(self, text: str) -> Trajectory | None:
+        """The newest trajectory whose text is `text`. If there is one, this counts as a lookup."""
         final = self._tree.final(text)
-        if final is None:
-            return self.prompt(text).tokens
-        self._touch(final)
-        tokens = final.tokens()
-        self.lookups += 1
-        self.hits += 1
-        self.hit_tokens += len(tokens.ids)
-        self.total_tokens += len(tokens.ids)
-        return tokens
+        if final is not None:
+            self._touch(final)
+            self._count_lookup(final.count, final.count, hit=True)
+        return final
 
     def store(self, prompt: Prompt, sample: Sample, version: str) -> bool:
         """Store a sample that continues `prompt`. False if its weight version is already collected."""
@@ -96,7 +110,7 @@ class RadixCache:
             return False
         parent, before = prompt.cut, prompt.tokens
         if parent is not None and parent.trajectory.alive:
-            before = Tokens(before.ids[prompt.reused :], before.logprobs[prompt.reused :], before.mask[prompt.reused :])
+            before = before.after(prompt.reused)
             parent.trajectory.children += 1
         else:
             parent = None  # evicted while the worker sampled: the new trajectory owns a copy

@@ -17,7 +17,9 @@ from skyrl.router.context import RouterContext
 from skyrl.router.messages import AsgiApp, Request, Response
 from skyrl.router.middleware import CallNext, RouterMiddleware
 from skyrl.router.radix.cache import KEPT_VERSIONS, MAX_BYTES, Prompt, RadixCache
+from skyrl.router.radix.long_texts import Threads, with_arrays
 from skyrl.router.radix.samples import Unverified, is_aborted, read_sample
+from skyrl.router.radix.trajectory import Cut, Tokens
 
 ABORT_RETRIES = 5
 ABORT_PAUSE_S = 0.5
@@ -46,6 +48,7 @@ class RadixTreeMiddleware(RouterMiddleware):
             int(_option(router, "radix_max_bytes", MAX_BYTES, 0)),
             int(_option(router, "radix_kept_versions", KEPT_VERSIONS, 1)),
         )
+        self._threads = Threads()
         self.unverified = self.aborted = self.retried = 0
 
     def stats(self) -> Mapping[str, int | float]:
@@ -60,33 +63,31 @@ class RadixTreeMiddleware(RouterMiddleware):
         return await call_next(request)
 
     async def _retrieve(self, request: Request) -> Response:
+        content = await request.body()
         try:
-            body = await request.json()
-            text = body.get("text") if isinstance(body, dict) else None
-            if not isinstance(text, str) or not text:
-                return Response.of_json(400, {"error": "text is required (a string that is not empty)"})
-            text.encode()
-            tokens = self.cache.retrieve(text)
+            text = await self._threads.run(len(content), _text_of, content)
         except UnicodeEncodeError:
             return Response.of_json(400, {"error": "text is not valid Unicode"})
         except (ValueError, RecursionError):
             return Response.of_json(400, {"error": "the body is not valid JSON"})
-        return Response.of_json(
-            200,
-            {
-                "tokens": tokens.ids,
-                "response": text,
-                "loss_mask": tokens.mask,
-                "token_length": len(tokens.ids),
-                "loss_mask_length": len(tokens.mask),
-                "rollout_logp": tokens.logprobs,
-            },
-        )
+        if text is None:
+            return Response.of_json(400, {"error": "text is required (a string that is not empty)"})
+        whole = self.cache.whole(text)
+        if whole is not None:
+            body = await self._threads.run(len(content), lambda: _retrieved(text, whole.tokens()))
+        else:
+            cut = self.cache.find(text)
+            prompt, body = await self._threads.run(len(content), self._retrieved_prompt, text, cut)
+            self.cache.count(prompt)
+        return Response(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))], body)
+
+    def _retrieved_prompt(self, text: str, cut: Cut | None) -> tuple[Prompt, bytes]:
+        prompt = self.cache.complete(text, cut)
+        return prompt, _retrieved(text, prompt.tokens)
 
     async def _generate(self, request: Request, call_next: CallNext) -> Response:
         try:
-            body = await request.json()
-            prompt = self._prepare(request, body)
+            prompt = await self._prepare(request)
         except (ValueError, RecursionError):
             return await call_next(request)  # the worker says what is wrong with it
         if prompt is None:
@@ -99,33 +100,41 @@ class RadixTreeMiddleware(RouterMiddleware):
             if (response.headers.get("content-type") or "").startswith("text/event-stream"):
                 response.set_chunks(self._collected(response.chunks(), prompt))
                 return response
-            answer = _parsed(await response.body())
+            content = await response.body()
+            answer = await self._threads.run(len(content), _parsed, content)
             if not is_aborted(answer) or tries >= self._retries or await request.client_leaves(self._pause_s):
                 break
             tries += 1
             self.retried += 1
         for one in answer if isinstance(answer, list) else [answer]:
-            self._store(prompt, one)
+            await self._store(prompt, one, len(content))
         return response
 
-    def _prepare(self, request: Request, body: Any) -> Prompt | None:
-        """Put tokens in the place of the text. None, and an unchanged request, if it is not one text alone."""
-        if not isinstance(body, dict) or not isinstance(body.get("text"), str) or not body["text"]:
+    async def _prepare(self, request: Request) -> Prompt | None:
+        """Put tokens in the place of the text. None, and an unchanged request, if it is not one text alone. Raises
+        ValueError, RecursionError."""
+        content = await request.body()
+        body = await self._threads.run(len(content), _of_one_text, content)
+        if body is None:
             return None
-        if any(body.get(name) is not None for name in OTHER_INPUT):
-            return None
-        body = dict(body)
-        json.dumps(body, ensure_ascii=False).encode()  # fails here for text that is not valid Unicode
-        prompt = self.cache.prompt(body.pop("text"))
-        request.set_json({**body, "input_ids": prompt.tokens.ids, "return_logprob": True})
+        text = body.pop("text")
+        cut = self.cache.find(text)
+        prompt, changed = await self._threads.run(len(content), self._with_tokens, body, text, cut)
+        self.cache.count(prompt)
+        request.set_body(changed)
         return prompt
 
-    def _store(self, prompt: Prompt, answer: Any) -> None:
+    def _with_tokens(self, body: dict[str, Any], text: str, cut: Cut | None) -> tuple[Prompt, bytes]:
+        prompt = self.cache.complete(text, cut)
+        fields = {name: value for name, value in body.items() if name != "input_ids"} | {"return_logprob": True}
+        return prompt, with_arrays(fields, {"input_ids": prompt.tokens.id_array})
+
+    async def _store(self, prompt: Prompt, answer: Any, size: int) -> None:
         if is_aborted(answer):
             self.aborted += 1
             return
         try:
-            sample, version = read_sample(answer, self._tokenizer)
+            sample, version = await self._threads.run(size, read_sample, answer, self._tokenizer)
         except (Unverified, OverflowError):
             self.unverified += 1
             return
@@ -142,7 +151,8 @@ class RadixTreeMiddleware(RouterMiddleware):
                     done = done or data == b"[DONE]"
                     last = data if data and not done else last
             if done and last:
-                self._store(prompt, _parsed(last))
+                answer = await self._threads.run(len(last), _parsed, last)
+                await self._store(prompt, answer, len(last))
                 last = b""
             yield chunk
         if not done:
@@ -150,6 +160,33 @@ class RadixTreeMiddleware(RouterMiddleware):
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _text_of(content: bytes) -> str | None:
+    """The text of a body of `/retrieve_from_text`; None if it has none. Raises ValueError, RecursionError."""
+    body = json.loads(content)
+    text = body.get("text") if isinstance(body, dict) else None
+    if not isinstance(text, str) or not text:
+        return None
+    text.encode()  # fails here for text that is not valid Unicode
+    return text
+
+
+def _retrieved(text: str, tokens: Tokens) -> bytes:
+    fields = {"response": text, "token_length": len(tokens), "loss_mask_length": len(tokens)}
+    arrays = {"tokens": tokens.id_array, "loss_mask": tokens.mask_bytes, "rollout_logp": tokens.logprob_array}
+    return with_arrays(fields, arrays)
+
+
+def _of_one_text(content: bytes) -> dict[str, Any] | None:
+    """The body of `/generate`, if its prompt is one text alone. Raises ValueError, RecursionError."""
+    body = json.loads(content)
+    if not isinstance(body, dict) or not isinstance(body.get("text"), str) or not body["text"]:
+        return None
+    if any(body.get(name) is not None for name in OTHER_INPUT):
+        return None
+    json.dumps(body, ensure_ascii=False).encode()  # fails here for text that is not valid Unicode
+    return body
 
 
 def _parsed(body: bytes) -> Any:

@@ -9,29 +9,54 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _OWN_BYTES = 700
 _NODE_BYTES = 500
 
 
-@dataclass
+@dataclass(init=False)
 class Tokens:
-    """Parallel lists: token ids, logprobs (0.0 for tokenised text), loss masks (1 sampled, 0 tokenised)."""
+    """Token ids, logprobs (0.0 for tokenised text), loss masks (1 sampled, 0 tokenised), in parallel. Kept as arrays:
+    a text of megabytes has a million tokens, and lists of them are slow to copy."""
 
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
+    id_array: array[int]
+    logprob_array: array[float]
+    mask_bytes: bytearray
+
+    def __init__(self, ids: Sequence[int] = (), logprobs: Sequence[float] = (), mask: Sequence[int] = ()) -> None:
+        self.id_array = array("q", ids)
+        self.logprob_array = array("d", logprobs)
+        self.mask_bytes = bytearray(mask)
+
+    def __len__(self) -> int:
+        return len(self.id_array)
+
+    @property
+    def ids(self) -> list[int]:
+        return self.id_array.tolist()
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.logprob_array.tolist()
+
+    @property
+    def mask(self) -> list[int]:
+        return list(self.mask_bytes)
+
+    def after(self, count: int) -> Tokens:
+        """Those behind the first `count`."""
+        return Tokens(self.id_array[count:], self.logprob_array[count:], self.mask_bytes[count:])
 
     def add_tokenised(self, ids: Sequence[int]) -> None:
-        self.ids += ids
-        self.logprobs += [0.0] * len(ids)
-        self.mask += [0] * len(ids)
+        self.id_array.extend(ids)
+        self.logprob_array.frombytes(bytes(8 * len(ids)))
+        self.mask_bytes += bytes(len(ids))
 
     def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.ids += ids
-        self.logprobs += logprobs
-        self.mask += [1] * len(ids)
+        self.id_array.extend(ids)
+        self.logprob_array.extend(logprobs)
+        self.mask_bytes += b"\1" * len(ids)
 
 
 @dataclass(frozen=True)
@@ -70,20 +95,29 @@ class Trajectory:
         self.alive = True
         self.retired = False
         self.start = start  # the character at which the sampled span begins
-        self.ids = array("q", [*before.ids, *sample.ids])
-        self.logprobs = array("d", [*before.logprobs, *sample.logprobs])
-        self.mask = bytes([*before.mask, *[1] * len(sample.ids)])
+        self.ids = before.id_array + array("q", sample.ids)
+        self.logprobs = before.logprob_array + array("d", sample.logprobs)
+        self.mask = bytes(before.mask_bytes) + b"\1" * len(sample.ids)
         self.positions = array("q", [start + characters for characters, _ in sample.cuts])
-        self.counts = array("q", [len(before.ids) + tokens for _, tokens in sample.cuts])
+        self.counts = array("q", [len(before) + tokens for _, tokens in sample.cuts])
         self.end: Node | None = None  # the last node of its path, which ends where text + tail end
         self.final: Node | None = None  # the node that ends where its text ends
         self.size = _OWN_BYTES + 17 * len(self.ids) + 120 * len(self.positions) + sys.getsizeof(version)
+
+    @property
+    def count(self) -> int:
+        """The number of tokens of the whole trajectory."""
+        count, cut = len(self.ids), self.parent
+        while cut is not None:
+            count += cut.count
+            cut = cut.trajectory.parent
+        return count
 
     def count_at(self, position: int) -> int:
         return self.counts[bisect_left(self.positions, position)]
 
     def tokens(self, count: int | None = None) -> Tokens:
-        """The tokens of the whole trajectory, or up to `count` own ones."""
+        """The tokens of the whole trajectory, or up to `count` own ones. Any thread may ask: they never change."""
         parts: list[tuple[Trajectory, int]] = []
         trajectory, end = self, len(self.ids) if count is None else count
         while True:
@@ -93,9 +127,9 @@ class Trajectory:
             trajectory, end = trajectory.parent.trajectory, trajectory.parent.count
         tokens = Tokens()
         for trajectory, end in reversed(parts):
-            tokens.ids += trajectory.ids[:end]
-            tokens.logprobs += trajectory.logprobs[:end]
-            tokens.mask += trajectory.mask[:end]
+            tokens.id_array += trajectory.ids[:end]
+            tokens.logprob_array += trajectory.logprobs[:end]
+            tokens.mask_bytes += trajectory.mask[:end]
         return tokens
 
 

@@ -22,11 +22,10 @@ class Tree:
         """The longest marked prefix of `text`: its newest trajectory and its length in characters."""
         node, matched = self._walk(text)
         while node is not None:
-            if node.marks:
-                for position in range(matched, node.start, -1):
-                    mark = node.marks.get(position)
-                    if mark is not None:
-                        return (mark if isinstance(mark, Trajectory) else next(reversed(mark))), position
+            position = _last_mark(node, matched)
+            if position is not None:
+                mark = node.marks[position]
+                return (mark if isinstance(mark, Trajectory) else next(reversed(mark))), position
             matched, node = node.start, node.parent
         return None
 
@@ -126,6 +125,13 @@ class Tree:
         child.marks.update(node.marks)
         node.parent, node.children = None, {}
         self.bytes += child.bytes
+
+
+def _last_mark(node: Node, matched: int) -> int | None:
+    """The last marked position of `node` up to `matched`."""
+    if len(node.marks) < matched - node.start:
+        return max((position for position in node.marks if position <= matched), default=None)
+    return next((position for position in range(matched, node.start, -1) if position in node.marks), None)
 
 
 def _mark(node: Node, position: int, trajectory: Trajectory) -> None:
