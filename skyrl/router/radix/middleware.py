@@ -17,7 +17,7 @@ from skyrl.router.context import RouterContext
 from skyrl.router.messages import AsgiApp, Request, Response
 from skyrl.router.middleware import CallNext, RouterMiddleware
 from skyrl.router.radix.cache import KEPT_VERSIONS, MAX_BYTES, Prompt, RadixCache
-from skyrl.router.radix.long_texts import Threads, with_arrays
+from skyrl.router.radix.long_texts import INLINE_BYTES, Threads, with_arrays
 from skyrl.router.radix.samples import Unverified, is_aborted, read_sample
 from skyrl.router.radix.trajectory import Cut, Tokens
 
@@ -159,7 +159,10 @@ class RadixTreeMiddleware(RouterMiddleware):
             self.unverified += 1
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) <= INLINE_BYTES:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # `encode` holds the GIL
+        return encoding.ids
 
 
 def _text_of(content: bytes) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 _OWN_BYTES = 700
 _NODE_BYTES = 500
+_PIECE = 2**14
 
 
 @dataclass(init=False)
@@ -49,7 +50,8 @@ class Tokens:
         return Tokens(self.id_array[count:], self.logprob_array[count:], self.mask_bytes[count:])
 
     def add_tokenised(self, ids: Sequence[int]) -> None:
-        self.id_array.extend(ids)
+        for start in range(0, len(ids), _PIECE):  # other threads may run between two pieces
+            self.id_array.extend(ids[start : start + _PIECE])
         self.logprob_array.frombytes(bytes(8 * len(ids)))
         self.mask_bytes += bytes(len(ids))
 
