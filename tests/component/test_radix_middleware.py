@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -282,3 +284,109 @@ async def test_an_aborted_sample_is_sent_again(aborts: int, calls: int, kind: st
     assert len(router.worker.seen) == calls
     assert len(set(router.worker.seen)) == 1
     assert router.plugin.stats()["entries"] == (kind == "length")
+
+
+LONG = "some more words, and ☃ " * 4000
+"""Above 64 KiB."""
+
+
+def small_answer(router: Router) -> tuple[int, bytes]:
+    return 200, json.dumps(answer("b", router.ids("b"))).encode()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/retrieve_from_text"])
+async def test_another_request_does_not_wait_while_a_long_text_is_tokenised(router: Router, path: str) -> None:
+    encode, may_encode = router.plugin.cache._encode, threading.Event()
+
+    def encode_later(text: str) -> list[int]:
+        if len(text) > 1000:
+            assert may_encode.wait(60), "no other request came"
+        return encode(text)
+
+    router.plugin.cache._encode = encode_later
+    router.worker.answers += [small_answer(router)] * 2
+    long = asyncio.create_task(router.send(path, json.dumps({"text": LONG}).encode()))
+    await asyncio.sleep(0)  # it has begun
+    assert (await router.generate("a", answer("b", router.ids("b"))))[0]["input_ids"] == router.ids("a")
+    assert not long.done()
+    may_encode.set()
+    assert (await long)[0] == 200
+
+
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """A thread that waits for the interpreter gets it at once."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_threads")
+async def test_other_threads_run_while_a_long_text_is_tokenised(router: Router) -> None:
+    encode, began, ended = router.plugin.cache._encode, asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def watched(text: str) -> list[int]:
+        if len(text) < 1000:
+            return encode(text)
+        loop.call_soon_threadsafe(began.set)
+        try:
+            return encode(text)
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+
+    router.plugin.cache._encode = watched
+    router.worker.answers += [small_answer(router)] * 2
+    long = asyncio.create_task(router.send("/generate", json.dumps({"text": LONG * 10}).encode()))
+    await began.wait()
+    others = 0
+    while not ended.is_set():
+        await router.retrieve("a")
+        others += 1
+        await asyncio.sleep(0)
+    assert others > 1000, "with `encode` of one text some 100 would run, and with this some 10,000"
+    await long
+
+
+async def test_a_long_text_has_the_tokens_of_a_short_one(router: Router) -> None:
+    ids = router.ids("yes")
+    sent, _ = await router.generate(LONG, answer("yes", ids), input_ids=None, rid="é")
+    assert sent == {"input_ids": router.ids(LONG), "return_logprob": True, "rid": "é"}
+    for text, rest in ((f"{LONG}yes", ""), (f"{LONG}yes\nno", "\nno"), (f"{LONG}yes{LONG}", LONG)):
+        got = await router.retrieve(text)
+        before, after = len(router.ids(LONG)), len(router.ids(rest)) if rest else 0
+        assert got["tokens"] == [*router.ids(LONG), *ids, *(router.ids(rest) if rest else [])]
+        assert got["loss_mask"] == [0] * before + [1] * len(ids) + [0] * after
+        assert got["rollout_logp"] == [0.0] * before + [-0.5 - place for place in range(len(ids))] + [0.0] * after
+        assert (got["response"], got["token_length"], got["loss_mask_length"]) == (text, *[len(got["tokens"])] * 2)
+    stats = router.plugin.stats()
+    assert (stats["lookups"], stats["hits"], stats["entries"]) == (4, 3, 1)
+
+
+@pytest.mark.parametrize("body", [b'{"text": "%s' % LONG.encode(), b'{"text": "\\ud800%s"}' % LONG.encode()])
+async def test_a_long_body_that_is_wrong_is_answered_as_a_short_one(router: Router, body: bytes) -> None:
+    assert (await router.send("/retrieve_from_text", body))[0] == 400
+    router.worker.answers.append((400, b"{}"))
+    assert (await router.send("/generate", body))[0] == 400
+    assert router.worker.seen == [body], "the worker says what is wrong with it"
+
+
+async def test_what_a_long_text_continues_may_be_evicted_while_it_is_tokenised(router: Router) -> None:
+    await router.generate("a", answer("b", router.ids("b")))
+    encode = router.plugin.cache._encode
+
+    def evict_and_encode(text: str) -> list[int]:
+        asyncio.run_coroutine_threadsafe(evict(), loop).result(60)
+        return encode(text)
+
+    async def evict() -> None:
+        cache._drop(next(iter(cache._order)))
+
+    cache, loop = router.plugin.cache, asyncio.get_running_loop()
+    cache._encode = evict_and_encode
+    await router.generate("ab" + LONG, answer("yes", router.ids("yes")))
+    cache._encode = encode
+    got = await router.retrieve(f"ab{LONG}yes")
+    assert got["tokens"] == [*router.ids("a"), *router.ids("b"), *router.ids(LONG), *router.ids("yes")]
+    assert router.plugin.stats()["entries"] == 1
