@@ -12,8 +12,17 @@ from typing import Any
 import aiohttp
 import pytest
 
+from skyrl.base.tiny import model_path
 from tests.component.router_world import Exchange, FakeWorker, RunningRouter, running_router, until
-from tests.component.sidecar_world import FakeVllm, answers, running_sidecar, sidecar_before
+from tests.component.sidecar_world import (
+    FakeVllm,
+    RunningSidecar,
+    answers,
+    choice,
+    completion,
+    running_sidecar,
+    sidecar_before,
+)
 
 DISK, GROUP, INIT = "/update_weights_from_disk", "/update_weights_from_distributed", "/init_weights_update_group"
 SAMPLE = "/generate"
@@ -128,6 +137,7 @@ async def test_what_all_answer_alike_is_where_a_client_of_one_server_looks() -> 
         assert [one["body"] for one in answer["results"]] == [[[1.0]], [[2.0]]]
 
 
+UPDATE = {"model_path": str(model_path()), "weight_version": "2"}
 IN_FLIGHT = "{} requests are in flight: set abort_all_requests, or pause generation before"
 
 
@@ -165,6 +175,33 @@ async def test_a_failed_change_is_answered_with_the_workers_reason(
         assert answer["error"]["message"] == answer["message"]
         assert [one["status_code"] for one in answer["results"]] == [one for one, _ in answers]
         assert await sampled(router) == {"first", "second"}, "the models are as they were"
+
+
+async def test_samples_in_flight_at_real_sidecars_are_the_first_sentence() -> None:
+    end = asyncio.Event()
+
+    async def held(exchange: Exchange) -> None:
+        await end.wait()
+        await answers(completion(choice([8])))(exchange)
+
+    async def sample(sidecar: RunningSidecar, vllm: FakeVllm, count: int) -> list[asyncio.Task[Any]]:
+        asked = [asyncio.create_task(sidecar.generate()) for _ in range(count)]
+        await until(lambda: len(vllm.bodies) == count)
+        return asked
+
+    one, other = FakeVllm(held), FakeVllm(held)
+    async with sidecar_before(one) as first, sidecar_before(other) as second:
+        asked = await sample(first, one, 1) + await sample(second, other, 2)
+        async with running_router() as router:
+            for sidecar in (first, second):
+                async with router.session.post(f"{router.url}/add_worker", json={"url": sidecar.url}) as added:
+                    assert added.status == 200
+            status, answer = await post(router, DISK, UPDATE)
+            end.set()
+            assert {(await one)[0] for one in asked} == {200}
+    assert answer["message"].startswith("1 requests are in flight: set abort_all_requests, or pause generation before")
+    assert status == 400
+    assert "2 requests" in answer["results"][1]["body"]["message"]
 
 
 async def test_the_workers_code_stays_and_a_long_reason_is_cut() -> None:
