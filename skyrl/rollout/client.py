@@ -65,12 +65,15 @@ class RolloutClient:
     async def __aexit__(self, *error: object) -> None:
         await self._session.close()
 
-    async def generate(self, request: RolloutRequest, *, continue_partial: bool | None = None) -> RolloutAnswer:
+    async def generate(
+        self, request: RolloutRequest, *, continue_partial: bool | None = None, begun: str = ""
+    ) -> RolloutAnswer:
         """One sample. If a worker aborts it, and the prompt is `input_ids`, the rest is asked for, until
         `max_new_tokens` are there or the model stops, also at a stop string that begins in one part and ends in the
         next. With `continue_partial` False (None: the configuration decides), and after `abort_all` of this
         client, the partial sample is the answer, with finish_reason "abort"; so it is for a prompt of text, whose
-        partial tokens could not be sent back exactly."""
+        partial tokens could not be sent back exactly. `begun` is the text of a partial sample with whose tokens
+        `input_ids` ends: a stop string that begins there is found, too."""
         while not self._not_aborting.is_set():
             await self._not_aborting.wait()
         aborting = self._aborting
@@ -81,7 +84,8 @@ class RolloutClient:
             self.counters.running += 1
             try:
                 allowed = self.config.rollout_continue_partial if continue_partial is None else continue_partial
-                return await self._in_time(request, aborting, allowed and request.text is None)
+                allowed = allowed and request.text is None
+                return await self._in_time(request, aborting, allowed, begun if request.text is None else "")
             finally:
                 self.counters.running -= 1
                 self._places.give_back()
@@ -137,11 +141,13 @@ class RolloutClient:
             raise RolloutTimeout(f"no tokens of a text; last failure: {failures[-1] if failures else 'none'}") from None
         return _read_retrieved(got)
 
-    async def _in_time(self, request: RolloutRequest, aborting: asyncio.Event, may_continue: bool) -> RolloutAnswer:
+    async def _in_time(
+        self, request: RolloutRequest, aborting: asyncio.Event, may_continue: bool, begun: str
+    ) -> RolloutAnswer:
         failures: list[str] = []
         try:
             async with asyncio.timeout(self.config.rollout_deadline_s):
-                return await self._parts(request, failures, aborting, may_continue)
+                return await self._parts(request, failures, aborting, may_continue, begun)
         except TimeoutError:
             last = failures[-1] if failures else "none"
             raise RolloutTimeout(
@@ -149,11 +155,13 @@ class RolloutClient:
             ) from None
 
     async def _parts(
-        self, request: RolloutRequest, failures: list[str], aborting: asyncio.Event, may_continue: bool
+        self, request: RolloutRequest, failures: list[str], aborting: asyncio.Event, may_continue: bool, begun: str
     ) -> RolloutAnswer:
         answer, asked = NOTHING, request
         stops, limit = stops_of(request.params), request.params.max_new_tokens
-        one_token = False
+        one_token = limit > 0 and may_have_begun(begun, stops)
+        if one_token:
+            asked = request.continued(answer, request.params.sampling_seed, one_token=True)
         url = f"{self.config.router_url}/generate"
         headers = {ROUTING_KEY: request.session_id} if request.session_id else {}
         while True:
@@ -164,19 +172,20 @@ class RolloutClient:
             before, answer = answer, answer.joined(part) if answer.parts else part
             if one_token and len(answer.tokens) > request.params.min_new_tokens:
                 trimmed = "" if request.params.no_stop_trim else part.matched_text
-                text = cut_at_stop(answer.text + trimmed, len(before.text), request.params)
+                text = cut_at_stop(begun + answer.text + trimmed, len(begun + before.text), request.params)
                 if text is not None:
-                    return replace(answer, text=text, finish_reason="stop")
+                    over = max(0, len(begun) - len(text))
+                    return replace(answer, text=text[len(begun) :], finish_reason="stop", stop_began_before=over)
             goes_on = one_token and part.finish_reason == "length" and len(answer.tokens) < limit
             if part.finish_reason != "abort" and not goes_on:
                 return answer
             self.counters.aborted += part.finish_reason == "abort"
-            if not may_continue or aborting.is_set():
+            if aborting.is_set() or not (may_continue or goes_on):
                 return replace(answer, finish_reason="abort")
             if limit and len(answer.tokens) == limit:
                 return replace(answer, finish_reason="length")  # all tokens that were asked for are there
             self.counters.continued += part.finish_reason == "abort"
-            one_token = may_have_begun(answer.text, stops)
+            one_token = may_have_begun(begun + answer.text, stops)
             seed = self._seed(request.params.sampling_seed, len(answer.tokens))
             asked = request.continued(answer, seed, one_token=one_token)
 

@@ -107,7 +107,9 @@ class RolloutAnswer:
     """One sample. `tokens`, `logprobs` and `weight_versions` are parallel and cover all parts of a sample that was
     aborted and continued. `weight_version` is the last part's. `cached_tokens` is the first part's. `routed_experts`
     is the server's text, unread, of the last part that has it; a part that was aborted may have none.
-    `skyrl.rollout.routed_experts` reads those of all parts. `parts` are the server's answers."""
+    `skyrl.rollout.routed_experts` reads those of all parts. `parts` are the server's answers. `stop_began_before`: so
+    many characters at the end of the `begun` text belong to the stop string that ended this sample, and are not text
+    of the sample."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -118,6 +120,7 @@ class RolloutAnswer:
     cached_tokens: int | None
     routed_experts: Any
     parts: tuple[Mapping[str, Any], ...]
+    stop_began_before: int = 0
 
     def joined(self, later: RolloutAnswer) -> RolloutAnswer:
         """This answer, and the one to the request that continued it."""

@@ -23,12 +23,14 @@ Encode = Callable[[str], Sequence[int]]
 @dataclass
 class Trajectory:
     """`tokens`, `loss_mask` (1: sampled) and `logprobs` (0.0 where the mask is 0) are parallel and cover the whole
-    conversation. `text` is empty with `plain` if the user gives token ids. `lora_path` names the adapter. With
+    conversation. `text` is empty with `plain` if the user gives token ids. `begun` is the text of a partial sample with
+    which the trajectory ends, with `plain`. `lora_path` names the adapter. With
     `return_routed_experts`, `parts` has the server's answers of all turns, for `skyrl.rollout.routed_experts`."""
 
     session_id: str | None = None
     lora_path: str | None = None
     text: str = ""
+    begun: str = ""
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -49,7 +51,8 @@ class Strategy(Protocol):
 
 
 class PlainStrategy:
-    """A partial sample of an abort is appended like a whole one; a turn that adds nothing goes on from there."""
+    """A partial sample of an abort is appended like a whole one; a turn that adds nothing goes on from there, and finds
+    a stop string that began before it."""
 
     def __init__(self, client: RolloutClient, encode: Encode | None = None) -> None:
         self._client = client
@@ -67,9 +70,12 @@ class PlainStrategy:
             lora_path=trajectory.lora_path,
             return_routed_experts=trajectory.return_routed_experts,
         )
-        answer = await self._client.generate(request)
+        begun = "" if new else trajectory.begun
+        answer = await self._client.generate(request, begun=begun)
+        kept = len(trajectory.text) - answer.stop_began_before
         if isinstance(added, str):
-            trajectory.text += added + answer.text
+            trajectory.text = trajectory.text[: max(0, kept)] + added + answer.text
+        trajectory.begun = begun + answer.text if answer.finish_reason == "abort" else ""
         trajectory.tokens += [*new, *answer.tokens]
         trajectory.loss_mask += [0] * len(new) + [1] * len(answer.tokens)
         trajectory.logprobs += [0.0] * len(new) + list(answer.logprobs)

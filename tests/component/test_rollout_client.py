@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,7 @@ from skyrl.rollout import (
     make_strategy,
 )
 from skyrl.rollout.client import ROUTING_KEY
+from skyrl.rollout.strategies import PlainStrategy
 from skyrl.router.context import RouterContext
 from tests.component.router_world import Exchange, FakeWorker, running_router, until
 
@@ -226,6 +228,26 @@ async def test_only_the_beginning_of_a_stop_string_is_continued_token_by_token()
     assert [one["max_new_tokens"] for one in sent] == [18, 1, 1, 13]
     assert len({one["sampling_seed"] for one in sent}) == 4
     assert (client.counters.aborted, client.counters.continued) == (1, 1)
+
+
+@pytest.mark.parametrize("trim", [True, False])
+@pytest.mark.parametrize("partial", [1, 2, 3, 4, 5, 6])
+async def test_a_turn_that_goes_on_with_a_partial_sample_finds_a_stop_string_that_began_in_it(
+    partial: int, trim: bool
+) -> None:
+    pieces = ["x", "<", "st", "o", "p>", "y", "z"]
+    params = SamplingParams(max_new_tokens=len(pieces), stop=["<stop>"], no_stop_trim=not trim)
+    engine = Speaker(pieces, partial)
+    async with client_of(engine, rollout_continue_partial=False) as client:
+        trajectory, strategy = Trajectory(), PlainStrategy(client, lambda text: [1] * len(text))
+        first = await strategy.turn(trajectory, "p", params)
+        if partial < 5:
+            assert (first.finish_reason, trajectory.begun) == ("abort", "".join(pieces[:partial]))
+            rest = replace(params, max_new_tokens=len(pieces) - partial)
+            assert (await strategy.turn(trajectory, "", rest)).finish_reason == "stop"
+    assert trajectory.tokens == [1, 0, 1, 2, 3, 4]
+    assert trajectory.text == ("px" if trim else "px<stop>")
+    assert trajectory.begun == ""
 
 
 async def test_abort_all_ends_a_sample_that_is_continued_by_single_tokens() -> None:
