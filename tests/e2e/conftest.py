@@ -25,7 +25,7 @@ from tests.servers import ready
 
 ClientFactory = Callable[..., tinker.ServiceClient]
 
-ALIAS = "Qwen/Qwen3.5-4B"
+ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
 """A second name of the served model, for clients that know models by their hub names."""
 
 

@@ -29,7 +29,7 @@ from tests.sdk_programs import TRACED, succeeded
 
 from .catalogue import QUESTION
 
-MODEL = "Qwen/Qwen3.5-4B"
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 """A name of the served model. The working directory has a directory with this name that holds the tokenizer."""
 SECOND_NAME = "tiny"
 TEXT = "The old fox watches the river at dawn."
