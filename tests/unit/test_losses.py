@@ -185,6 +185,12 @@ def test_names_and_defaults_are_frozen() -> None:
     assert set(REFUSED) == {"stable_reinforce", "custom"}
 
 
+def test_the_refusal_of_stable_reinforce_begins_with_what_to_send_and_what_the_operator_can_set() -> None:
+    first = REFUSED["stable_reinforce"].partition(". ")[0]
+    assert "loss_fn=ppo" in first
+    assert 'losses.stable_reinforce = "cispo"' in first
+
+
 def test_stable_reinforce_is_cispo_only_if_the_operator_allows_it_and_a_metric_says_so() -> None:
     assert "stable_reinforce" not in served_losses("refuse")
     served = served_losses("cispo")["stable_reinforce"]

@@ -46,7 +46,7 @@ REFUSALS: dict[str, tuple[Callable[[], TrainingPass], list[str]]] = {
     "unknown loss": (lambda: train("m", sft(0, 4), "dpo"), ["loss_fn", "'dpo'", "cross_entropy", "gspo"]),
     "stable_reinforce": (
         lambda: train("m", rl(0, 4), "stable_reinforce"),
-        ["loss_fn", "unpublished", "importance_sampling", "ppo", "cispo"],
+        ["loss_fn", "send loss_fn=ppo", "importance_sampling", 'losses.stable_reinforce = "cispo"', "not published"],
     ),
     "custom": (lambda: train("m", rl(0, 4), "custom"), ["loss_fn", "forward_backward_custom"]),
     "config key": (

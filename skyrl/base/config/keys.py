@@ -34,6 +34,16 @@ class LossesConfig(Strict):
 
     stable_reinforce: Literal["refuse", "cispo"] = "refuse"
 
+    @property
+    def undecided(self) -> str | None:
+        """What an operator should know who has not set `stable_reinforce`, in one sentence; None if it is set."""
+        if "stable_reinforce" in self.model_fields_set:
+            return None
+        return (
+            "the loss stable_reinforce, the default of several cookbook recipes, is refused; clients send loss_fn=ppo, "
+            'or set losses.stable_reinforce = "cispo" to compute cispo under that name ("refuse" ends this message)'
+        )
+
 
 def ray_cluster(address: str) -> str:
     """`auto`, `local` or HOST:PORT, as it is. Raises ValueError for anything else."""

@@ -210,6 +210,8 @@ def serve(config: ServerConfig) -> None:
     systemd = Systemd.take_from(os.environ)
     systemd.status("checking the configuration")
     findings = check(config)
+    if config.modes.trains and (undecided := config.losses.undecided) is not None:
+        logger.info(undecided)
     with lock_state_dir(config.state_dir):
         logger.info(
             "serving %s on %s:%d, state in %s",

@@ -141,8 +141,9 @@ LOSSES: dict[str, Loss] = {
 }
 
 REFUSED: dict[str, str] = {
-    "stable_reinforce": "its formula is unpublished; use importance_sampling, ppo or cispo, or ask the operator for "
-    'losses.stable_reinforce = "cispo", which serves cispo under this name',
+    "stable_reinforce": "send loss_fn=ppo (or importance_sampling, cispo), or ask the operator to set "
+    'losses.stable_reinforce = "cispo", which computes cispo under this name. The formula of stable_reinforce is not '
+    "published",
     "custom": "losses traced on the client and run on the server are not supported; "
     "use forward_backward_custom, which runs the loss on the client",
 }
