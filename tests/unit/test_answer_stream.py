@@ -42,7 +42,7 @@ async def server(answer: Callable[[asyncio.StreamWriter], object]) -> AsyncItera
 
 def close_after(*parts: bytes) -> Callable[[asyncio.StreamWriter], object]:
     def answer(writer: asyncio.StreamWriter) -> None:
-        writer.writelines(parts)
+        writer.write(b"".join(parts))
         writer.close()
 
     return answer
