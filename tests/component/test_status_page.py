@@ -16,6 +16,7 @@ import pytest
 from api_harness import BASE, Api, Serve, session_of
 from sqlalchemy import insert, update
 
+from skyrl import __version__
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
@@ -266,7 +267,7 @@ async def test_a_run_says_where_it_stands(api: Api, database: Database) -> None:
 async def test_a_dead_engine_is_the_reason_for_server_and_runs(api: Api, database: Database) -> None:
     run = await new_run(api)
     assert (await ask(api, "state"))["server"] == {
-        "version": "0.1.0",
+        "version": __version__,
         "ready": True,
         "reasons": [],
         "scopes": ["admin", "sample", "train"],

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,20 @@ class ServerFailed(RuntimeError):
 class DemoServer:
     """One server on a free port with its own state directory."""
 
-    def __init__(self, state_dir: Path, *flags: str, backend_config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        *flags: str,
+        backend_config: dict[str, Any] | None = None,
+        skyrl: Sequence[str] = (sys.executable, "-m", "skyrl.cli.main"),
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`skyrl` is the command; `cwd` and `environment` are those of this process unless given."""
         self.state_dir = state_dir
+        self._skyrl = skyrl
+        self._cwd = cwd
+        self._environment = environment
         self._held = HeldPort.any()
         """Also between a stop and another start."""
         self.port = self._held.number
@@ -45,14 +58,15 @@ class DemoServer:
     def start(self) -> None:
         """Start without waiting. The terminal's Ctrl-C does not reach the server; `stop` ends it."""
         self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(self.port)]
+        command = [*self._skyrl, "serve", "--port", str(self.port)]
         with (self.state_dir / "serve.log").open("ab") as log:
             self._process = subprocess.Popen(
                 dies_with_parent([*command, "--state-dir", str(self.state_dir), *self._flags], signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ,
+                cwd=self._cwd,
+                env=os.environ if self._environment is None else self._environment,
                 start_new_session=True,
             )
         self._started = time.monotonic()
