@@ -213,7 +213,7 @@ def test_a_sidecar_that_ends_after_each_start_is_in_trouble_and_then_gets_anothe
     ended = looked(host, lambda look: look.code is not None)
     assert ended.code == -9
     assert ended.sidecar_trouble == why.replace("2", str(hosts.SIDECAR_ENDS))
-    assert ended.sidecar_log.count(b"the address is taken") == hosts.SIDECAR_ENDS
+    assert ended.sidecar_log.count(b"OSError: the address is taken") == hosts.SIDECAR_ENDS
     host.ended()
     again = host.start()
     assert again.url == started.url
