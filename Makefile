@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz screenshots audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz screenshots release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -109,6 +109,11 @@ fuzz: setup
 # The pictures of docs/operating/status.md; needs chromium and chromium-driver
 screenshots: setup
 	SCREENSHOTS=docs/assets $(PY) -m pytest -q tests/e2e/test_status_page.py -k phone
+
+# What a release needs: strict pages, a wheel that serves from an empty folder, an entry of the changelog, and the last
+# version's state directory, with which this version goes on (tests/release/old_state.py keeps this version's).
+release-check: setup docs
+	$(PY) -m pytest tests/release
 
 # Known vulnerabilities of the versions in requirements/cpu.txt; AUDIT="--ignore-vuln ID" ignores one of them.
 # A mirror may have no advisories. So first look for them at a version that is known to be vulnerable.

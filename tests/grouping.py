@@ -55,6 +55,7 @@ ORDER = (
     RAY,
     *sorted(OWN_SERVERS),
     "tests/faults",
+    "tests/release",
     "tests/component/test_vllm_server.py",
     FUZZ,
     "tests/component",
