@@ -19,13 +19,14 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.lora import LoraSpec
 from skyrl.runtime.ray_cluster import connection
+from skyrl.runtime.ray_cluster.rank_places import rank_places
 from skyrl.training.backends.base import AdamParams, RankDied
 from skyrl.training.backends.registry import create_backend
 from skyrl.training.backends.torch_full.backend import TorchFullBackend
 from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.sharded import ShardedBackend
-from skyrl.training.engine.rank_actors import RankActors, interface_for, rank_places
+from skyrl.training.engine.rank_actors import RankActors, interface_for
 from skyrl.training.engine.trainer_ranks import start_ranks
 from tests.unit.torch_lora_support import (
     assert_close,

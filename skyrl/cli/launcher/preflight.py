@@ -29,7 +29,7 @@ from skyrl.runtime.processes.ports import LOOPBACK, check_free
 from skyrl.runtime.ray_cluster.capacity import Bundle, NodeCapacity, missing
 from skyrl.runtime.ray_cluster.connection import NoCluster, check_installed, find_address
 from skyrl.runtime.ray_cluster.facts import ask
-from skyrl.training.engine.rank_actors import rank_places
+from skyrl.runtime.ray_cluster.rank_places import rank_places
 
 logger = logging.getLogger(__name__)
 

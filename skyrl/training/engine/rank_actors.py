@@ -13,14 +13,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
 
-from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.processes.ports import free_port
-from skyrl.runtime.ray_cluster.capacity import Bundle, nodes, reserve
+from skyrl.runtime.ray_cluster.capacity import nodes, reserve
 from skyrl.runtime.ray_cluster.interfaces import group_variables, interface_of
+from skyrl.runtime.ray_cluster.rank_places import RankPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -33,40 +32,6 @@ CULPRIT_S = 5.0
 LOOK_S = 0.5
 _PLAIN = ("CPU", "GPU", "memory")
 """Resources that have an option of their own in Ray."""
-
-
-@dataclass(frozen=True)
-class RankPlaces:
-    """What to ask Ray for: `bundles`, each with room for `ranks_each` ranks that take `each` one's resources."""
-
-    bundles: tuple[Bundle, ...]
-    ranks_each: int
-    each: Bundle
-    strategy: str
-    cuda: bool
-
-    @property
-    def ranks(self) -> int:
-        return len(self.bundles) * self.ranks_each
-
-
-def rank_places(config: ServerConfig, *, cluster_has_gpus: bool) -> RankPlaces:
-    """The places of the configured ranks.
-
-    Ranks with GPUs: the GPUs of one node are one bundle, and each further bundle is on another node if there is one.
-    Ranks without GPUs, which `policy_num_cpu_ranks` asks for, are spread over the nodes. A single rank that nothing
-    was configured for runs without a GPU if the cluster has none.
-    """
-    placement = config.backend_config.trainer.placement
-    single = placement.ranks == 1 and "GPU" not in placement.policy_resources
-    if placement.policy_num_cpu_ranks is not None or (single and not cluster_has_gpus):
-        each = {"CPU": float(config.threads), **placement.policy_resources}
-        return RankPlaces((each,) * placement.ranks, 1, each, "SPREAD", cuda=False)
-    each = {"GPU": 1.0, **placement.policy_resources}
-    count = placement.policy_num_gpus_per_node
-    bundle = {name: amount * count for name, amount in each.items()}
-    strategy = "STRICT_PACK" if placement.policy_num_nodes == 1 else "SPREAD"
-    return RankPlaces((bundle,) * placement.policy_num_nodes, count, each, strategy, cuda=True)
 
 
 class RankActor:
