@@ -223,15 +223,15 @@ def _model_of(weights: WeightsRef) -> str | None:
 
 def pending_of(connection: Connection, tenant: str, limit: int) -> list[Pending]:
     """The tenant's requests that have not ended, by kind and model: the `limit` groups with the oldest requests."""
-    since = func.min(_futures.c.created_at)
+    since = func.min(_futures.c.created_at).label("since")
     query = (
-        select(_futures.c.kind, _futures.c.model_id, func.count(), since)
+        select(_futures.c.kind, _futures.c.model_id, func.count().label("number"), since)
         .where(_pending(tenant))
         .group_by(_futures.c.kind, _futures.c.model_id)
         .order_by(since)
         .limit(limit)
     )
-    return [Pending(Kind(kind), model, number, at) for kind, model, number, at in connection.execute(query)]
+    return [Pending(Kind(row.kind), row.model_id, row.number, row.since) for row in connection.execute(query)]
 
 
 def _pending(tenant: str) -> Any:
