@@ -83,7 +83,9 @@ def cells(browser: Browser, name: str) -> dict[str, str]:
 PAINTED = """
 const [red, green, blue] = [0x1a, 0x56, 0xc4];  // --curve in light colours
 return [...document.querySelectorAll(arguments[0])].map((canvas) => {
-  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  const data = copy.getImageData(0, 0, canvas.width, canvas.height).data;
   let found = 0;
   for (let at = 0; at < data.length; at += 4)
     if (data[at] === red && data[at + 1] === green && data[at + 2] === blue) found += 1;
