@@ -1,4 +1,4 @@
-"""What the trainer's ranks ask a Ray cluster for, as configured: so both the launcher's check and the engine know it."""
+"""What the trainer's ranks ask a Ray cluster for, as configured: the launcher checks it, and the engine asks."""
 
 from __future__ import annotations
 
