@@ -56,7 +56,7 @@ ORDER = (
     *sorted(OWN_SERVERS),
     "tests/faults",
     "tests/release",
-    "tests/component/test_vllm_server.py",
+    "tests/component/inference/test_vllm_server.py",
     FUZZ,
     "tests/component",
     "tests/deploy",
@@ -81,8 +81,9 @@ def group_of(nodeid: str) -> str:
 def start_position(nodeid: str) -> int:
     """The place of the test's group in `ORDER`."""
     group = group_of(nodeid)
-    name = group if group in ORDER else group.rpartition("/")[0]
-    return ORDER.index(name) if name in ORDER else len(ORDER)
+    while group and group not in ORDER:
+        group = group.rpartition("/")[0]
+    return ORDER.index(group) if group else len(ORDER)
 
 
 def group_scheduling(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

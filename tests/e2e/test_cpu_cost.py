@@ -1,7 +1,7 @@
 """The API process's cost of forwarding a sample is bounded, in CPU seconds relative to the speed of the machine.
 
-The bound is coarse, because a machine's speed varies during a test. tests/component/test_call_count.py notices a change
-of a tenth, but counts calls only; this test measures everything, with the web server and the kernel.
+The bound is coarse, because a machine's speed varies during a test. tests/component/server/test_call_count.py notices a
+change of a tenth, but counts calls only; this test measures everything, with the web server and the kernel.
 """
 
 from __future__ import annotations

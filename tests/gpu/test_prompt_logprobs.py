@@ -1,8 +1,8 @@
 """Prompt logprobs, target logprobs and alternatives of vLLM on a GPU, in both of its model runners, of requests with
 different adapters on all layers and lm_head beside requests of the base model.
 
-Needs vLLM with skyrl's plugin, so skyrl must be installed. `tests/unit/test_prompt_runners.py` tests the same without a
-GPU, with vLLM's kernels replaced. The rehearsal on a CPU has the first runner alone.
+Needs vLLM with skyrl's plugin, so skyrl must be installed. `tests/unit/inference/test_prompt_runners.py` tests the same
+without a GPU, with vLLM's kernels replaced. The rehearsal on a CPU has the first runner alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pauses, memory and adapters on real vLLMs, and which of vLLM's own routes need the admin key.
 
-tests/component/test_sidecar_pause.py has their order and what fails.
+tests/component/inference/test_sidecar_pause.py has their order and what fails.
 """
 
 from __future__ import annotations

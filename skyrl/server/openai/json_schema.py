@@ -1,7 +1,7 @@
 """Checks a JSON schema that an answer must follow: xgrammar, which makes vLLM's grammars, ignores what it does not
 enforce, and an ignored keyword would change the meaning of a request in silence.
 
-tests/component/test_enforced_schemas.py tries every keyword of this file with xgrammar itself.
+tests/component/server/test_enforced_schemas.py tries every keyword of this file with xgrammar itself.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from benchmarks.table import Row, Target, number, text_table
 from benchmarks.tenants import Spent, bound, compared, medians
 from skyrl.base.wire.results import SampledSequence, SampleResult, encode_sample
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROUND = 20_011_275
 """The sum that a round of the calibration computes. If it changes, a round is other work, and figures in rounds cannot
 be compared with earlier ones."""

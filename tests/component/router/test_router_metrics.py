@@ -22,7 +22,7 @@ from skyrl.router.proxy import Limits, Proxy
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.metrics.text import rendered
-from tests.unit.test_metrics import VLLM
+from tests.unit.runtime.test_metrics import VLLM
 
 
 class Parts:
@@ -76,7 +76,7 @@ async def test_the_radix_cache_shows_what_it_saved() -> None:
 
 
 def test_every_count_of_the_router_is_a_known_event() -> None:
-    package = Path(__file__).parents[2] / "skyrl/router"
+    package = Path(__file__).parents[3] / "skyrl/router"
     counted = {name for file in package.glob("*.py") for name in re.findall(r'counts\["(\w+)"\]', file.read_text())}
     assert counted == set(EVENTS)
 

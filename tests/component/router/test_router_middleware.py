@@ -17,7 +17,7 @@ from skyrl.router.plugins import ALIASES, RADIX, PluginError, load
 from skyrl.router.testing import MiddlewareBench
 from tests.component.router_world import Exchange, FakeWorker, running_router, until
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "middleware"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "middleware"
 HERE = __name__
 
 

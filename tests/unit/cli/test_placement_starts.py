@@ -19,7 +19,7 @@ from skyrl.cli.ray_placement.ray_server import NOT_STARTED, RayServer
 from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.placement import ServerPlan
 from skyrl.runtime.metrics.restarts import RestartMetrics
-from tests.unit.test_ray_server import FakeHost, FakeSpots
+from tests.unit.cli.test_ray_server import FakeHost, FakeSpots
 
 REFUSAL = "on node 10.0.0.1: vLLM is not installed"
 

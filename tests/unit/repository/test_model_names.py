@@ -13,7 +13,7 @@ import pytest
 
 from tests.families import FAMILIES, MIXTURES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "docs/reference/architectures.md"
 FOLDERS = ("docs", "examples", "deploy", "benchmarks")
 TEXT = {".md", ".py", ".toml", ".yaml", ".yml"}

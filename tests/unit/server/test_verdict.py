@@ -1,4 +1,5 @@
-"""The verdicts on the answers of skyrl's router. tests/component/test_forwarding_failures.py has the other answers."""
+"""The verdicts on the answers of skyrl's router. tests/component/server/test_forwarding_failures.py has the other
+answers."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
 from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from tests.component.inference.test_routed_experts import KEY, chosen_experts, prompt_of, rows_of
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
-from tests.component.test_routed_experts import KEY, chosen_experts, prompt_of, rows_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -38,7 +38,7 @@ def test_the_module_runs_as_the_main_module_and_its_imports_are_not_collected(tm
     (tmp_path / "imported.py").write_text(IMPORTED)
     (tmp_path / "started.py").write_text(STARTED)
     command = [sys.executable, "-m", "skyrl.inference.vllm_plugin.start", "started", "--port", "1"]
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
     ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""

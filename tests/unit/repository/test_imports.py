@@ -11,7 +11,7 @@ import pytest
 
 from tests.import_drawing import BEGIN, END, PAGE, door_imports, drawing, file_imports, levels
 
-SOURCE = Path(__file__).parents[2] / "skyrl"
+SOURCE = Path(__file__).parents[3] / "skyrl"
 EXECUTES = {"execute", "exec_driver_sql", "scalar", "scalars"}
 LISTENS = {"storage/notify/postgres.py"}
 """Files that run LISTEN and NOTIFY on connections of their own, and no statement on skyrl's tables."""

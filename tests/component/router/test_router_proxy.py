@@ -337,7 +337,7 @@ async def test_requests_that_outlast_the_end_of_the_router_are_answered(running_
         await exchange.client_closed.wait()
 
     async with running_router(
-        FakeWorker(never), middleware=("tests.component.test_router_middleware.Marks",)
+        FakeWorker(never), middleware=("tests.component.router.test_router_middleware.Marks",)
     ) as router:
         asking = asyncio.create_task(router.session.post(f"{router.url}/x", data=b"[]").__aenter__())
         await started.wait()

@@ -27,7 +27,7 @@ from skyrl.runtime.metrics.storage import show_free_space
 from skyrl.runtime.metrics.vllm import FAMILIES
 from tests.prometheus import RULE_FILES, board_expressions, names_in
 
-PAGE = Path(__file__).parents[2] / "docs/operating/metrics.md"
+PAGE = Path(__file__).parents[3] / "docs/operating/metrics.md"
 ROW = re.compile(r"^\| `(skyrl_\w+)` \| (\w+) \|(.*?)\|", flags=re.M)
 OF_THE_LIBRARY = re.compile("(process|python)_")
 

@@ -280,7 +280,7 @@ print(host._child.pid, host._sidecar.pid, flush=True)
 import time; time.sleep(600)
 """
     environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, cwd=root) as actor:
         assert actor.stdout is not None
         both = [psutil.Process(int(pid)) for pid in actor.stdout.readline().split()]

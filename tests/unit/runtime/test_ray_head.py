@@ -133,7 +133,7 @@ def test_a_killed_leader_takes_its_group_with_it(tmp_path: Path) -> None:
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
     command = [sys.executable, "-m", "skyrl.runtime.ray_cluster.head_process", sys.executable, "-c", code]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd=Path(__file__).parents[2]
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd=Path(__file__).parents[3]
     ) as leader:
         assert leader.stdout is not None
         left = psutil.Process(int(leader.stdout.readline()))

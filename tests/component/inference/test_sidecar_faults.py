@@ -1,6 +1,7 @@
 """What the sidecar answers when vLLM's answers are wrong or missing, and when requests are aborted or clients leave.
 
-The vLLM here is a fake, because a real one does not lie; tests/component/test_sidecar_vllm.py has the real one.
+The vLLM here is a fake, because a real one does not lie; tests/component/inference/test_sidecar_vllm.py has the real
+one.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from skyrl.base.config.skyrl_keys import BACKENDS, ENGINE_OPTIONS, FAMILIES, FLA
 from skyrl.cli.main import app
 from skyrl.cli.skyrl_flags import own_flags
 
-PAGE = Path(__file__).parents[2] / "docs/operating/coming-from-skyrl.md"
+PAGE = Path(__file__).parents[3] / "docs/operating/coming-from-skyrl.md"
 OPERATORS = {
     "trainer.placement.colocate_all": False,
     "trainer.policy.megatron_config.lora_config.merge_lora": False,

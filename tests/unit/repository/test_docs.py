@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 NAMED = re.compile(r"(?:\btests|(?<=`)skyrl)(?:/[\w.]*\w)+(?:::\w+)*")
 
@@ -34,7 +34,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_names_in_pages_are_found_and_wrong_names_noticed() -> None:
-    this_file = "tests/unit/test_docs.py"
+    this_file = "tests/unit/repository/test_docs.py"
     assert f"{this_file}::test_every_file_that_a_page_names_exists" in named_in(ROOT / "docs/operating/reliability.md")
     assert "skyrl/training/backends/torch_lora/losses.py" in named_in(ROOT / "CONTRIBUTING.md")
     assert exists(this_file)

@@ -17,7 +17,7 @@ from skyrl.base.types.lora import LoraSpec
 from skyrl.base.wire.paths import model_id_of
 from skyrl.storage.db.models import Model, models
 
-OLD = Path(__file__).parent / "snapshot_format_2"
+OLD = Path(__file__).parents[1] / "snapshot_format_2"
 TENSORS = ("adapter_model.safetensors", "optimizer.safetensors", "state.json")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from engine_harness import until
-from test_nodes import CountedStore
+from test_remote import CountedStore
 
 from skyrl.base.types.weights import FullWeights
 from skyrl.inference.remote.asgi import answer_json, body_of, fields_of

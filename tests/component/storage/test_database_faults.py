@@ -20,7 +20,6 @@ from fake_upstream import FakeUpstream, after, complete, hang_up
 from sqlalchemy import Engine, event, func, make_url, select
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.exc import OperationalError, ProgrammingError
-from test_forwarding_failures import JOB
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
@@ -39,6 +38,7 @@ from skyrl.storage.db.sessions import sessions
 from skyrl.storage.notify.doorbell import Doorbell
 from skyrl.training.engine.failures import failed
 from skyrl.training.engine.state import EngineStatePublisher
+from tests.component.server.test_forwarding_failures import JOB
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 
 LARGE = {"unknown": "x" * 200_000}
