@@ -22,7 +22,7 @@ def add(
     database: Database, session: str, number: int, adapter: str | None, used_s_ago: float, status: str = "active"
 ) -> None:
     weights = BaseWeights() if adapter is None else AdapterVersion(adapter)
-    sampler = Sampler(f"{session}:sample:{number}", session, "tenant", "tiny", None, weights, False)
+    sampler = Sampler(f"{session}:sample:{number}", session, "tenant", "tiny", None, weights)
     database.write(lambda c: add_sampler(c, sampler, number))
     at = None if adapter is None else NOW - used_s_ago
     statement = update(samplers).where(samplers.c.id == sampler.id)
