@@ -157,7 +157,7 @@ async def test_the_weights_of_a_deleted_checkpoint_are_treated_as_unnamed(harnes
     (row,) = harness.checkpoint_rows(trainer.model_id)
     for number in range(NEWEST):
         await save(trainer, number)
-    sampler = Sampler(f"{trainer.session.id}:sample:99", trainer.session.id, "tenant", "tiny", "p", row.weights, True)
+    sampler = Sampler(f"{trainer.session.id}:sample:99", trainer.session.id, "tenant", "tiny", "p", row.weights)
     await Samplers(harness.database, harness.writer).create(sampler, 99, checkpoint_of(row))
     unnamed = harness.database.read(lambda c: quotas.stored_bytes(c, "tenant")) - row.size_bytes
     clock.now += 2 * IDLE_S
