@@ -151,7 +151,7 @@ def _pending(pending: list[Pending]) -> dict[str, Any]:
     }
 
 
-def _curve(points: list[CurvePoint]) -> dict[str, list[Any]]:
+def _curve(points: list[CurvePoint]) -> dict[str, list[float | None]]:
     """Columns of the points, with four digits: a small curve shows no more."""
     return {
         "step": [point.step for point in points],

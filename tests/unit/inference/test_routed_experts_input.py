@@ -132,7 +132,7 @@ class Client:
     def __init__(self) -> None:
         self.asked: list[RolloutRequest] = []
 
-    async def generate(self, request: RolloutRequest) -> RolloutAnswer:
+    async def generate(self, request: RolloutRequest, *, begun: str = "") -> RolloutAnswer:
         self.asked.append(request)
         return replace(NOTHING, tokens=(7,), logprobs=(-0.5,), parts=({"turn": len(self.asked)},))
 

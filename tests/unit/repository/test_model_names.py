@@ -40,7 +40,7 @@ def families_served() -> dict[str, str]:
     return {
         name.strip().lower().replace(" ", "-"): model_type
         for cell, model_type in rows
-        for name in re.sub(r"\(.*?\)", "", cell).split(",")
+        for name in re.sub(r"\[.*?\]|\(.*?\)", "", cell).split(",")
     }
 
 
