@@ -87,7 +87,7 @@ def tenants(server: DemoServer) -> Iterator[list[Tenant]]:
 @pytest.mark.parametrize(
     ("victim", "signal_number"),
     [
-        pytest.param(ENGINE, signal.SIGSTOP, id="the engine hangs"),
+        pytest.param(ENGINE, signal.SIGSTOP, id="the engine hangs", marks=pytest.mark.slow),
         pytest.param(API_SERVER, signal.SIGSTOP, id="the API server hangs", marks=pytest.mark.slow),
         pytest.param(API_SERVER, signal.SIGKILL, id="killed", marks=pytest.mark.slow),
     ],

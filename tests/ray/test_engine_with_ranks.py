@@ -15,7 +15,8 @@ from .machines import Machines
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["adapters", "whole model"])
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [False, True], ids=["adapters", "whole model"])
 def test_the_engine_waits_for_its_ranks_and_ends_with_them(
     cluster: Machines, tmp_path: Path, migrated_url: str, full: bool
 ) -> None:

@@ -106,7 +106,7 @@ def test_one_rank_gives_the_bits_of_one_device(tmp_path: Path, make: Make, archi
     _assert_same(_learn(make(architecture, 1), tmp_path / "rank"), _learn(make(architecture), tmp_path / "one"))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_same_number_of_ranks_gives_the_same_bits_again(tmp_path: Path, make: Make, ranks: int) -> None:
     backend = make("qwen3", ranks)
     assert backend.repeats_exactly
@@ -125,7 +125,7 @@ def _stored(backend: Backend, directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*.*")}
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-tied"])
+@pytest.mark.parametrize("architecture", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3-tied"])
 def test_a_state_of_two_ranks_goes_on_with_any_number_and_without_ranks(
     tmp_path: Path, make: Make, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

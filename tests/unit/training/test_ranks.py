@@ -95,10 +95,10 @@ Ranks = Callable[..., ShardedBackend]
 @pytest.mark.parametrize(
     ("architecture", "count", "settings"),
     [
-        ("qwen3", 2, {}),
-        ("qwen3", 3, {}),
+        pytest.param("qwen3", 2, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3", 3, {}, marks=pytest.mark.slow),
         ("qwen3", 3, {"merge": True}),
-        ("qwen3", 2, {"gradient_checkpointing": True}),
+        pytest.param("qwen3", 2, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         ("qwen3-tied", 2, {}),
         ("qwen3-tied", 3, {"gradient_checkpointing": True}),
         ("qwen2-window", 2, {}),
