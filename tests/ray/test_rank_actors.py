@@ -96,6 +96,7 @@ def test_two_ranks_on_two_nodes_train_as_one_device_does_until_one_dies(nodes: l
         _named_while_no_command_runs(group, backend, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_two_ranks_on_two_nodes_fine_tune_a_whole_model(nodes: list[Machine], tmp_path: Path) -> None:
     """The files come to the engine, and go to the ranks, over Ray."""
     config = _config(2, rank_timeout_s=60, full_finetuning=True, micro_batch_tokens=48)

@@ -22,6 +22,7 @@ def test_rolling_checkpoints_are_deleted_and_the_others_are_kept(rolling: Run, s
     assert_final_is_kept(rolling, stored)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_at_its_last_checkpoint(workspace: Workspace, stored: Stored) -> None:
     run, process = workspace.start("chat_sl.train", "killed", *CHATS, "save_every=3")
     kill_after_checkpoint(run, process)

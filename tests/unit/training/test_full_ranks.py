@@ -84,7 +84,7 @@ def _assert_same(one: Run, other: Run) -> None:
 @pytest.mark.parametrize(
     ("architecture", "ranks", "options"),
     [
-        ("qwen3", 2, {}),
+        pytest.param("qwen3", 2, {}, marks=pytest.mark.slow),
         ("qwen3", 3, {"gradient_checkpointing": True}),
         ("qwen3-tied", 3, {}),
         ("qwen3-tied", 2, {"gradient_checkpointing": True}),

@@ -136,7 +136,9 @@ def _backend(*model_ids: str, merge: bool = False, **trainer: Any) -> TorchLoraB
 
 
 @pytest.mark.parametrize(
-    ("merge", "checkpointing"), [(False, False), (False, "auto"), (True, "auto")], ids=["alone", "again", "merged"]
+    ("merge", "checkpointing"),
+    [pytest.param(False, False, marks=pytest.mark.slow), (False, "auto"), (True, "auto")],
+    ids=["alone", "again", "merged"],
 )
 def test_a_pass_that_fails_at_any_operation_leaves_its_models_gradient(
     tmp_path: Path, merge: bool, checkpointing: Any
