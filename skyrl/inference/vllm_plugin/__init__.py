@@ -5,7 +5,7 @@ allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell w
 `token_versions`); clients may do without the text of completions (see `tokens_only`); adapters on lm_head work in more
 architectures (see `unembedding`); adapters whose experts vLLM would ignore are refused (see `ignored_experts`); prompt
 logprobs have the right adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own (see
-`xargs`); on a CPU, LoRA computes correct results (see `punica_cpu`), routed experts can be returned (see
+`extra_args`); on a CPU, LoRA computes correct results (see `punica_cpu`), routed experts can be returned (see
 `routed_experts_cpu`), mixtures of experts can be served with adapters, on experts too (see `experts_cpu`), and the
 engine core is forked from the API server, which saves its imports.
 

@@ -78,8 +78,8 @@ class ScoredPrompt:
 def scored_prompt(
     xargs: Mapping[str, Any] | None, prompt_tokens: int | None, *, vocab_size: int, columns: int, temperature: float
 ) -> ScoredPrompt | None:
-    """None when the request asks only for vLLM's own prompt logprobs, or when its `xargs` are invalid: an exception
-    here would end the engine for all requests. `prompt_tokens` is None for a prompt of embeddings."""
+    """None when the request asks only for vLLM's own prompt logprobs, or when its `extra_args` are invalid: an
+    exception here would end the engine for all requests. `prompt_tokens` is None for a prompt of embeddings."""
     if prompt_tokens is None:
         return None
     try:

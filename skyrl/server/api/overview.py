@@ -14,6 +14,7 @@ from skyrl import __version__
 from skyrl.base.wire.errors import NotFound
 from skyrl.server.api.access import Caller
 from skyrl.server.api.services import Services
+from skyrl.server.request_status.runs import RunStatus
 from skyrl.server.request_status.stuck import stuck
 from skyrl.storage.db import runs as rows
 from skyrl.storage.db.checkpoints import Checkpoint, Seen
@@ -60,11 +61,13 @@ class Overview:
         saved, _ = await self._services.checkpoints.page(self._tenant, MAX_CHECKPOINTS, 0, Seen())
         server = await self.server()
         names = {run.id: run.name for run in found.runs}
+        statuses = [(run, self._services.statuses.of_run(run)) for run in found.runs]
+        activity = self._services.watch.activity
         return {
             "server": server,
-            "stuck": self._stuck(found, server["reasons"]),
+            "stuck": [asdict(one) for one in stuck(server["reasons"], statuses, found.pending, activity, time.time())],
             "pending": _pending(found.pending),
-            "runs": [self._run(run) | {"curve": _curve(found.curves.get(run.id, []))} for run in found.runs],
+            "runs": [_run(*each) | {"curve": _curve(found.curves.get(each[0].id, []))} for each in statuses],
             "samplers": [
                 asdict(group) | {"name": None if group.run is None else names.get(group.run)}
                 for group in found.samplers
@@ -72,11 +75,6 @@ class Overview:
             "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved],
             "usage": [_usage(line) for line in found.usage],
         }
-
-    def _stuck(self, state: _State, reasons: list[str]) -> list[dict[str, Any]]:
-        statuses = [(run, self._services.statuses.of_run(run)) for run in state.runs]
-        activity = self._services.watch.activity
-        return [asdict(one) for one in stuck(reasons, statuses, state.pending, activity, time.time())]
 
     async def run(self, model_id: str, after: int) -> dict[str, Any]:
         """One run with its checkpoints, and the steps of its history after the step `after`. Raises NotFound."""
@@ -92,7 +90,7 @@ class Overview:
         if run is None:
             raise NotFound(f"no run {model_id!r}", field="run_id")
         saved = await self._services.checkpoints.of_model(model_id, self._tenant, Seen())
-        return self._run(run) | {
+        return _run(run, self._services.statuses.of_run(run)) | {
             "server": await self.server(),
             "history": [_step(step) for step in steps],
             "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved[-MAX_CHECKPOINTS:][::-1]],
@@ -111,24 +109,6 @@ class Overview:
         ready, reasons = await self._services.readiness.now()
         return {"version": __version__, "ready": ready, "reasons": reasons, "scopes": sorted(self._scopes)}
 
-    def _run(self, run: Run) -> dict[str, Any]:
-        status = self._services.statuses.of_run(run)
-        return {
-            "id": run.id,
-            "session_id": run.session_id,
-            "name": run.name,
-            "base_model": run.base_model,
-            "lora_rank": run.lora_rank,
-            "living": run.is_living,
-            "state": status.state,
-            "sentence": status.sentence,
-            "steps": run.steps,
-            "last_step": None if run.last is None else _step(run.last),
-            "samples_in_flight": run.samples_in_flight,
-            "created_at": run.created_at,
-            "last_request_at": run.last_request_at,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class _State:
@@ -139,6 +119,24 @@ class _State:
     samplers: list[SamplerGroup]
     pending: list[Pending]
     usage: list[UsageLine]
+
+
+def _run(run: Run, status: RunStatus) -> dict[str, Any]:
+    return {
+        "id": run.id,
+        "session_id": run.session_id,
+        "name": run.name,
+        "base_model": run.base_model,
+        "lora_rank": run.lora_rank,
+        "living": run.is_living,
+        "state": status.state,
+        "sentence": status.sentence,
+        "steps": run.steps,
+        "last_step": None if run.last is None else _step(run.last),
+        "samples_in_flight": run.samples_in_flight,
+        "created_at": run.created_at,
+        "last_request_at": run.last_request_at,
+    }
 
 
 def _pending(pending: list[Pending]) -> dict[str, Any]:
