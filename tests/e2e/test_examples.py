@@ -30,6 +30,7 @@ def numbers(output: str, name: str) -> list[float]:
     return [float(number) for number in re.findall(rf"{name} ([-+\d.]+)", output)]
 
 
+@pytest.mark.slow
 def test_the_grpo_example_compares_its_first_and_last_version(server: DemoServer) -> None:
     output = run(server, "grpo.py", "--steps", "8")
     assert all(abs(kl) < 0.5 for kl in numbers(output, "kl"))
@@ -37,7 +38,6 @@ def test_the_grpo_example_compares_its_first_and_last_version(server: DemoServer
     assert float(end) > float(start)
 
 
-@pytest.mark.slow
 def test_the_dpo_example_begins_at_the_reference_and_learns_the_preference(server: DemoServer) -> None:
     losses = numbers(run(server, "dpo.py", "--steps", "4"), "loss")
     assert losses[0] == pytest.approx(0.6931, abs=2e-3), (

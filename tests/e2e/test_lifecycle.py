@@ -305,6 +305,7 @@ def test_vllm_unloads_the_adapters_of_ended_sessions_and_keeps_the_others(world:
     assert train(world.idle.trainer, DATA, 1, 1e-3)[0] > 0
 
 
+@pytest.mark.slow
 def test_the_files_of_ended_sessions_are_deleted_after_the_unload(world: World) -> None:
     gone = LocalClient(world.server.url, KEY)
     make_old(world.server, gone)

@@ -157,15 +157,21 @@ async def test_fifty_pauses_lose_nothing(workers: list[Worker]) -> None:
             asyncio.create_task((Worker.sample, streamed)[n % 2](worker, prompts[n], TOKENS)) for n in range(IN_FLIGHT)
         ]
 
-    running = await all_paused(worker, begin, "in_place")
-    frozen = []
-    for number in range(ROUNDS):
-        await worker.done("/pause_generation", {"mode": ("in_place", "retract")[number % 2]})
-        frozen.append((await loads(worker))[0])
+    pauses, frozen = 0, {"in_place": 0, "retract": 0}
+    while pauses < ROUNDS or min(frozen.values()) < 2:  # on a busy machine the samples end before the fifty pauses
+        mode = ("in_place", "retract")[pauses % 2]
+        running = await all_paused(worker, begin, mode)
+        while not all(task.done() for task in running):
+            pauses += 1
+            frozen[mode] += await worker.running() > 0
+            await worker.done("/continue_generation")
+            mode = ("in_place", "retract")[pauses % 2]
+            await worker.done("/pause_generation", {"mode": mode})
         await worker.done("/continue_generation")
-    assert [sample["output_ids"] for sample in await asyncio.gather(*running)] == [one["output_ids"] for one in wanted]
-    assert await loads(worker) == (0, 0)
-    assert sum(count > 0 for count in frozen) >= 4, "requests were frozen twice in each mode"
+        assert [sample["output_ids"] for sample in await asyncio.gather(*running)] == [
+            one["output_ids"] for one in wanted
+        ]
+        assert await loads(worker) == (0, 0)
 
 
 async def test_requests_wait_while_memory_is_released(workers: list[Worker]) -> None:
