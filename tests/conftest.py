@@ -27,6 +27,9 @@ from tests.slow import RUNS_SLOW_TESTS
 hypothesis.settings.register_profile("others", deadline=None)
 hypothesis.settings.load_profile("ci")
 
+# A client whose server has ended warns until the process ends, also when pytest has closed the log.
+logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
+
 gc.disable()  # until all tests are collected: their imports make millions of objects, and no garbage
 
 

@@ -112,7 +112,9 @@ def _pids(backend: ShardedBackend) -> list[int]:
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("idle", [True, False], ids=["idle", "running"])
+@pytest.mark.parametrize(
+    "idle", [pytest.param(True, id="idle", marks=pytest.mark.slow), pytest.param(False, id="running")]
+)
 def test_a_rank_that_is_killed_or_stopped_is_found_within_the_timeout(
     made: list[ShardedBackend], kind: signal.Signals, victim: int, idle: bool
 ) -> None:

@@ -100,8 +100,8 @@ Ranks = Callable[..., ShardedBackend]
         ("qwen3", 3, {"merge": True}),
         pytest.param("qwen3", 2, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         ("qwen3-tied", 2, {}),
-        ("qwen3-tied", 3, {"gradient_checkpointing": True}),
-        ("qwen2-window", 2, {}),
+        pytest.param("qwen3-tied", 3, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param("qwen2-window", 2, {}, marks=pytest.mark.slow),
         ("llama", 3, {}),
     ],
 )

@@ -137,7 +137,11 @@ def _backend(*model_ids: str, merge: bool = False, **trainer: Any) -> TorchLoraB
 
 @pytest.mark.parametrize(
     ("merge", "checkpointing"),
-    [pytest.param(False, False, marks=pytest.mark.slow), (False, "auto"), (True, "auto")],
+    [
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(False, "auto", marks=pytest.mark.slow),
+        (True, "auto"),
+    ],
     ids=["alone", "again", "merged"],
 )
 def test_a_pass_that_fails_at_any_operation_leaves_its_models_gradient(
