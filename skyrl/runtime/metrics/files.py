@@ -42,7 +42,8 @@ class MetricsDirectory:
 
     def write(self, name: str, text: str) -> None:
         """Replace the file of this name. Readers see the old text or the new. Raises OSError."""
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)  # again: somebody may have cleaned /tmp
+        for directory in (self._path.parent, self._path):  # again: somebody may have cleaned /tmp
+            directory.mkdir(mode=0o700, exist_ok=True)
         temporary = self._path / f"{name}.{threading.get_ident()}"  # two threads may write the same file
         temporary.write_text(f"{os.getpid()}\n{text}")
         temporary.replace(self._file(name))

@@ -107,6 +107,7 @@ class Runtime:
             self.directory.mkdir(0o700)
         if self.directory.lstat().st_uid != os.geteuid():
             raise PermissionError(f"{self.directory} is another user's")
+        self.directory.chmod(0o700)
         self.write()
 
     @classmethod

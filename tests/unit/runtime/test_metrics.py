@@ -100,6 +100,12 @@ def test_a_process_that_has_ended_is_left_out_and_its_file_deleted(tmp_path: Pat
     assert [file.name for file in (tmp_path / "metrics").iterdir()] == ["engine.prom"]
 
 
+def test_directories_that_were_deleted_are_private_again(tmp_path: Path) -> None:
+    writer = MetricsWriter(MetricsDirectory(tmp_path / "run" / "metrics"), "engine", registry_with(1))
+    writer.write()
+    assert [each.stat().st_mode & 0o777 for each in (tmp_path / "run", tmp_path / "run" / "metrics")] == [0o700, 0o700]
+
+
 def test_a_file_that_is_not_written_any_more_is_left_out(tmp_path: Path) -> None:
     directory = MetricsDirectory(tmp_path)
     MetricsWriter(directory, "engine", registry_with(1)).write()

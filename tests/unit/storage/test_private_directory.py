@@ -69,6 +69,9 @@ def test_restore_makes_a_removed_private_directory_again(tmp_path: Path) -> None
     assert directory.stat().st_mode & 0o777 == 0o700
     assert (directory / "runtime.json").read_bytes() == written
     runtime.restore()  # restoring an intact directory is no error
+    directory.chmod(0o755)
+    runtime.restore()
+    assert directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_no_secret_is_written_into_another_users_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
