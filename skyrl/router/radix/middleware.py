@@ -188,7 +188,7 @@ def _of_one_text(content: bytes) -> dict[str, Any] | None:
         return None
     if any(body.get(name) is not None for name in OTHER_INPUT):
         return None
-    json.dumps(body, ensure_ascii=False).encode()  # fails here for text that is not valid Unicode
+    body["text"].encode()  # fails here for text that is not valid Unicode; `with_arrays` for other fields
     return body
 
 

@@ -372,6 +372,15 @@ async def test_a_long_body_that_is_wrong_is_answered_as_a_short_one(router: Rout
     assert router.worker.seen == [body], "the worker says what is wrong with it"
 
 
+@pytest.mark.parametrize("field", ["text", "rid"])
+async def test_a_field_that_is_not_valid_unicode_reaches_the_worker_as_it_is(router: Router, field: str) -> None:
+    body = json.dumps({"text": "q", "rid": "r"} | {field: "\ud800"}).encode()
+    router.worker.answers.append((400, b"{}"))
+    assert (await router.send("/generate", body))[0] == 400
+    assert router.worker.seen == [body]
+    assert router.plugin.stats()["lookups"] == 0
+
+
 async def test_what_a_long_text_continues_may_be_evicted_while_it_is_tokenised(router: Router) -> None:
     await router.generate("a", answer("b", router.ids("b")))
     encode = router.plugin.cache._encode

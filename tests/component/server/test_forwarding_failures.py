@@ -32,10 +32,9 @@ from fake_upstream import (
 )
 from loop_clock import LoopClock
 
-from skyrl.base.types.weights import AdapterVersion, BaseWeights
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.base.wire.sample_request import Distribution
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
 from skyrl.server.sampling import client as client_module
 from skyrl.server.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
@@ -44,25 +43,8 @@ from skyrl.server.sampling.endpoint import EngineEndpoint, FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
 from skyrl.server.sampling.job import MAX_SAMPLED, SampleJob
 from skyrl.storage.db.engine_state import EngineState
+from tests.sample_jobs import JOB
 
-JOB = SampleJob(
-    request_id="r1",
-    session_key="s1:sample:0:1",
-    model="base",
-    weights=BaseWeights(),
-    prompt=[5, 6, 7],
-    num_samples=1,
-    max_tokens=3,
-    distribution=Distribution(),
-    seed=None,
-    stop_strings=[],
-    stop_token_ids=[],
-    ignore_eos=False,
-    prompt_logprobs=False,
-    prompt_logprobs_last_n=None,
-    topk_prompt=0,
-    topk_sample=0,
-)
 ADAPTER = msgspec.structs.replace(JOB, model="m1@1", weights=AdapterVersion("m1@1"))
 
 

@@ -26,25 +26,9 @@ from skyrl.server.sampling.completion import (
     encode_request,
 )
 from skyrl.server.sampling.job import SampleJob
+from tests import sample_jobs
 
-JOB = SampleJob(
-    request_id="r1",
-    session_key="s1:sample:0:1",
-    model="m1@2",
-    weights=AdapterVersion("m1@2"),
-    prompt=[5, 6, 7],
-    num_samples=1,
-    max_tokens=8,
-    distribution=Distribution(),
-    seed=None,
-    stop_strings=[],
-    stop_token_ids=[],
-    ignore_eos=False,
-    prompt_logprobs=False,
-    prompt_logprobs_last_n=None,
-    topk_prompt=0,
-    topk_sample=0,
-)
+JOB = msgspec.structs.replace(sample_jobs.JOB, model="m1@2", weights=AdapterVersion("m1@2"), max_tokens=8)
 GREEDY = Distribution(temperature=0.0)
 
 

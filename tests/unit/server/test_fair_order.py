@@ -10,30 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from skyrl.base.types.weights import BaseWeights
-from skyrl.base.wire.sample_request import Distribution
 from skyrl.server.sampling.completion import SampleAnswer
 from skyrl.server.sampling.fair_order import FairOrder, Place
 from skyrl.server.sampling.job import SampleJob
+from tests import sample_jobs
 
-JOB = SampleJob(
-    request_id="r",
-    session_key="s:0",
-    model="tiny",
-    weights=BaseWeights(),
-    prompt=[1],
-    num_samples=1,
-    max_tokens=9,
-    distribution=Distribution(),
-    seed=None,
-    stop_strings=[],
-    stop_token_ids=[],
-    ignore_eos=False,
-    prompt_logprobs=False,
-    prompt_logprobs_last_n=None,
-    topk_prompt=0,
-    topk_sample=0,
-)
+JOB = replace(sample_jobs.JOB, prompt=[1], max_tokens=9)
 COST = 10
 """The cost of JOB in tokens: one prompt token and nine sampled tokens."""
 
