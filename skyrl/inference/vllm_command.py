@@ -31,6 +31,9 @@ from skyrl.runtime.tracing.spans import traces_url
 HOST = "127.0.0.1"
 CPU_LORA_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"),
+    *("f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2"),
     "lm_head",
 )

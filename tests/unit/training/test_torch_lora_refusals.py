@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"Starcoder2.*: the projections of model.layers.0 .* mlp.c_fc \(Linear\)",
     ),
     "falcon": (FALCON, r"FalconForCausalLM.*: no linear layers of a known name found"),
-    "inkling": (INKLING, r"layer 0 \(InklingAttention\): attention with position_bias is not supported"),
+    "inkling": (INKLING, "InklingForCausalLM.*: the projections of model.layers.0 are none that LoRA can train"),
     "stablelm": ({"model_type": "stablelm"}, "the model does not pass the layout of the rows on to its attention"),
     "phi-3 with longrope": (
         {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_parameters": LONGROPE},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -15,18 +16,50 @@ from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.lora import ActiveSegments, MultiLoraLinear
 from skyrl.training.backends.torch_lora.lora_experts import MultiLoraExperts
 
+
+@dataclass(frozen=True)
+class Form:
+    """The linear layers of the decoder layers of some families. A decoder layer has those of one of the `mixers`, which
+    let tokens read earlier ones, and of `mlp`, each once. With `apart`, it has those of a mixer or of `mlp`."""
+
+    mixers: tuple[tuple[str, ...], ...]
+    mlp: tuple[str, ...]
+    apart: bool = False
+
+    def fits(self, leaves: Sequence[str], *, with_experts: bool) -> bool:
+        """Whether a decoder layer may have these linear layers. The MLP of one with experts may be missing."""
+        if self.apart:
+            allowed = [*self.mixers, self.mlp, *[()] * with_experts]
+        else:
+            allowed = [mixer + self.mlp for mixer in self.mixers] + [*self.mixers] * with_experts
+        return sorted(leaves) in map(sorted, allowed)
+
+
 FORMS = (
-    (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")),
-    (("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),  # Phi-3
-    (("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),  # Phi
+    Form(
+        (
+            ("q_proj", "k_proj", "v_proj", "o_proj"),
+            ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # the gated delta rule of Qwen3.5
+            ("in_proj_qkvz", "in_proj_ba", "out_proj"),  # of Qwen3-Next
+            ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),  # latent attention of DeepSeek
+            ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+            (*("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj"), *("b_proj", "g_a_proj", "g_b_proj", "o_proj")),
+        ),  # the last one: the delta rule of Kimi-Linear
+        ("gate_proj", "up_proj", "down_proj"),
+    ),
+    Form((("qkv_proj", "o_proj"),), ("gate_up_proj", "down_proj")),  # Phi-3
+    Form((("q_proj", "k_proj", "v_proj", "dense"),), ("fc1", "fc2")),  # Phi
+    Form((("q_proj", "k_proj", "v_proj", "o_proj"), ("in_proj", "out_proj")), ("up_proj", "down_proj"), apart=True),
 )
-"""The projections of a decoder layer's attention and of its MLP. A layer has those of one form, each once. A fused
-projection is one layer with one pair of matrices, as PEFT and vLLM have it. vLLM must load adapters on all of a form:
-GLM-4, with the attention of the first and the MLP of the second form, is none, because vLLM wants its MLP in parts."""
+"""A fused projection is one layer with one pair of matrices, as PEFT and vLLM have it. vLLM must load adapters on all
+of a form: GLM-4, with the attention of the first and the MLP of the second form, is none, because vLLM wants its MLP in
+parts. The last form is that of Nemotron-H, with Mamba-2 as its other mixer."""
+FROZEN = ("shared_expert_gate", "fc1_latent_proj", "fc2_latent_proj")
+"""Linear layers that no adapter changes, because vLLM would ignore it."""
 
 UNEMBED = ("lm_head",)
-ATTENTION = tuple(dict.fromkeys(leaf for attention, _ in FORMS for leaf in attention))
-MLP = tuple(dict.fromkeys(leaf for _, mlp in FORMS for leaf in mlp))
+ATTENTION = tuple(dict.fromkeys(leaf for form in FORMS for mixer in form.mixers for leaf in mixer))
+MLP = tuple(dict.fromkeys(leaf for form in FORMS for leaf in form.mlp))
 _LAYER = re.compile(r"^(.*\blayers\.\d+)\.")
 
 
@@ -34,42 +67,40 @@ def wrap_linears(model: nn.Module, active: ActiveSegments, *, mlp: bool = True) 
     """Replace every linear layer that adapters can train by a MultiLoraLinear. Returns the new layers in module order.
     Without `mlp` the MLPs of all layers stay as they are.
 
-    Raises ValueError unless each decoder layer has the projections of one of `FORMS` (without `mlp`, or where the layer
-    has experts, of its attention), and the model has one lm_head: otherwise other projections would silently stay
-    untrained.
+    Raises ValueError unless the linear layers of each decoder layer are those of one of `FORMS` (the MLP of a layer
+    that has experts may be missing), beside those in `FROZEN`, and the model has one lm_head: otherwise other
+    projections would silently stay untrained.
     """
     known = ATTENTION + UNEMBED + (MLP if mlp else ())
-    found: dict[str, nn.Linear] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and _leaf(name) in known:
-            found[name] = module
-    _check_complete(model, list(found), mlp=mlp)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    _check_complete(model, list(linears))
     wrapped: dict[str, MultiLoraLinear] = {}
-    for name, linear in found.items():
-        parent, _, leaf = name.rpartition(".")
-        wrapped[name] = MultiLoraLinear(name, linear, active)
-        setattr(model.get_submodule(parent), leaf, wrapped[name])
+    for name, linear in linears.items():
+        if _leaf(name) in known:
+            parent, _, leaf = name.rpartition(".")
+            wrapped[name] = MultiLoraLinear(name, linear, active)
+            setattr(model.get_submodule(parent), leaf, wrapped[name])
     return wrapped
 
 
-def _check_complete(model: nn.Module, names: Sequence[str], *, mlp: bool) -> None:
-    dense = [sorted(attention + of_mlp) for attention, of_mlp in FORMS]
-    attention_alone = [sorted(attention) for attention, _ in FORMS]
+def _check_complete(model: nn.Module, names: Sequence[str]) -> None:
     with_experts = {match.group(1) for name, _ in experts_in(model) if (match := _LAYER.match(name))}
     layers: dict[str, list[str]] = {}
     heads: list[str] = []
     for name in names:
         match = _LAYER.match(name)
         if match is not None:
-            layers.setdefault(match.group(1), []).append(_leaf(name))
+            layers.setdefault(match.group(1), [])
+            if _leaf(name) not in FROZEN:
+                layers[match.group(1)].append(_leaf(name))
         elif _leaf(name) in UNEMBED:
             heads.append(name)
-    if not layers:
+    if not any(leaf in ATTENTION for leaves in layers.values() for leaf in leaves):
         raise ValueError(f"no linear layers of a known name found; LoRA can train {_known()}, and lm_head")
     if len(heads) != 1:
         raise ValueError(f"needs one lm_head, found {len(heads)}")
     for prefix, leaves in layers.items():
-        if sorted(leaves) not in (dense if mlp and prefix not in with_experts else attention_alone):
+        if not any(form.fits(leaves, with_experts=prefix in with_experts) for form in FORMS):
             raise ValueError(
                 f"the projections of {prefix} are none that LoRA can train: each layer needs, each once, {_known()}; "
                 f"this layer has {_weights(model.get_submodule(prefix))}"
@@ -102,7 +133,7 @@ def _weights(layer: nn.Module) -> str:
 
 
 def _known() -> str:
-    return "; or ".join(", ".join(attention + mlp) for attention, mlp in FORMS)
+    return "; or ".join(", ".join(form.mixers[0] + form.mlp) for form in FORMS if not form.apart)
 
 
 def _leaf(name: str) -> str:
