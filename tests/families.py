@@ -31,6 +31,15 @@ _WHOLE: dict[str, Any] = {"hidden_size": 128, "head_dim": None}
 """Families whose heads divide the hidden size."""
 _MIXED = ["sliding_attention", "full_attention"]
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_DELTA_RULE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_conv_kernel_dim": 4,
+}
+"""vLLM's kernel for CPUs takes heads of 128."""
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -92,6 +101,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": False, **_WHOLE},
+    "qwen3.5": {"model_type": "qwen3_5_text", **_DELTA_RULE},
 }
 """Those that adapters can train, by the family's name in the documentation."""
 

@@ -245,7 +245,8 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
     assert one.keys() == other.keys()
     for name in one:
         scale = other[name].abs().max().clamp(min=1e-3)
-        assert (one[name] - other[name]).abs().max() <= tolerance * scale, name
+        difference = float((one[name] - other[name]).abs().max() / scale)
+        assert difference <= tolerance, f"{name}: {difference:.1e}"
 
 
 def with_experts(data: list[Datum], seed: int) -> list[Datum]:

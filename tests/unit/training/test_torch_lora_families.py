@@ -26,6 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 LENGTHS = (7, 31, 1, 18)
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
+CANCELLING: dict[str, float] = {"qwen3.5": 5e-5}
+"""Gradients of the delta rule's decays are small sums of large numbers: transformers' own, in float32, are 3e-5 away
+from what it computes in float64."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -48,7 +51,7 @@ def test_logprobs_and_gradients_equal_transformers_and_peft(tmp_path: Path, fami
     }
     stored = saved(backend, "m", tmp_path / "state")
     ours = {name: tensor for name, tensor in stored.items() if name.startswith("gradient.")}
-    assert_close(ours, theirs, GRADIENT_BOUND)
+    assert_close(ours, theirs, CANCELLING.get(family, GRADIENT_BOUND))
     assert all(bool(tensor.any()) for tensor in ours.values())
     of_gradients = max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours)
     print(f"{family}: largest difference of a logprob {of_logprobs:.0e}, of a gradient {of_gradients:.0e}")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_full.gradients import GradientSink
 from skyrl.training.backends.torch_full.parameters import FullParameters
+from skyrl.training.backends.torch_lora import recurrence
 from skyrl.training.backends.torch_lora.device import base_dtype
 from skyrl.training.backends.torch_lora.experts import mixture_of, routers_of
 from skyrl.training.backends.torch_lora.lora import ActiveSegments
@@ -44,6 +45,7 @@ class PlainModel(PackedModel):
         self.routing = Routing(routers)
         self.mixture = mixture_of(routers)
         self.model = model
+        self.reach = recurrence.install(self.decoder_layers)
 
     @property
     def lm_head(self) -> OutputLayer:

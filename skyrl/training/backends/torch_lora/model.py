@@ -21,6 +21,7 @@ from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.packing import pack_alone
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routed_experts import FIELD
+from skyrl.training.backends.torch_lora.scans import CHUNK
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
@@ -52,14 +53,29 @@ class BaseModel:
 
     def probe_rows(self) -> list[Tensor]:
         """The sequences of the probe, each int64 [1, tokens]."""
-        return [torch.from_numpy(datum.tokens).to(self.device)[None] for datum in _probe(self.vocab_size)]
+        return [torch.from_numpy(datum.tokens).to(self.device)[None] for datum in self._probe()]
+
+    def _probe(self, experts: Tensor | None = None) -> list[Datum]:
+        """Sequences of 9, 3 and 8 tokens, in two attention groups, one of them padded, out of order; and two sequences
+        that share 34 tokens, with 6 and 5 more in a padded group. For recurrent layers those that share are longer, so
+        that a state goes on over chunks before and after the branch. `experts`: what all their tokens use, int64
+        [tokens, layers, k]."""
+        rng = np.random.default_rng(0)
+        shared, *own = (34, 6, 5) if not self.packed.reach else (CHUNK + 6, CHUNK + 4, CHUNK + 3)
+        data = [rng.integers(0, self.vocab_size, size=length) for length in (9, 3, 8, shared + own[0], shared + own[1])]
+        data[4][:shared] = data[3][:shared]
+        data[4][shared] = (data[3][shared] + 1) % self.vocab_size
+        if experts is None:
+            return [Datum(tokens, {}) for tokens in data]
+        parts = np.split(experts.cpu().numpy(), np.cumsum([len(tokens) for tokens in data])[:-1])
+        return [Datum(tokens, {FIELD: part}) for tokens, part in zip(data, parts, strict=True)]
 
     @torch.no_grad()
     def verify(self, expected: Tensor) -> None:
         """Raise ConfigError unless packed rows give the `expected` logits of the probe: those that transformers
         computes for each sequence alone, up to rounding. The rows of a mixture use the experts that transformers has
         chosen: rounding may change the choice where two experts are nearly equal."""
-        packed = pack_alone(_probe(self.vocab_size, self.packed.routing.recorded), self.device)
+        packed = pack_alone(self._probe(self.packed.routing.recorded), self.device)
         rows = torch.from_numpy(np.concatenate(packed.layout.rows_of)).to(self.device)
         try:
             logits = self.packed.packed_logits(packed).index_select(0, rows)
@@ -154,17 +170,3 @@ def wrap(path: str, model: Any, *, mlp_of_mixtures: bool = False) -> PackedModel
         return PackedModel(model, mlp_of_mixtures=mlp_of_mixtures)
     except ValueError as error:
         raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error
-
-
-def _probe(vocab_size: int, experts: Tensor | None = None) -> list[Datum]:
-    """Sequences of 9, 3 and 8 tokens, in two attention groups, one of them padded, out of order; and two sequences that
-    share 34 tokens, with 6 and 5 more in a padded group. `experts`: what all their tokens use, int64 [99, layers,
-    k]."""
-    rng = np.random.default_rng(0)
-    data = [rng.integers(0, vocab_size, size=length) for length in (9, 3, 8, 40, 39)]
-    data[4][:34] = data[3][:34]
-    data[4][34] = (data[3][34] + 1) % vocab_size
-    if experts is None:
-        return [Datum(tokens, {}) for tokens in data]
-    parts = np.split(experts.cpu().numpy(), np.cumsum([len(tokens) for tokens in data])[:-1])
-    return [Datum(tokens, {FIELD: part}) for tokens, part in zip(data, parts, strict=True)]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skyrl.training.backends.torch_lora import attention
+from skyrl.training.backends.torch_lora import attention, recurrence
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.attention_checks import AttentionCall, noted_calls
 from skyrl.training.backends.torch_lora.experts import mixture_of, routers_of
@@ -37,6 +37,8 @@ class PackedModel(nn.Module):
     """
 
     recomputation: Recomputation | None = None
+    reach: int
+    """How many rows before it a recurrent layer's convolution reads; 0 for a model without such layers."""
 
     def __init__(self, model: Any, *, mlp_of_mixtures: bool = False) -> None:
         """Adapters can also train a mixture's experts, and the MLPs of its other layers. If they cannot, that is an
@@ -55,6 +57,7 @@ class PackedModel(nn.Module):
         mlp = self.mixture is None or bool(self.experts)
         self.linears: dict[str, MultiLoraLinear] = wrap_linears(model, self.active, mlp=mlp)
         self.model = model
+        self.reach = recurrence.install(self.decoder_layers)
 
     @property
     def targets(self) -> list[Target]:
@@ -152,10 +155,12 @@ class PackedModel(nn.Module):
     def _hidden_states(self, slices: Sequence[PackedSlice]) -> Tensor:
         """Final hidden states [rows, hidden] of packed slices, with the active segments."""
         self.routing.follow(slices)
+        layout = {recurrence.ROWS: recurrence.PackedRows.of(slices, self.reach)} if self.reach else {}
         output = self.model.get_decoder()(
             input_ids=torch.cat([packed.tokens for packed in slices])[None],
             position_ids=torch.cat([packed.positions for packed in slices])[None],
             use_cache=False,
             attention_groups=[packed.groups for packed in slices],
+            **layout,
         )
         return output.last_hidden_state[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_SHORTEST_IN_GROUP = 0.75
+SHORTEST_IN_GROUP = 0.75
 """A segment joins an attention group if it has at least this share of the rows of the group's longest segment. So
 padding is at most a third of the real rows."""
 _BUNDLE = 3 / 8
@@ -31,7 +31,7 @@ def similar(segments: Sequence[Segment]) -> Iterator[list[int]]:
     group: list[int] = []
     for number, segment in enumerate(segments):
         longest = segments[group[0]] if group else segment
-        if segment.parent != longest.parent or segment.rows < _SHORTEST_IN_GROUP * longest.rows:
+        if segment.parent != longest.parent or segment.rows < SHORTEST_IN_GROUP * longest.rows:
             yield group
             group = []
         group.append(number)

@@ -1,0 +1,165 @@
+"""Linear recurrences along grids of rows, in chunks: the gated delta rule and Mamba-2.
+
+Within a chunk all rows are computed together by matrix products; the state goes from chunk to chunk. Everything is
+float32. A long grid is cut into blocks of chunks, and backward computes each block again: so the memory for its inner
+numbers does not grow with its length. Knows nothing of segments or modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 64
+"""Rows of a chunk, at most."""
+BLOCK_ROWS = 2048
+"""Rows of a block, in all segments of the grid together, at least one chunk of each."""
+_MULTIPLE = 8
+_SUB = 16
+"""Rows of a part of a chunk, where each channel has a decay of its own."""
+
+
+def delta_rule(grids: Sequence[Tensor], real: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """S_t = S_{t-1} decayed by exp(g_t), plus beta_t k_t (v_t - k_t^T S_{t-1})^T; the output is q_t^T S_t, with queries
+    and keys of length 1 and the queries scaled by dim^-0.5 (Gated Delta Networks, arXiv 2412.06464, section 3; with a
+    decay of each channel: Kimi Linear, arXiv 2510.26692, section 3).
+
+    grids: query, key [count, rows, heads, dim], value [count, rows, heads, value_dim], g (at most 0) [count, rows,
+    heads] or [count, rows, heads, dim], beta [count, rows, heads]. real: bool [count, rows]; None: all. state: float32
+    [count, heads, dim, value_dim]; None: zero. Returns float32 [count, rows, heads, value_dim], and the state after the
+    last real row."""
+    query, key, value, decay, beta = (grid.float().transpose(1, 2) for grid in grids)
+    if real is not None:  # a row that changes nothing
+        missing = ~real[:, None]
+        beta = beta.masked_fill(missing, 0.0)
+        decay = decay.masked_fill(missing.view(*missing.shape, *[1] * (decay.ndim - 3)), 0.0)
+    query, key = _normalized(query) * query.shape[-1] ** -0.5, _normalized(key)
+    output, state = _in_blocks((query, key, value, decay, beta), state)
+    return output.transpose(1, 2), state
+
+
+def mamba2(grids: Sequence[Tensor], real: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """S_t = S_{t-1} exp(a_t) + b_t x_t^T; the output is c_t^T S_t (Mamba-2, arXiv 2405.21060, section 6). Heads of
+    one group, which follow each other, share b and c.
+
+    grids: c, b [count, rows, groups, states], x [count, rows, heads, dim], a (at most 0) [count, rows, heads]. real:
+    bool [count, rows]; None: all. state: float32 [count, heads, states, dim]; None: zero. Returns float32 [count, rows,
+    heads, dim], and the state after the last real row."""
+    read, write, x, decay = (grid.float().transpose(1, 2) for grid in grids)
+    if real is not None:
+        missing = ~real[:, None]
+        x, decay = x.masked_fill(missing[..., None], 0.0), decay.masked_fill(missing, 0.0)
+    output, state = _in_blocks((read, write, x, decay), state)
+    return output.transpose(1, 2), state
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _in_blocks(tensors: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """tensors: query, key, value, decay and perhaps beta, [count, heads, rows, ...]; queries and keys may have fewer
+    heads. Returns [count, heads, rows, value_dim] and the state."""
+    _, key, value, *_ = tensors
+    count, heads, rows, value_dim = value.shape
+    size = -(-rows // -(-rows // CHUNK))
+    size += -size % _MULTIPLE
+    chunks = -(-rows // size)
+    chunked = [_chunks(tensor, chunks, size) for tensor in tensors]
+    current = value.new_zeros(count, heads, key.shape[-1], value_dim) if state is None else state
+    step = max(1, BLOCK_ROWS // (count * size))
+    run: Callable[..., tuple[Tensor, Tensor]] = _block
+    if chunks > step:
+        run = functools.partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False)
+    outputs: list[Tensor] = []
+    for block in zip(*(tensor.split(step, dim=2) for tensor in chunked), strict=True):
+        output, current = run(current, *block)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :rows], current
+
+
+def _chunks(tensor: Tensor, chunks: int, size: int) -> Tensor:
+    """[count, heads, rows, ...] as [count, heads, chunks, size, ...], with zeros after the last row."""
+    lacking = chunks * size - tensor.shape[2]
+    if lacking:
+        tensor = pad(tensor, (*[0] * (2 * (tensor.ndim - 3)), 0, lacking))
+    return tensor.unflatten(2, (chunks, size))
+
+
+def _block(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Some chunks. query, key: [count, key_heads, chunks, size, dim]; value: [count, heads, chunks, size, value_dim];
+    decay [count, heads, chunks, size] or with a last dimension dim; beta [count, heads, chunks, size]. Returns [count,
+    heads, chunks, size, value_dim] and the state after them."""
+    total = decay.cumsum(dim=3)
+    of_channels = decay.ndim == 5
+    heads = value.shape[1] // key.shape[1]
+    if of_channels:
+        scores, similar = _products_of_channels(query, key, total)
+        decayed = total.exp()
+        last = total[:, :, :, -1:]
+        ending, ended = (last - total).exp(), last[:, :, :, 0, :, None].exp()
+    else:
+        later = torch.ones(total.shape[3], total.shape[3], dtype=torch.bool, device=total.device).triu(1)
+        between = (total[..., None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+        scores = _for_heads(query @ key.transpose(3, 4), heads) * between
+        similar = _for_heads(key @ key.transpose(3, 4), heads) * between if beta is not None else None
+        decayed = total.exp()[..., None]
+        last = total[..., -1:]
+        ending, ended = (last - total).exp()[..., None], last[..., None].exp()
+    query, key = _for_heads(query, heads), _for_heads(key, heads)
+    written, read = key * ending, query * decayed
+    known: Sequence[Tensor] | None = None
+    if beta is not None and similar is not None:
+        # (I + A) [u, w] = [beta v, beta k exp(total)], with A below the diagonal (arXiv 2412.06464, section 3.3)
+        sides = torch.cat([value, key * decayed], dim=4) * beta[..., None]
+        solved = torch.linalg.solve_triangular(similar * beta[..., None], sides, upper=False, unitriangular=True)
+        value, of_state = solved.split([value.shape[4], key.shape[4]], dim=4)
+        known = of_state.unbind(2)
+    states: list[Tensor] = []
+    values: list[Tensor] = []
+    steps = zip(value.unbind(2), written.transpose(3, 4).unbind(2), ended.unbind(2), strict=True)
+    for number, (new, write, kept) in enumerate(steps):
+        if known is not None:
+            new = new - known[number] @ state
+        states.append(state)
+        values.append(new)
+        state = state * kept + write @ new
+    output = read @ torch.stack(states, dim=2) + scores @ torch.stack(values, dim=2)
+    return output, state
+
+
+def _for_heads(x: Tensor, heads: int) -> Tensor:
+    """Each of dimension 1 `heads` times."""
+    return x if heads == 1 else x.repeat_interleave(heads, dim=1)
+
+
+def _products_of_channels(query: Tensor, key: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """q_i and k_i with k_j of the rows j up to i of a chunk, each channel decayed by exp(total_i - total_j), both
+    [count, heads, chunks, size, size]; zeros above the diagonal.
+
+    Rows are taken in parts. Those before the part of row i are decayed to the part's first row, and row i from there:
+    no exponent is above 0. Within a part each channel is multiplied by itself."""
+    size = query.shape[3]
+    both = torch.stack([query, key])
+    made = []
+    for start in range(0, size, _SUB):
+        stop = min(size, start + _SUB)
+        of_part, ends = both[:, :, :, :, start:stop], total[:, :, :, start:stop]
+        later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=total.device).triu(1)
+        exponent = (ends[..., None, :] - ends[..., None, :, :]).masked_fill(later[..., None], float("-inf"))
+        within = (of_part[..., None, :] * (key[:, :, :, None, start:stop] * exponent.exp())).sum(-1)
+        parts = [within, within.new_zeros(*within.shape[:-1], size - stop)]
+        if start:
+            first = total[:, :, :, start : start + 1]
+            earlier = key[:, :, :, :start] * (first - total[:, :, :, :start]).exp()
+            parts.insert(0, (of_part * (ends - first).exp()) @ earlier.transpose(3, 4))
+        made.append(torch.cat(parts, dim=-1))
+    scores, similar = torch.cat(made, dim=4).unbind(0)
+    return scores, similar
