@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
+
+from skyrl.training.backends.torch_lora.text_part import SEEING, model_class
 
 VOCAB, CONTEXT, WINDOW = 128, 128, 8
 _SHAPE: dict[str, Any] = {
@@ -40,6 +42,19 @@ _DELTA_RULE: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 """vLLM's kernel for CPUs takes heads of 128."""
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "out_hidden_size": _SHAPE["hidden_size"],
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+"""The vision tower of models that see. The numbers above are then those of their text part."""
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -102,6 +117,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": False, **_WHOLE},
     "qwen3.5": {"model_type": "qwen3_5_text", **_DELTA_RULE},
+    "qwen3.5 that sees": {"model_type": "qwen3_5", **_DELTA_RULE, "rope_parameters": _MROPE},
+    "qwen3-vl": {"model_type": "qwen3_vl", "rope_parameters": _MROPE},
 }
 """Those that adapters can train, by the family's name in the documentation."""
 
@@ -158,10 +175,15 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
     given = {name: value for name, value in settings.items() if name != "model_type"}
     if given.get("head_dim", 0) is None:
         del given["head_dim"]
-    config = AutoConfig.for_model(settings["model_type"], **given)
+    model_type = settings["model_type"]
+    if model_type in SEEING:
+        tied = {"tie_word_embeddings": given["tie_word_embeddings"]}
+        config = AutoConfig.for_model(model_type, text_config=given, vision_config=VISION, **tied)
+    else:
+        config = AutoConfig.for_model(model_type, **given)
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.base import Datum, ModelLimits
@@ -22,6 +22,7 @@ from skyrl.training.backends.torch_lora.packing import pack_alone
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routed_experts import FIELD
 from skyrl.training.backends.torch_lora.scans import CHUNK
+from skyrl.training.backends.torch_lora.text_part import drop_vision, model_class
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
@@ -125,9 +126,11 @@ def load_base_model(
     position embeddings that depend on the batch, or other logits on packed rows than in transformers.
     """
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=base_dtype(device), attn_implementation="eager")
+        loader = model_class(AutoConfig.from_pretrained(path))
+        model: Any = loader.from_pretrained(path, dtype=base_dtype(device), attn_implementation="eager")
     except LOADING_ERRORS as error:
         raise ConfigError(f"base_model: cannot load {path}: {error}") from error
+    drop_vision(model)
     model.to(device).eval().requires_grad_(False)
     _align(model)
     check_config(path, model.config)

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
 from skyrl.training.backends.torch_lora.packing import PackedSlice
-from skyrl.training.backends.torch_lora.scans import delta_rule, mamba2
+from skyrl.training.backends.torch_lora.scans import KEPT_ROWS, delta_rule, mamba2
 from skyrl.training.backends.torch_lora.segments import SHORTEST_IN_GROUP, Segment
 
 ROWS = "packed_rows"
@@ -215,23 +216,32 @@ def _convolution(
 ) -> Tensor:
     """A causal convolution of each channel along its sequence. x: [1, channels, rows]; weight: [channels, width], whose
     last column is that of the row itself. Returns [1, channels, rows]."""
-    rows = x[0].T.float()
+    arguments = (x[0].T, weight, bias, activation, packed.firsts, packed.before)
+    if x.shape[2] <= KEPT_ROWS or not torch.is_grad_enabled():
+        return _convolved(*arguments).T[None]
+    return checkpoint(_convolved, *arguments, use_reentrant=False, preserve_rng_state=False).T[None]
+
+
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, firsts: Tensor, before: Tensor
+) -> Tensor:
+    """x: [rows, channels]; returns the same shape and dtype."""
+    rows = x.float()
     columns = weight.float().unbind(1)[::-1]
     made = rows * columns[0]
     for distance, column in enumerate(columns[1:], start=1):
         made[distance:].addcmul_(rows[:-distance], column)
     # Those that begin a segment read the rows before them in their sequence, not those of another one.
-    firsts = rows.index_select(0, packed.firsts) * columns[0]
-    for distance, column in enumerate(columns[1:]):
-        before = packed.before[:, distance]
-        read = rows.index_select(0, before.clamp(min=0)).masked_fill(before[:, None] < 0, 0.0)
-        firsts = torch.addcmul(firsts, read, column)
-    made = made.index_copy(0, packed.firsts, firsts)
+    begin = rows.index_select(0, firsts) * columns[0]
+    for column, of_distance in zip(columns[1:], before.unbind(1), strict=False):
+        read = rows.index_select(0, of_distance.clamp(min=0)).masked_fill(of_distance[:, None] < 0, 0.0)
+        begin = torch.addcmul(begin, read, column)
+    made = made.index_copy(0, firsts, begin)
     if bias is not None:
         made = made + bias.float()
     if activation is not None:
         made = ACT2FN[activation](made)
-    return made.to(x.dtype).T[None]
+    return made.to(x.dtype)
 
 
 def _gated_delta_rule(

@@ -1,14 +1,14 @@
 """Linear recurrences along grids of rows, in chunks: the gated delta rule and Mamba-2.
 
 Within a chunk all rows are computed together by matrix products; the state goes from chunk to chunk. Everything is
-float32. A long grid is cut into blocks of chunks, and backward computes each block again: so the memory for its inner
-numbers does not grow with its length. Knows nothing of segments or modules.
+float32. A large grid is cut into blocks of chunks, and backward computes each block again: so the memory for inner
+numbers does not grow with its rows. Knows nothing of segments or modules.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK = 64
 """Rows of a chunk, at most."""
-BLOCK_ROWS = 2048
-"""Rows of a block, in all segments of the grid together, at least one chunk of each."""
+KEPT_ROWS = 4096
+"""A grid of at most so many rows, in all its segments together, keeps its inner numbers for the backward."""
+BLOCK_ROWS = 1024
+"""Rows of a block of a larger grid, in all segments together; at least one chunk of each."""
 _MULTIPLE = 8
 _SUB = 16
 """Rows of a part of a chunk, where each channel has a decay of its own."""
@@ -33,14 +35,10 @@ def delta_rule(grids: Sequence[Tensor], real: Tensor | None, state: Tensor | Non
     heads] or [count, rows, heads, dim], beta [count, rows, heads]. real: bool [count, rows]; None: all. state: float32
     [count, heads, dim, value_dim]; None: zero. Returns float32 [count, rows, heads, value_dim], and the state after the
     last real row."""
-    query, key, value, decay, beta = (grid.float().transpose(1, 2) for grid in grids)
+    query, key, value, decay, beta = grids
     if real is not None:  # a row that changes nothing
-        missing = ~real[:, None]
-        beta = beta.masked_fill(missing, 0.0)
-        decay = decay.masked_fill(missing.view(*missing.shape, *[1] * (decay.ndim - 3)), 0.0)
-    query, key = _normalized(query) * query.shape[-1] ** -0.5, _normalized(key)
-    output, state = _in_blocks((query, key, value, decay, beta), state)
-    return output.transpose(1, 2), state
+        beta, decay = _with_zeros(beta, real), _with_zeros(decay, real)
+    return _in_blocks((query, key, value, decay, beta), state)
 
 
 def mamba2(grids: Sequence[Tensor], real: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -50,53 +48,67 @@ def mamba2(grids: Sequence[Tensor], real: Tensor | None, state: Tensor | None) -
     grids: c, b [count, rows, groups, states], x [count, rows, heads, dim], a (at most 0) [count, rows, heads]. real:
     bool [count, rows]; None: all. state: float32 [count, heads, states, dim]; None: zero. Returns float32 [count, rows,
     heads, dim], and the state after the last real row."""
-    read, write, x, decay = (grid.float().transpose(1, 2) for grid in grids)
+    read, write, x, decay = grids
     if real is not None:
-        missing = ~real[:, None]
-        x, decay = x.masked_fill(missing[..., None], 0.0), decay.masked_fill(missing, 0.0)
-    output, state = _in_blocks((read, write, x, decay), state)
-    return output.transpose(1, 2), state
+        x, decay = _with_zeros(x, real), _with_zeros(decay, real)
+    return _in_blocks((read, write, x, decay), state)
+
+
+def _with_zeros(grid: Tensor, real: Tensor) -> Tensor:
+    return grid.masked_fill(~real.view(*real.shape, *[1] * (grid.ndim - 2)), 0.0)
+
+
+def _in_blocks(grids: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """grids: query, key, value, decay and perhaps beta, [count, rows, heads, ...]; queries and keys may have fewer
+    heads. Returns float32 [count, rows, heads, value_dim] and the state."""
+    _, key, value, *_ = grids
+    count, rows, heads, value_dim = value.shape
+    size = -(-rows // -(-rows // CHUNK))
+    size += -size % _MULTIPLE
+    current = state
+    if current is None:
+        current = value.new_zeros(count, heads, key.shape[-1], value_dim, dtype=torch.float32)
+    if count * rows <= KEPT_ROWS or not torch.is_grad_enabled():
+        return _block(current, size, *grids)
+    step = size * max(1, BLOCK_ROWS // (count * size))
+    outputs: list[Tensor] = []
+    for block in zip(*(grid.split(step, dim=1) for grid in grids), strict=True):
+        made: Any = checkpoint(_block, current, size, *block, use_reentrant=False, preserve_rng_state=False)
+        output, current = made
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), current
+
+
+def _chunks(grid: Tensor, size: int) -> Tensor:
+    """[count, rows, heads, ...] as float32 [count, heads, chunks, size, ...], with zeros after the last row."""
+    grid = grid.float().transpose(1, 2)
+    lacking = -grid.shape[2] % size
+    if lacking:
+        grid = pad(grid, (*[0] * (2 * (grid.ndim - 3)), 0, lacking))
+    return grid.unflatten(2, (-1, size))
 
 
 def _normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def _in_blocks(tensors: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """tensors: query, key, value, decay and perhaps beta, [count, heads, rows, ...]; queries and keys may have fewer
-    heads. Returns [count, heads, rows, value_dim] and the state."""
-    _, key, value, *_ = tensors
-    count, heads, rows, value_dim = value.shape
-    size = -(-rows // -(-rows // CHUNK))
-    size += -size % _MULTIPLE
-    chunks = -(-rows // size)
-    chunked = [_chunks(tensor, chunks, size) for tensor in tensors]
-    current = value.new_zeros(count, heads, key.shape[-1], value_dim) if state is None else state
-    step = max(1, BLOCK_ROWS // (count * size))
-    run: Callable[..., tuple[Tensor, Tensor]] = _block
-    if chunks > step:
-        run = functools.partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False)
-    outputs: list[Tensor] = []
-    for block in zip(*(tensor.split(step, dim=2) for tensor in chunked), strict=True):
-        output, current = run(current, *block)
-        outputs.append(output)
-    return torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :rows], current
+def _block(state: Tensor, size: int, *grids: Tensor) -> tuple[Tensor, Tensor]:
+    """Some rows, as `_in_blocks` has them, in chunks of `size` rows. With beta, queries and keys are normalized."""
+    rows = grids[0].shape[1]
+    query, key, value, decay, *rest = (_chunks(grid, size) for grid in grids)
+    beta = rest[0] if rest else None
+    if beta is not None:
+        query, key = _normalized(query) * query.shape[-1] ** -0.5, _normalized(key)
+    output, state = _scan(state, query, key, value, decay, beta)
+    return output.flatten(2, 3)[:, :, :rows].transpose(1, 2), state
 
 
-def _chunks(tensor: Tensor, chunks: int, size: int) -> Tensor:
-    """[count, heads, rows, ...] as [count, heads, chunks, size, ...], with zeros after the last row."""
-    lacking = chunks * size - tensor.shape[2]
-    if lacking:
-        tensor = pad(tensor, (*[0] * (2 * (tensor.ndim - 3)), 0, lacking))
-    return tensor.unflatten(2, (chunks, size))
-
-
-def _block(
-    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None = None
+def _scan(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Some chunks. query, key: [count, key_heads, chunks, size, dim]; value: [count, heads, chunks, size, value_dim];
-    decay [count, heads, chunks, size] or with a last dimension dim; beta [count, heads, chunks, size]. Returns [count,
-    heads, chunks, size, value_dim] and the state after them."""
+    """query, key: [count, key_heads, chunks, size, dim]; value: [count, heads, chunks, size, value_dim]; decay [count,
+    heads, chunks, size] or with a last dimension dim; beta [count, heads, chunks, size]. Returns [count, heads, chunks,
+    size, value_dim] and the state after them."""
     total = decay.cumsum(dim=3)
     of_channels = decay.ndim == 5
     heads = value.shape[1] // key.shape[1]

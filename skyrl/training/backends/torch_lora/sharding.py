@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from skyrl.base.config.server import ConfigError
@@ -31,6 +31,7 @@ from skyrl.training.backends.torch_lora.model import LOADING_ERRORS, BaseModel, 
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.shards import rows_of
+from skyrl.training.backends.torch_lora.text_part import drop_vision, model_class
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -133,7 +134,8 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) ->
     held = torch.float32 if form.trained else computed
     policy = MixedPrecisionPolicy(None if held == computed else computed, reduce_dtype=torch.float32)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=held, attn_implementation="eager")
+        model: Any = model_class(config).from_config(config, dtype=held, attn_implementation="eager")
+    drop_vision(model)
     model.eval().requires_grad_(form.trained)
     packed = form.wrap(path, model)
     for layer in packed.decoder_layers:
