@@ -151,6 +151,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 """Mixtures of experts that adapters can train. This one also has a dense layer, whose MLP PEFT leaves out."""
 
+PACKED = ("qwen3.5", "qwen3.5 that sees")
+"""Those that are tried in every way in which rows are packed, not only against transformers."""
+
 GPT_OSS: dict[str, Any] = {
     **_SHAPE,
     "model_type": "gpt_oss",
@@ -177,8 +180,8 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
         del given["head_dim"]
     model_type = settings["model_type"]
     if model_type in SEEING:
-        tied = {"tie_word_embeddings": given["tie_word_embeddings"]}
-        config = AutoConfig.for_model(model_type, text_config=given, vision_config=VISION, **tied)
+        tied = given.get("tie_word_embeddings", False)
+        config = AutoConfig.for_model(model_type, text_config=given, vision_config=VISION, tie_word_embeddings=tied)
     else:
         config = AutoConfig.for_model(model_type, **given)
     with torch.random.fork_rng():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_full.gradients import GradientSink
@@ -26,6 +26,7 @@ from skyrl.training.backends.torch_lora.output_layer import OutputLayer
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routing import Routing
+from skyrl.training.backends.torch_lora.text_part import SEEING, model_class
 
 
 class PlainModel(PackedModel):
@@ -54,7 +55,13 @@ class PlainModel(PackedModel):
 
 
 def plain(path: str, model: Any) -> PlainModel:
-    """Raises ConfigError for a mixture of experts of an unknown kind, and for a decoder without `layers`."""
+    """Raises ConfigError for a mixture of experts of an unknown kind, for a decoder without `layers`, and for a model
+    that sees."""
+    if model.config.model_type in SEEING:
+        raise ConfigError(
+            f"base_model: {path} ({model.config.model_type}) also sees pictures: full fine-tuning trains models of "
+            "text alone; adapters train its text part"
+        )
     try:
         return PlainModel(model)
     except ValueError as error:
@@ -82,7 +89,7 @@ class FullModel:
     def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: Setting) -> None:
         self.dtype = base_dtype(device)
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = model_class(AutoConfig.from_pretrained(path)).from_pretrained(
                 path, dtype=self.dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True
             )
         except LOADING_ERRORS as error:
