@@ -155,7 +155,10 @@ class PackedModel(nn.Module):
     def _hidden_states(self, slices: Sequence[PackedSlice]) -> Tensor:
         """Final hidden states [rows, hidden] of packed slices, with the active segments."""
         self.routing.follow(slices)
-        layout = {recurrence.ROWS: recurrence.PackedRows.of(slices, self.reach)} if self.reach else {}
+        layout: dict[str, Any] = {}
+        if self.reach:
+            recomputed = self.recomputation is not None and self.recomputation.recomputes
+            layout[recurrence.ROWS] = recurrence.PackedRows.of(slices, self.reach, recomputed=recomputed)
         output = self.model.get_decoder()(
             input_ids=torch.cat([packed.tokens for packed in slices])[None],
             position_ids=torch.cat([packed.positions for packed in slices])[None],

@@ -74,6 +74,11 @@ class Recomputation:
             switched.gradient_checkpointing = True  # transformers looks at this, and at `training`
             switched._gradient_checkpointing_func = function
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward of the micro-batch whose forward runs now computes the layers again."""
+        return self._recomputes and torch.is_grad_enabled()
+
     @contextmanager
     def of_micro_batch(self, rows: int, copies: int = 0, leaves: Sequence[Tensor] = ()) -> Iterator[None]:
         """The forward of a micro-batch runs inside. `copies`: of rows of keys and values, behind shared prefixes.

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.activations import ACT2FN
 
+from skyrl.training.backends.torch_lora.convolution import causal_convolution
 from skyrl.training.backends.torch_lora.packing import PackedSlice
 from skyrl.training.backends.torch_lora.scans import KEPT_ROWS, delta_rule, mamba2
 from skyrl.training.backends.torch_lora.segments import SHORTEST_IN_GROUP, Segment
@@ -61,21 +61,27 @@ class SliceRows:
 @dataclass(frozen=True)
 class PackedRows:
     """The rows of a micro-batch. before: int64 [firsts, reach], the rows before each of the `firsts`, the nearest
-    first, -1 for none. `firsts`: int64, the rows whose `reach` rows before are not all those that lie before them."""
+    first, -1 for none. `firsts`: int64, the rows whose `reach` rows before are not all those that lie before them.
+    `recomputed`: whether backward computes the decoder layers again."""
 
     slices: tuple[SliceRows, ...]
     firsts: Tensor
     before: Tensor
+    recomputed: bool
+
+    @property
+    def rows(self) -> int:
+        return sum(of_slice.rows for of_slice in self.slices)
 
     @staticmethod
-    def of(slices: Sequence[PackedSlice], reach: int) -> PackedRows:
+    def of(slices: Sequence[PackedSlice], reach: int, *, recomputed: bool) -> PackedRows:
         """`reach`: how many rows before it a convolution reads."""
         device = slices[0].tokens.device
         made = tuple(_slice_rows(packed.layout.segments, device) for packed in slices)
         found = [pair for packed in slices for pair in _rows_before(packed, reach)]
         firsts = torch.tensor([row for row, _ in found], device=device)
         before = torch.tensor([rows for _, rows in found], device=device).view(len(found), reach)
-        return PackedRows(made, firsts, before)
+        return PackedRows(made, firsts, before, recomputed)
 
 
 def _rows_before(packed: PackedSlice, reach: int) -> Iterator[tuple[int, list[int]]]:
@@ -216,32 +222,10 @@ def _convolution(
 ) -> Tensor:
     """A causal convolution of each channel along its sequence. x: [1, channels, rows]; weight: [channels, width], whose
     last column is that of the row itself. Returns [1, channels, rows]."""
-    arguments = (x[0].T, weight, bias, activation, packed.firsts, packed.before)
-    if x.shape[2] <= KEPT_ROWS or not torch.is_grad_enabled():
-        return _convolved(*arguments).T[None]
-    return checkpoint(_convolved, *arguments, use_reentrant=False, preserve_rng_state=False).T[None]
-
-
-def _convolved(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, firsts: Tensor, before: Tensor
-) -> Tensor:
-    """x: [rows, channels]; returns the same shape and dtype."""
-    rows = x.float()
-    columns = weight.float().unbind(1)[::-1]
-    made = rows * columns[0]
-    for distance, column in enumerate(columns[1:], start=1):
-        made[distance:].addcmul_(rows[:-distance], column)
-    # Those that begin a segment read the rows before them in their sequence, not those of another one.
-    begin = rows.index_select(0, firsts) * columns[0]
-    for column, of_distance in zip(columns[1:], before.unbind(1), strict=False):
-        read = rows.index_select(0, of_distance.clamp(min=0)).masked_fill(of_distance[:, None] < 0, 0.0)
-        begin = torch.addcmul(begin, read, column)
-    made = made.index_copy(0, firsts, begin)
-    if bias is not None:
-        made = made + bias.float()
-    if activation is not None:
-        made = ACT2FN[activation](made)
-    return made.to(x.dtype)
+    made = causal_convolution(x[0].T, weight, bias, packed.firsts, packed.before, silu=activation in _SILU)
+    if activation is not None and activation not in _SILU:
+        raise ValueError(f"a convolution with {activation} is not supported")
+    return made.T[None]
 
 
 def _gated_delta_rule(
@@ -272,6 +256,8 @@ def _mamba2(
     return over_segments(mamba2, (C, B, x * steps[..., None], steps * A), packed) + x * D[:, None]
 
 
+_SILU = ("silu", "swish")
+
 _OWN: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
@@ -299,7 +285,22 @@ def install(layers: Iterable[nn.Module]) -> int:
                 raise ValueError(f"{type(module).__name__} keeps a state along a sequence in a way that is not known")
             for name in found:
                 namespace[name] = _either(namespace[name], _OWN[name])
+            _recompute_alone(module)
     return reach
+
+
+def _recompute_alone(module: Any) -> None:
+    """Where layers are recomputed, and have many rows, backward computes the module once more: so what it keeps, and
+    what the rest of its layer keeps, are not in memory at the same time."""
+    stock = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        packed: PackedRows | None = kwargs.get(ROWS)
+        if packed is None or not packed.recomputed or packed.rows <= KEPT_ROWS:
+            return stock(*args, **kwargs)
+        return checkpoint(stock, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    module.forward = forward
 
 
 def _either(stock: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
