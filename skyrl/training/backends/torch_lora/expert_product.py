@@ -25,22 +25,33 @@ _ALIGNMENT = 16
 
 class ExpertsUpdate(NamedTuple):
     """An adapter's update of the experts for rows [start, stop): scale * (x A_e^T) B_e^T for each projection, with the
-    matrices of the row's expert e. Each pair: lora_A [experts, rank, inputs] and lora_B [experts, outputs, rank]."""
+    matrices of the row's expert e. Each pair: lora_A [experts, rank, inputs] and lora_B [experts, outputs, rank].
+    `first`: a pair for each part of the first product."""
 
     start: int
     stop: int
     scale: float
-    gate: LoraPair
-    up: LoraPair
+    first: Sequence[LoraPair]
     down: LoraPair
 
 
 class BaseExperts(NamedTuple):
-    """Of the base model: gate_up [experts, 2 * size, hidden], gate above up; down [experts, hidden, size]."""
+    """Of the base model: `first` [experts, outputs, hidden] and `down` [experts, hidden, size], with their biases
+    [experts, outputs] and [experts, hidden] if they have some.
 
-    gate_up: Tensor
+    `inner` makes [entries, size] of the first product: of its `parts` parts of equal width, such as gate and up."""
+
+    first: Tensor
     down: Tensor
-    activation: Callable[[Tensor], Tensor]
+    inner: Callable[..., Tensor]
+    parts: int
+    first_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """For `BaseExperts.inner` of experts whose first product has two parts, gate and up."""
+    return lambda gate, up: activation(gate) * up
 
 
 def experts_with_updates(
@@ -56,15 +67,18 @@ def experts_with_updates(
     ends = _ends(sorted_experts, len(experts.down))
     # hidden[order // per_row] would be the same, but its backward adds the gradients of a row's entries by atomics.
     x = hidden[:, None].expand(-1, per_row, -1).reshape(len(order), -1)[order]
-    gate, up = _products(x, experts.gate_up, ends).chunk(2, dim=-1)
+    first = _with_bias(_products(x, experts.first, ends), experts.first_bias, sorted_experts)
+    parts: Sequence[Tensor] = first.chunk(experts.parts, dim=-1)
     entries: _Entries | None = None
     if updates:
         entries = _Entries(order // per_row, sorted_experts, len(experts.down), rows, per_row, updates)
-        parts = entries.split(x)
-        gate = gate + entries.update(parts, [update.gate for update in updates])
-        up = up + entries.update(parts, [update.up for update in updates])
-    inner = experts.activation(gate) * up
-    output = _products(inner, experts.down, ends)
+        inputs = entries.split(x)
+        parts = [
+            part + entries.update(inputs, pairs)
+            for part, *pairs in zip(parts, *(update.first for update in updates), strict=True)
+        ]
+    inner = experts.inner(*parts)
+    output = _with_bias(_products(inner, experts.down, ends), experts.down_bias, sorted_experts)
     if entries is not None:
         output = output + entries.update(entries.split(inner), [update.down for update in updates])
     output = (output * weights.reshape(-1)[order, None])[_inverse(order)]
@@ -122,6 +136,12 @@ def _low_rank(x: Tensor, pair: LoraPair, ends: Tensor, scale: float) -> Tensor:
     if more:
         lora_a, lora_b = pad(lora_a, (0, 0, 0, more)), pad(lora_b, (0, more))
     return _products(_products(x, lora_a, ends) * scale, lora_b, ends)
+
+
+def _with_bias(product: Tensor, bias: Tensor | None, expert: Tensor) -> Tensor:
+    """product [entries, outputs] plus the bias of each entry's expert. The backward of `index_select` adds the entries
+    in their order on a CPU; that of an index adds them by atomics."""
+    return product if bias is None else product + bias.index_select(0, expert).to(product.dtype)
 
 
 def _products(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
