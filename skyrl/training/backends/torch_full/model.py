@@ -19,13 +19,13 @@ from skyrl.training.backends.torch_full.gradients import GradientSink
 from skyrl.training.backends.torch_full.parameters import FullParameters
 from skyrl.training.backends.torch_lora import recurrence
 from skyrl.training.backends.torch_lora.device import base_dtype
-from skyrl.training.backends.torch_lora.experts import mixture_of, routers_of
+from skyrl.training.backends.torch_lora.experts import mixture_of
 from skyrl.training.backends.torch_lora.lora import ActiveSegments
 from skyrl.training.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config
 from skyrl.training.backends.torch_lora.output_layer import OutputLayer
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
-from skyrl.training.backends.torch_lora.routing import Routing
+from skyrl.training.backends.torch_lora.routing import Routing, routers_of
 from skyrl.training.backends.torch_lora.text_part import SEEING, model_class
 
 

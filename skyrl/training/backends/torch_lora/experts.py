@@ -13,36 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from skyrl.base.config.mixtures import FROZEN_EXPERTS
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import Mixture, PassResult
 from skyrl.training.backends.torch_lora.adapter import Target
 
-ROUTERS = ("Qwen3MoeTopKRouter",)
-"""Kinds of routers that `routing` follows: softmax over all experts in float32, the largest k, and their sum made 1 if
-`norm_topk_prob` says so."""
 _FUSED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")
-
-
-def routers_of(model: nn.Module) -> list[Any]:
-    """The routers of a mixture's layers, in the order of the layers; none for a dense model.
-
-    Raises ValueError for layers that choose their experts in another way, or that also have experts which every row
-    uses."""
-    routers: list[Any] = []
-    for name, module in model.named_modules():
-        if not isinstance(getattr(module, "experts", None), nn.Module):
-            continue
-        router = getattr(module, "gate", None)
-        if type(router).__name__ not in ROUTERS:
-            raise ValueError(
-                f"{name} is a mixture of experts of a kind that cannot be trained "
-                f"({type(module).__name__} with {type(router).__name__}); there are: {', '.join(ROUTERS)}"
-            )
-        routers.append(router)
-    return routers
 
 
 def mixture_of(routers: Sequence[Any]) -> Mixture | None:

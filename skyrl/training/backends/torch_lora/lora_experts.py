@@ -46,13 +46,6 @@ _OF_CLASS = {
 }
 """PEFT and vLLM take an adapter on a fused gate and up as one pair of matrices where the release has them fused
 (vLLM's `is_3d_moe_weight`), and else as two. The other names are those of the projections of one expert."""
-EXPERT_LEAVES = tuple(
-    dict.fromkeys(
-        leaf
-        for names in (_PER_EXPERT, _WITHOUT_GATE, *_OF_CLASS.values())
-        for leaf in (*names.first, names.down)
-    )
-)
 
 
 def _names_of(module: Any) -> AdapterNames:

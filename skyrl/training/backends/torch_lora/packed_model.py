@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from skyrl.training.backends.torch_lora import attention, recurrence
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.attention_checks import AttentionCall, noted_calls
-from skyrl.training.backends.torch_lora.experts import mixture_of, routers_of
+from skyrl.training.backends.torch_lora.experts import mixture_of
 from skyrl.training.backends.torch_lora.logprobs import Targets, exceed_a_chunk, target_logprobs
 from skyrl.training.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
 from skyrl.training.backends.torch_lora.lora_experts import OWN_PRODUCTS, MultiLoraExperts
@@ -23,7 +23,7 @@ from skyrl.training.backends.torch_lora.output_layer import LogitTransform, Outp
 from skyrl.training.backends.torch_lora.packing import PackedSlice
 from skyrl.training.backends.torch_lora.projections import wrap_experts, wrap_linears
 from skyrl.training.backends.torch_lora.recomputation import Recomputation, Setting
-from skyrl.training.backends.torch_lora.routing import Routing
+from skyrl.training.backends.torch_lora.routing import Routing, routers_of
 from skyrl.training.backends.torch_lora.segments import copied_rows
 
 

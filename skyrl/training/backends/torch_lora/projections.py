@@ -142,5 +142,6 @@ def _leaf(name: str) -> str:
 
 def trained_targets(targets: Iterable[Target], spec: LoraSpec, *, mlp: bool = True) -> list[Target]:
     """The targets that the spec's train flags select, in the order given; without `mlp`, none of MLPs and experts."""
-    leaves = ATTENTION * spec.train_attn + MLP * (spec.train_mlp and mlp) + UNEMBED * spec.train_unembed
-    return [target for target in targets if _leaf(target.name) in leaves]
+    of_mlp = spec.train_mlp and mlp
+    leaves = ATTENTION * spec.train_attn + MLP * of_mlp + UNEMBED * spec.train_unembed
+    return [each for each in targets if (of_mlp if each.experts is not None else _leaf(each.name) in leaves)]

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.host_memory import free_host_bytes
+from skyrl.training.backends.torch_lora.routing import router_of
 
 Setting = bool | Literal["auto"]
 SHARE = 0.5
@@ -158,11 +159,14 @@ def _product_bytes(layers: Sequence[nn.Module]) -> int:
     modules = [module for layer in layers for module in layer.modules()]
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     dense = sum((each.in_features + each.out_features) * each.weight.element_size() for each in linears)
-    mixtures: list[Any] = [module for module in modules if isinstance(getattr(module, "experts", None), nn.Module)]
+    mixtures: list[tuple[Any, Any]] = [
+        (module, router) for module in modules if (router := router_of(module)) is not None
+    ]
     return dense + sum(
-        module.gate.top_k * sum(weights.shape[1:]) * weights.element_size()
-        for module in mixtures
-        for weights in module.experts.parameters()  # [experts, outputs, inputs]
+        router.top_k * sum(weights.shape[1:]) * weights.element_size()
+        for module, router in mixtures
+        for weights in module.experts.parameters()
+        if weights.ndim == 3  # [experts, outputs, inputs], or transposed; biases have no products
     )
 
 

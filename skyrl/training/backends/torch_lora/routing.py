@@ -1,25 +1,94 @@
 """Routing replay: the routers of a mixture use the experts that the sampler has used, where these were recorded.
 
-The weights of the experts are the router's own: its softmax over all experts at the recorded experts, made to sum to 1
-if the model does so. Gradients go through that softmax ("Stabilizing MoE Reinforcement Learning by Aligning Training
-and Inference Routers", arXiv 2510.11370: the mask comes from the sampler, the logits from the trainer).
-Knows the routers named in `experts.ROUTERS`. Knows nothing of passes or adapters.
+The weights of the experts are the router's own: what it makes of its logits at the recorded experts. Gradients go
+through them ("Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370: the
+mask comes from the sampler, the logits from the trainer).
+Knows how transformers' routers weigh experts. Knows nothing of passes or adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skyrl.training.backends.torch_lora.packing import PackedSlice
 
 RouterOutput = tuple[Tensor, Tensor, Tensor]
 """logits [rows, experts]; weights [rows, k] of the chosen experts; the experts, int64 [rows, k]."""
+Weigh = Callable[[Any, Tensor, Tensor], Tensor]
+"""Of a router, its logits, and the experts that it shall use: their weights [rows, k]."""
+
+
+def _softmax_of_all(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    """Its sum is made 1 unless `norm_topk_prob` says otherwise; some routers have no such setting."""
+    weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
+    return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
+
+
+def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    return logits.gather(1, experts).softmax(-1)
+
+
+def _sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.float().sigmoid().gather(1, experts)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _scaled_sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.float().sigmoid().gather(1, experts)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * router.routed_scaling_factor
+
+
+ROUTERS: dict[str, Weigh] = {
+    "Qwen3MoeTopKRouter": _softmax_of_all,
+    "Qwen3NextTopKRouter": _softmax_of_all,
+    "Qwen3_5MoeTopKRouter": _softmax_of_all,
+    "Qwen3VLMoeTextTopKRouter": _softmax_of_all,
+    "MixtralTopKRouter": _softmax_of_all,
+    "GptOssTopKRouter": _softmax_of_chosen,
+    "MiniMaxM2TopKRouter": _sigmoid,
+    "DeepseekV3TopkRouter": _scaled_sigmoid,
+    "DeepseekV32TopkRouter": _scaled_sigmoid,
+    "Glm4MoeTopkRouter": _scaled_sigmoid,
+    "Glm4MoeLiteTopkRouter": _scaled_sigmoid,
+    "GlmMoeDsaTopkRouter": _scaled_sigmoid,
+    "KimiLinearTopkRouter": _scaled_sigmoid,
+    "NemotronHTopkRouter": _scaled_sigmoid,
+}
+"""How each kind of router weighs the experts that it uses. What else changes its *choice*, such as groups of experts,
+or a bias that makes their use even, changes no weights. Every kind returns `RouterOutput`."""
+
+
+def router_of(block: nn.Module) -> Any | None:
+    """The router beside a layer's experts; None for a module without experts."""
+    if not isinstance(getattr(block, "experts", None), nn.Module):
+        return None
+    return getattr(block, "gate", getattr(block, "router", None))
+
+
+def routers_of(model: nn.Module) -> list[Any]:
+    """The routers of a mixture's layers, in the order of the layers; none for a dense model.
+
+    Raises ValueError for layers whose router is of a kind that `routing` does not know."""
+    routers: list[Any] = []
+    for name, module in model.named_modules():
+        if not isinstance(getattr(module, "experts", None), nn.Module):
+            continue
+        router = router_of(module)
+        if type(router).__name__ not in ROUTERS:
+            raise ValueError(
+                f"{name} is a mixture of experts of a kind that cannot be trained: how {type(router).__name__} of "
+                f"{type(module).__name__} weighs the experts that it uses is not known; there are: {', '.join(ROUTERS)}"
+            )
+        routers.append(router)
+    return routers
 
 
 class Routing:
@@ -52,7 +121,7 @@ class Routing:
             self.recorded = torch.stack(layers, dim=1)
 
     def _routed(self, layer: int, router: Any, args: object, output: RouterOutput) -> RouterOutput:
-        logits, _, experts = output
+        logits, own_weights, experts = output
         if self._chosen is not None:
             self._chosen.append(experts)
         if self._given is None:
@@ -60,10 +129,8 @@ class Routing:
         count = experts.shape[1]
         given = self._given[:, layer * count : (layer + 1) * count].long()
         experts = torch.where(given[:, :1] < 0, experts, given)
-        weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
-        if router.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights.to(logits.dtype), experts
+        weights = ROUTERS[type(router).__name__](router, logits, experts)
+        return logits, weights.to(own_weights.dtype), experts
 
 
 def _joined(slices: Sequence[PackedSlice]) -> Tensor | None:
@@ -85,7 +152,16 @@ def _joined(slices: Sequence[PackedSlice]) -> Tensor | None:
 @torch.no_grad()
 def own_experts(model: Any, tokens: Tensor) -> Tensor:
     """The experts that a mixture of transformers' uses for one sequence, int64 [tokens, layers, k]. tokens: int64
-    [tokens]. It must be a model as transformers makes it, because it asks for the routers' logits by name."""
-    logits = model(input_ids=tokens[None], use_cache=False, output_router_logits=True).router_logits
-    per_token = model.config.get_text_config().num_experts_per_tok
-    return torch.stack([layer.softmax(-1, dtype=torch.float32).topk(per_token).indices for layer in logits], dim=1)
+    [tokens]."""
+    found: list[Tensor] = []
+
+    def note(router: Any, args: object, output: RouterOutput) -> None:
+        found.append(output[2])
+
+    handles = [router.register_forward_hook(note) for router in routers_of(model)]
+    try:
+        model(input_ids=tokens[None], use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack(found, dim=1)

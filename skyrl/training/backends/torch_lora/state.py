@@ -17,6 +17,7 @@ from torch import Tensor
 
 from skyrl.training.backends.base import InvalidRequest
 from skyrl.training.backends.torch_lora.adapter import Adapter, Target
+from skyrl.training.backends.torch_lora.expert_files import fused_experts, join, split
 
 FORMAT = 2
 STATE_JSON, OPTIMIZER_TENSORS = "state.json", "optimizer.safetensors"
@@ -112,11 +113,12 @@ def _saved_layers(adapter: Adapter, description: dict[str, Any], trainable: Sequ
 
 def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the adapter in PEFT format: tensors `base_model.model.<module>.lora_A.weight`, rounded to the nearest
-    `dtype`. Of experts, one for each: `<module>` is `<module of the experts>.<number>.<projection>`."""
+    `dtype`. Of experts, as `expert_files` says."""
+    fused = fused_experts(adapter.targets)
     tensors = {
         f"{_PEFT_PREFIX}{of_file}{_PEFT_SUFFIX}": matrix.detach().to("cpu", dtype).contiguous()
         for name, view in adapter.views(adapter.weights).items()
-        for of_file, matrix in zip(_names_in_file(name, view.shape), [view] if view.ndim == 2 else view, strict=True)
+        for of_file, matrix in ({name: view} if view.ndim == 2 else split(name, view, fused)).items()
     }
     save_file(tensors, directory / PEFT_TENSORS, metadata={"format": "pt"})
     alpha = float(adapter.spec.alpha)
@@ -127,7 +129,7 @@ def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torc
         "r": adapter.spec.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in _names(adapter)}),
+        **_peft_targets(adapter, fused),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -139,21 +141,23 @@ def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torc
     (directory / PEFT_JSON).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _names_in_file(name: str, shape: Sequence[int]) -> list[str]:
-    """The names of an adapter's tensor in a PEFT file: as vLLM reads experts, and as PEFT converts them."""
-    if len(shape) == 2:
-        return [name]
-    experts, projection, matrix = name.rsplit(".", 2)
-    return [f"{experts}.{number}.{projection}.{matrix}" for number in range(shape[0])]
+def _peft_targets(adapter: Adapter, fused: frozenset[str]) -> dict[str, list[str]]:
+    """By the last part of a module's name; of fused experts, by the last parts of their parameters' names."""
+    named = [target.name.rpartition(".") for target in adapter.targets]
+    modules = {leaf for module, _, leaf in named if module not in fused}
+    parameters = {".".join([*module.rsplit(".", 2)[-2:], leaf]) for module, _, leaf in named if module in fused}
+    # gate_up_proj comes first: PEFT then names its pair `base_layer`
+    more = {"target_parameters": sorted(parameters, reverse=True)} if parameters else {}
+    return {"target_modules": sorted(modules), **more}
 
 
 def _with_joined_experts(adapter: Adapter, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a PEFT file, with one for all experts where the adapter has one. They stay as they are where an
     expert's is lacking or has another shape."""
+    fused = fused_experts(adapter.targets)
     for name, shape in adapter.shapes.items():
-        parts = _names_in_file(name, shape)
-        if len(shape) == 3 and all(part in stored and tuple(stored[part].shape) == shape[1:] for part in parts):
-            stored[name] = torch.stack([stored.pop(part) for part in parts])
+        if len(shape) == 3 and (joined := join(name, shape, stored, fused)) is not None:
+            stored[name] = joined
     return stored
 
 
