@@ -138,6 +138,20 @@ OPT: dict[str, Any] = {
 }
 """Learned positions."""
 
+_SCALED: dict[str, Any] = {
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""Experts of DeepSeek's kind: sigmoids, chosen in groups, with a shared expert."""
+
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {
         "model_type": "qwen3_moe",
@@ -148,22 +162,49 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "layer_types": _MIXED,
+        "rope_parameters": _YARN,
+        "swiglu_limit": 1.5,  # so that it clamps numbers of a random model
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        **_SCALED,
+    },
+    "glm-4.5": {
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        **_SCALED,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "use_qk_norm": True,
+    },
 }
-"""Mixtures of experts that adapters can train. This one also has a dense layer, whose MLP PEFT leaves out."""
+"""Mixtures of experts that adapters can train. Some have a dense layer: PEFT leaves out its MLP in the first one."""
 
 PACKED = ("qwen3.5", "qwen3.5 that sees")
 """Those that are tried in every way in which rows are packed, not only against transformers."""
-
-GPT_OSS: dict[str, Any] = {
-    **_SHAPE,
-    "model_type": "gpt_oss",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": WINDOW,
-    "layer_types": _MIXED,
-    "rope_parameters": _YARN,
-}
-"""A mixture of experts of a kind that is refused."""
 
 
 def make_family(name: str, directory: Path, **changed: Any) -> str:
@@ -191,5 +232,8 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if name.endswith(("experts.gate_up_proj_bias", "experts.down_proj_bias", "e_score_correction_bias")):
+                    tensor.normal_(0, 0.15)
     model.save_pretrained(path)
     return str(path)

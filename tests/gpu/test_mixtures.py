@@ -14,7 +14,12 @@ from torch.nn.functional import silu
 
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum
-from skyrl.training.backends.torch_lora.expert_product import BaseExperts, ExpertsUpdate, experts_with_updates
+from skyrl.training.backends.torch_lora.expert_product import (
+    BaseExperts,
+    ExpertsUpdate,
+    experts_with_updates,
+    gated,
+)
 from tests.gpu.support import DEVICE, FIGURES, NUMERICS, backend_on, build, distance, gradient_of, ok, texts
 from tests.gpu.test_numerics import SLACK, _train
 
@@ -35,8 +40,8 @@ def _naive(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: BaseExperts
     for update in updates:
         for row in range(update.start, update.stop):
             for rank, expert in enumerate(chosen[row].tolist()):
-                gate, up, down = (update.scale * b[expert] @ a[expert] for a, b in update[3:])
-                inner = (experts.gate_up[expert] + torch.cat([gate, up])) @ hidden[row]
+                gate, up, down = (update.scale * b[expert] @ a[expert] for a, b in (*update.first, update.down))
+                inner = (experts.first[expert] + torch.cat([gate, up])) @ hidden[row]
                 first, second = inner.chunk(2)
                 made = (experts.down[expert] + down) @ (silu(first) * second)
                 output = output.index_add(0, torch.tensor([row], device=DEVICE), (weights[row, rank] * made)[None])
@@ -65,10 +70,11 @@ def test_the_grouped_products_agree_with_merged_weights(
     found: dict[str, list[Tensor]] = {}
     for name, of, function in (("ours", dtype, experts_with_updates), ("naive", torch.float64, _naive)):
         given = x.to(of).requires_grad_()
-        frozen = BaseExperts(experts[0].to(of), experts[1].to(of), silu)
+        frozen = BaseExperts(experts[0].to(of), experts[1].to(of), gated(silu), 2)
+        pairs_of = [[(a.to(of), b.to(of)) for a, b in pairs] for pairs in leaves]
         updates = [
-            ExpertsUpdate(start, stop, 0.5, *((a.to(of), b.to(of)) for a, b in pairs))
-            for start, stop, pairs in zip(bounds, bounds[1:], leaves, strict=False)
+            ExpertsUpdate(start, stop, 0.5, pairs[:2], pairs[2])
+            for start, stop, pairs in zip(bounds, bounds[1:], pairs_of, strict=False)
         ]
         output = function(given, chosen, weights.to(of), frozen, updates)
         gradients = torch.autograd.grad(output.double().square().sum(), [given, *flat])
@@ -85,14 +91,14 @@ def test_experts_without_rows_get_a_gradient_of_zero(dtype: torch.dtype) -> None
     pairs = [(torch.randn(EXPERTS, 8, i, device=DEVICE), torch.randn(EXPERTS, o, 8, device=DEVICE)) for i, o in shapes]
     leaves = [matrix.requires_grad_() for pair in pairs for matrix in pair]
     base = [torch.randn(EXPERTS, *shape, device=DEVICE) for shape in ((2 * size, hidden_size), (hidden_size, size))]
-    frozen = BaseExperts(base[0].to(dtype), base[1].to(dtype), silu)
+    frozen = BaseExperts(base[0].to(dtype), base[1].to(dtype), gated(silu), 2)
     chosen = torch.tensor([3, 7, 8, 15], device=DEVICE).expand(rows, PER_TOKEN)
     weights = torch.full((rows, PER_TOKEN), 0.25, device=DEVICE, dtype=dtype)
     del base
     poison = [torch.full((EXPERTS, 8, hidden_size), torch.nan, device=DEVICE, dtype=dtype) for _ in range(64)]
     del poison
     hidden = torch.randn(rows, hidden_size, device=DEVICE, dtype=dtype)
-    output = experts_with_updates(hidden, chosen, weights, frozen, [ExpertsUpdate(0, rows, 0.5, *pairs)])
+    output = experts_with_updates(hidden, chosen, weights, frozen, [ExpertsUpdate(0, rows, 0.5, pairs[:2], pairs[2])])
     for gradient in torch.autograd.grad(output.float().square().sum(), leaves):
         assert gradient.isfinite().all()
         used = [number for number, of_expert in enumerate(gradient) if of_expert.any()]

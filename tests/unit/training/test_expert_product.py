@@ -14,6 +14,7 @@ from skyrl.training.backends.torch_lora.expert_product import (
     ExpertsUpdate,
     _on_device,
     experts_with_updates,
+    gated,
     of_used_experts,
 )
 
@@ -41,8 +42,8 @@ def _gradients(*, adapted: bool) -> list[Tensor]:
     adapters = [each for pair in pairs for each in pair] if adapted else []
     leaves = [matrix.requires_grad_() for matrix in (*base, *adapters)]
     weights, chosen = _random(ROWS, EXPERTS, seed=5).softmax(-1).topk(PER_ROW)
-    updates = [ExpertsUpdate(0, ROWS, 0.5, *pairs)] if adapted else []
-    made = experts_with_updates(hidden, chosen, weights, BaseExperts(base[0], base[1], silu), updates)
+    updates = [ExpertsUpdate(0, ROWS, 0.5, pairs[:2], pairs[2])] if adapted else []
+    made = experts_with_updates(hidden, chosen, weights, BaseExperts(base[0], base[1], gated(silu), 2), updates)
     return list(torch.autograd.grad(made.square().sum(), [hidden, *leaves]))
 
 
@@ -65,7 +66,7 @@ def test_the_backward_keeps_an_adapters_matrices_as_they_are_and_no_copies_in_bf
     pairs = [(_random(EXPERTS, 8, i, seed=3), _random(EXPERTS, o, 8, seed=4)) for i, o in PROJECTIONS]
     leaves = [matrix.requires_grad_() for pair in pairs for matrix in pair]
     gate_up, down = _random(EXPERTS, 2 * SIZE, HIDDEN, seed=1), _random(EXPERTS, HIDDEN, SIZE, seed=2)
-    base = BaseExperts(gate_up.bfloat16(), down.bfloat16(), silu)
+    base = BaseExperts(gate_up.bfloat16(), down.bfloat16(), gated(silu), 2)
     weights, chosen = _random(ROWS, EXPERTS, seed=5).bfloat16().softmax(-1).topk(PER_ROW)
     kept: set[int] = set()
 
@@ -76,8 +77,8 @@ def test_the_backward_keeps_an_adapters_matrices_as_they_are_and_no_copies_in_bf
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = _random(ROWS, HIDDEN, seed=0).bfloat16().requires_grad_()
-        experts_with_updates(hidden, chosen, weights, base, [ExpertsUpdate(0, ROWS, 0.5, *pairs)])
-    assert kept == {matrix.untyped_storage().data_ptr() for matrix in (*leaves, base.gate_up, base.down)}
+        experts_with_updates(hidden, chosen, weights, base, [ExpertsUpdate(0, ROWS, 0.5, pairs[:2], pairs[2])])
+    assert kept == {matrix.untyped_storage().data_ptr() for matrix in (*leaves, base.first, base.down)}
 
 
 def test_the_bounds_of_adapters_are_copied_to_a_device_once_for_all_layers() -> None:
