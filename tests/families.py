@@ -138,6 +138,14 @@ OPT: dict[str, Any] = {
 }
 """Learned positions."""
 
+_SHARED: dict[str, Any] = {
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+"""Experts of the hybrids of Qwen, with a shared expert and its gate."""
+
 _SCALED: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "n_routed_experts": 8,
@@ -162,6 +170,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
+    "qwen3-next": {"model_type": "qwen3_next", **_DELTA_RULE, **_SHARED},
+    "qwen3.5-moe": {"model_type": "qwen3_5_moe_text", **_DELTA_RULE, **_SHARED},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt-oss": {
         "model_type": "gpt_oss",

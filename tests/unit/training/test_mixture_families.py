@@ -29,6 +29,9 @@ from tests.families import MIXTURES, make_family
 
 LENGTHS = (7, 31, 1, 18)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
+HYBRIDS = ("qwen3-next", "qwen3.5-moe")
+"""transformers computes their delta rule in float32, whatever the model's dtype. Its gradients are up to 2e-5 from those
+of a delta rule in float64, and ours up to 4e-5."""
 _directory = tempfile.TemporaryDirectory(prefix="skyrl-mixtures-")
 
 
@@ -135,6 +138,85 @@ def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path,
     theirs = {f"gradient.{name}": value for name, value in zip(leaves, gradients, strict=True)}
     ours = {name: one for name, one in saved(backend, "m", tmp_path).items() if name.startswith("gradient.")}
     assert all(bool(tensor.any()) for tensor in ours.values())
-    assert_close(ours, theirs, GRADIENT_BOUND)
+    assert_close(ours, theirs, GRADIENT_BOUND * (5 if family in HYBRIDS else 1))
     of_gradients = max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours)
     print(f"{family}: largest difference of a logprob {largest:.0e}, of a gradient {of_gradients:.0e}")
+
+
+PEFT_LEAVES_OUT_MLPS = ("qwen3-moe", "qwen3-next", "deepseek-v3", "glm-4.5")
+"""PEFT reads the names of one expert's projections in these families, and then finds no MLP with the same names: neither
+that of a layer without experts, nor that of a shared expert."""
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("family", MIXTURES)
+def test_peft_loads_a_saved_adapter_and_computes_the_same_with_it(tmp_path: Path, family: str) -> None:
+    backend = _trained(family)
+    adapter = backend._adapters["m"]
+    if family in PEFT_LEAVES_OUT_MLPS:
+        views = adapter.views(adapter.weights)
+        for target in adapter.targets:
+            if target.experts is None and ".mlp." in target.name:
+                views[f"{target.name}.lora_B"].zero_()
+    backend.save_adapter("m", tmp_path)
+    model = PeftModel.from_pretrained(_stock(family), str(tmp_path), autocast_adapter_dtype=False).eval()
+    data = sft(4, *LENGTHS)
+    (result,) = ok(backend.run([TrainingPass("m", data, "cross_entropy", backward=False)]))
+    for datum, logprobs in zip(data, result.logprobs, strict=True):
+        logits = model(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0]
+        np.testing.assert_allclose(logprobs, _logprobs(logits, datum).detach(), atol=LOGPROB_BOUND)
+
+
+def _tenants(family: str, *, merge: bool) -> TorchLoraBackend:
+    backend = _backend(family, merge=merge, budget=256)
+    specs = {"a": spec(8, 5), "plain": spec(8, 1, train_mlp=False), "b": spec(3, 7, train_attn=False)}
+    for number, (name, of_tenant) in enumerate(specs.items()):
+        backend.create_model(name, of_tenant)
+        generator = torch.Generator().manual_seed(number)
+        weights = backend._adapters[name].weights
+        weights.add_(torch.randn(weights.shape, generator=generator) * 0.02)
+    return backend
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_tenants_in_one_micro_batch_differ_from_each_alone_by_rounding(tmp_path: Path, family: str) -> None:
+    """Adapters with and without experts, of two ranks, and rows of the same expert in several adapters."""
+    states = []
+    for merge in (False, True):
+        backend = _tenants(family, merge=merge)
+        names = list(backend._adapters)
+        ok(backend.run([train(name, _with_experts(backend, sft(n, 20, 9), n)) for n, name in enumerate(names)]))
+        states.append({name: saved(backend, name, tmp_path / f"{name}-{merge}") for name in names})
+    for name, alone in states[0].items():
+        assert_close(alone, states[1][name], 1e-5)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_recomputed_layers_give_the_same_bits_also_with_routed_experts(tmp_path: Path, family: str) -> None:
+    states = []
+    for number, checkpointing in enumerate((False, True)):
+        backend = _trained(family, gradient_checkpointing=checkpointing, budget=48)
+        ok(backend.run([train("m", _with_experts(backend, sft(3, *LENGTHS)))]))
+        states.append(saved(backend, "m", tmp_path / str(number)))
+    assert_same(states[0], states[1])
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_state_continues_to_the_last_bit(tmp_path: Path, family: str) -> None:
+    first = _trained(family)
+    ok(first.run([train("m", sft(5, *LENGTHS))]))
+    state = saved(first, "m", tmp_path / "first")
+    second = _backend(family)
+    second.create_model("m", spec(4, 0))
+    second.load_state("m", tmp_path / "first", optimizer=True)
+    assert_same(saved(second, "m", tmp_path / "second"), state)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_experts_of_the_start_up_probe_are_those_that_transformers_uses(family: str) -> None:
+    base = _backend(family)._base
+    recorded = base.packed.routing.recorded
+    assert recorded is not None
+    stock = _stock(family, torch.float32)
+    own = torch.cat([own_experts(stock, row[0]) for row in base.probe_rows()])
+    assert torch.equal(recorded.sort().values, own.sort().values)

@@ -136,5 +136,7 @@ class _Block(nn.Module):
 
 def test_a_router_of_another_kind_is_refused_by_name() -> None:
     model = nn.ModuleDict({"layer": _Block(nn.Linear(2, 2))})
-    with pytest.raises(ValueError, match=r"layer is a mixture of experts .*how Linear of _Block weighs .* is not known"):
+    with pytest.raises(
+        ValueError, match=r"layer is a mixture of experts .*how Linear of _Block weighs .* is not known"
+    ):
         routers_of(model)
