@@ -17,11 +17,11 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from torch.func import functional_call
-from torch_lora_support import assert_close, assert_same, grpo, make_ranks, ok, rl, saved, sft, spec, train
+from torch_lora_support import assert_close, assert_same, grpo, ok, rl, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
-from skyrl.training.backends.base import AdamParams, Backend, Datum, PassResult, TrainingPass
+from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.adapter import Adapter
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.routing import Routing, own_experts, routers_of
@@ -30,8 +30,8 @@ from tests.families import MIXTURES, make_family
 LENGTHS = (7, 31, 1, 18)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
 HYBRIDS = ("qwen3-next", "qwen3.5-moe")
-"""transformers computes their delta rule in float32, whatever the model's dtype. Its gradients are up to 2e-5 from those
-of a delta rule in float64, and ours up to 4e-5."""
+"""transformers computes their delta rule in float32, whatever the model's dtype. Its gradients are up to 2e-5 from
+those of a delta rule in float64, and ours up to 4e-5."""
 _directory = tempfile.TemporaryDirectory(prefix="skyrl-mixtures-")
 
 
@@ -144,8 +144,8 @@ def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path,
 
 
 PEFT_LEAVES_OUT_MLPS = ("qwen3-moe", "qwen3-next", "deepseek-v3", "glm-4.5")
-"""PEFT reads the names of one expert's projections in these families, and then finds no MLP with the same names: neither
-that of a layer without experts, nor that of a shared expert."""
+"""PEFT reads the names of one expert's projections in these families, and then finds no MLP with the same names:
+neither that of a layer without experts, nor that of a shared expert."""
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
