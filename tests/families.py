@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from skyrl.training.backends.torch_lora.text_part import SEEING, model_class
 
 VOCAB, CONTEXT, WINDOW = 128, 128, 8
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -220,7 +220,7 @@ PACKED = ("qwen3.5", "qwen3.5 that sees")
 def make_family(name: str, directory: Path, **changed: Any) -> str:
     """Save a random float32 model of the family, with `changed` settings. Norm weights and biases are random too.
     Returns its path."""
-    return save_random({**_SHAPE, **{**FAMILIES, **MIXTURES}[name], **changed}, directory / name)
+    return save_random({**SHAPE, **{**FAMILIES, **MIXTURES}[name], **changed}, directory / name)
 
 
 def save_random(settings: dict[str, Any], path: Path) -> str:

@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from torch.func import functional_call
-from torch_lora_support import assert_close, assert_same, grpo, ok, rl, saved, sft, spec, train
+from torch_lora_support import assert_close, assert_same, grpo, make_ranks, ok, rl, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
@@ -220,3 +220,23 @@ def test_the_experts_of_the_start_up_probe_are_those_that_transformers_uses(fami
     stock = _stock(family, torch.float32)
     own = torch.cat([own_experts(stock, row[0]) for row in base.probe_rows()])
     assert torch.equal(recorded.sort().values, own.sort().values)
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.slow) for each in MIXTURES if each != "deepseek-v3")]
+)
+def test_ranks_train_a_family_as_one_device_does(tmp_path: Path, family: str) -> None:
+    alone = _trained(family)
+    data = _with_experts(alone, sft(3, *LENGTHS))
+    (expected,) = ok(alone.run([train("m", data)]))
+    ranks = make_ranks(2, path=_path(family))
+    try:
+        assert ranks.limits == alone.limits
+        ranks.create_model("m", spec(4, 11))
+        _step(ranks)
+        (result,) = ok(ranks.run([train("m", data)]))
+        for one, other in zip(result.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(one, other, atol=5e-5)
+        assert_close(saved(ranks, "m", tmp_path / "ranks"), saved(alone, "m", tmp_path / "alone"), 2e-3)
+    finally:
+        ranks.close()

@@ -25,8 +25,8 @@ from transformers.utils.hub import cached_file
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.collectives import SumInRankOrder, failed_anywhere
+from skyrl.training.backends.torch_lora.conversions import stored_parameters
 from skyrl.training.backends.torch_lora.device import base_dtype
-from skyrl.training.backends.torch_lora.experts import stored_tensor
 from skyrl.training.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config, wrap
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
@@ -136,6 +136,7 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) ->
     with torch.device("meta"):
         model: Any = model_class(config).from_config(config, dtype=held, attn_implementation="eager")
     drop_vision(model)
+    _keep_in_float32(model)
     model.eval().requires_grad_(form.trained)
     packed = form.wrap(path, model)
     for layer in packed.decoder_layers:
@@ -147,6 +148,14 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) ->
     _fill_buffers(path, model)
     _fill_parameters(path, packed, files, mesh.get_local_rank(), mesh.size())
     return BaseModel(path, device, packed, config)
+
+
+def _keep_in_float32(model: Any) -> None:
+    """The buffers that from_pretrained keeps in float32, whatever the model's dtype: a router's correction of its
+    scores would choose other experts with fewer bits."""
+    for module in model.modules():
+        for name in module._buffers.keys() & (model._keep_in_fp32_modules_strict or ()):
+            module._buffers[name] = module._buffers[name].float()
 
 
 def _sum_gradients(packed: PackedModel, device: torch.device) -> None:
@@ -214,9 +223,11 @@ def _fill_parameters(path: str, packed: PackedModel, files: Sequence[Path], rank
             stored |= dict.fromkeys(reader.keys(), reader)
         filled: set[int] = set()
         missing: dict[int, str] = {}
-        for name, tensor in _stored_tensors(packed):
+        named = list(_stored_tensors(packed))
+        parameters = stored_parameters(packed.model, {name: tensor.shape for name, tensor in named}, stored)
+        for name, tensor in named:
             local = local_of(tensor)
-            if (found := stored_tensor(stored, name)) is None:
+            if (found := parameters.get(name)) is None:
                 missing.setdefault(id(tensor), name)
                 continue
             rows = _rows(found, path, name, tensor, rank, ranks).to(local.dtype)
