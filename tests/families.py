@@ -49,7 +49,7 @@ VISION: dict[str, Any] = {
     "num_heads": 2,
     "patch_size": 16,
     "spatial_merge_size": 2,
-    "out_hidden_size": _SHAPE["hidden_size"],
+    "out_hidden_size": SHAPE["hidden_size"],
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
@@ -170,8 +170,16 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
+    "qwen3-vl-moe": {
+        "model_type": "qwen3_vl_moe",
+        "rope_parameters": _MROPE,
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "qwen3-next": {"model_type": "qwen3_next", **_DELTA_RULE, **_SHARED},
     "qwen3.5-moe": {"model_type": "qwen3_5_moe_text", **_DELTA_RULE, **_SHARED},
+    "qwen3.5-moe that sees": {"model_type": "qwen3_5_moe", **_DELTA_RULE, **_SHARED, "rope_parameters": _MROPE},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt-oss": {
         "model_type": "gpt_oss",

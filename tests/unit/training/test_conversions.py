@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3VLMoeForConditionalGeneration
-from transformers.models.qwen3_vl_moe import Qwen3VLMoeConfig
+from transformers import AutoConfig, Qwen3VLMoeForConditionalGeneration
 
 from skyrl.training.backends.torch_lora.conversions import stored_parameters
-from tests.families import MIXTURES, SHAPE, make_family
+from skyrl.training.backends.torch_lora.text_part import model_class
+from tests.families import MIXTURES, make_family
 
 
 @contextmanager
@@ -44,31 +44,27 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_rows_of_a_familys_files_are_those_that_transformers_loads(tmp_path: Path, family: str) -> None:
     path = Path(make_family(family, tmp_path))
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = model_class(AutoConfig.from_pretrained(path)).from_pretrained(path)
     _assert_equal(_read(model, path), model.state_dict())
 
 
 def test_transposed_experts_are_turned_back(tmp_path: Path) -> None:
     """Releases of Qwen3-VL have columns before rows."""
-    text = {**SHAPE, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
-    config = Qwen3VLMoeConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]})
-    model = Qwen3VLMoeForConditionalGeneration(config)
-    model.save_pretrained(tmp_path)
-    _assert_equal(_read(model, tmp_path), model.state_dict())
-    tensors = load_file(tmp_path / "model.safetensors")
+    path = Path(make_family("qwen3-vl-moe", tmp_path))
+    model = Qwen3VLMoeForConditionalGeneration.from_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    again = Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    again = Qwen3VLMoeForConditionalGeneration.from_pretrained(path)
     _assert_equal(again.state_dict(), model.state_dict())
-    _assert_equal(_read(model, tmp_path), model.state_dict())
+    _assert_equal(_read(model, path), model.state_dict())
 
 
 @pytest.mark.parametrize("leaf", ["w1", "w3", "w2"])
 def test_experts_of_which_one_is_lacking_are_not_found(tmp_path: Path, leaf: str) -> None:
     path = Path(make_family("mixtral", tmp_path))
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = model_class(AutoConfig.from_pretrained(path)).from_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     del tensors[f"model.layers.1.block_sparse_moe.experts.2.{leaf}.weight"]
     save_file(tensors, path / "model.safetensors")

@@ -18,18 +18,19 @@ from peft import PeftModel
 from torch import Tensor
 from torch.func import functional_call
 from torch_lora_support import assert_close, assert_same, grpo, make_ranks, ok, rl, saved, sft, spec, train
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
 from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.adapter import Adapter
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.routing import Routing, own_experts, routers_of
+from skyrl.training.backends.torch_lora.text_part import model_class
 from tests.families import MIXTURES, make_family
 
 LENGTHS = (7, 31, 1, 18)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
-HYBRIDS = ("qwen3-next", "qwen3.5-moe")
+HYBRIDS = ("qwen3-next", "qwen3.5-moe", "qwen3.5-moe that sees")
 """transformers computes their delta rule in float32, whatever the model's dtype. Its gradients are up to 2e-5 from
 those of a delta rule in float64, and ours up to 4e-5."""
 _directory = tempfile.TemporaryDirectory(prefix="skyrl-mixtures-")
@@ -43,7 +44,8 @@ def _path(family: str) -> str:
 def _stock(family: str, dtype: torch.dtype = torch.float64) -> Any:
     """transformers' model with its plainest attention and experts."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(_path(family), **plain, dtype=dtype).eval()
+    path = _path(family)
+    return model_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **plain, dtype=dtype).eval()
 
 
 def _backend(family: str, *, merge: bool = False, budget: int = 4096, **trainer: Any) -> TorchLoraBackend:
@@ -223,7 +225,8 @@ def test_the_experts_of_the_start_up_probe_are_those_that_transformers_uses(fami
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.slow) for each in MIXTURES if each != "deepseek-v3")]
+    "family",
+    ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.slow) for each in MIXTURES if each != "deepseek-v3")],
 )
 def test_ranks_train_a_family_as_one_device_does(tmp_path: Path, family: str) -> None:
     alone = _trained(family)

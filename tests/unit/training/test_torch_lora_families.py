@@ -16,12 +16,11 @@ from torch_lora_support import assert_close, files_saved, make_full, ok, saved, 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.config.server import ConfigError
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.text_part import model_class
-from tests.families import FAMILIES, GPT_OSS, OPT, make_family, save_random
+from tests.families import FAMILIES, OPT, make_family, save_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 LENGTHS = (7, 31, 1, 18)
@@ -74,11 +73,6 @@ def test_full_finetuning_of_learned_positions_equals_transformers(tmp_path: Path
             del gradients[name]
     assert "gradient.model.decoder.embed_positions.weight" in ours
     assert_close(ours, theirs, GRADIENT_BOUND)
-
-
-def test_full_finetuning_refuses_gpt_oss_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"GptOssForCausalLM.* mixture of experts of a kind that cannot be trained"):
-        make_full(path=save_random(GPT_OSS, tmp_path / "gpt-oss"))
 
 
 def _compare_a_pass(backend: Backend, model: Any) -> float:

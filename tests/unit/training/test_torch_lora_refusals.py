@@ -63,9 +63,9 @@ INKLING: dict[str, Any] = {
 """Its attention has position biases."""
 FALCON: dict[str, Any] = {"model_type": "falcon", "alibi": True, "head_dim": None}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gpt-oss": (
-        {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
-        r"GptOssForCausalLM.*: model.layers.0.mlp is a mixture of experts of a kind that cannot be trained",
+    "olmoe": (
+        {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+        r"OlmoeForCausalLM.*: model.layers.0.mlp is a mixture of experts of a kind that cannot be trained",
     ),
     "gpt-neox": (
         {"model_type": "gpt_neox"},
