@@ -218,11 +218,39 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "rotary_dim": 16,
         "use_qk_norm": True,
     },
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "chunk_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        **_SCALED,
+    },
+    "kimi-linear": {
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "q_lora_rank": None,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "linear_num_heads": 2,
+        "linear_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        **_SCALED,
+    },
 }
 """Mixtures of experts that adapters can train. Some have a dense layer: PEFT leaves out its MLP in the first one."""
-
-PACKED = ("qwen3.5", "qwen3.5 that sees")
-"""Those that are tried in every way in which rows are packed, not only against transformers."""
 
 
 def make_family(name: str, directory: Path, **changed: Any) -> str:
