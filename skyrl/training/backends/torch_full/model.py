@@ -68,14 +68,24 @@ def plain(path: str, model: Any) -> PlainModel:
         raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error
 
 
+CORRECTION = "e_score_correction_bias"
+"""What a router adds to scores for its choice. It gets no gradient: training keeps it as it is."""
+
+
 def check_all_trained(path: str, model: Any) -> None:
-    """Raise ConfigError for a model whose files hold more than its parameters."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if others := sorted(model.state_dict().keys() - parameters):
+    """Raise ConfigError for a model whose files hold more than its parameters, and its routers' corrections."""
+    others = [name for name in kept_weights(model) if name.rpartition(".")[2] != CORRECTION]
+    if others:
         raise ConfigError(
             f"base_model: {path} has weights that are no parameters, such as {others[0]}: full fine-tuning neither "
             "trains nor saves them"
         )
+
+
+def kept_weights(model: Any) -> dict[str, Tensor]:
+    """What files of the model hold beside its parameters, by name."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in sorted(model.state_dict().items()) if name not in parameters}
 
 
 class FullModel:
@@ -147,4 +157,5 @@ class FullModel:
         """Write the weights and config.json as from_pretrained of Hugging Face and vLLM read them: rounded to the
         nearest `dtype`, in files of at most `shard_bytes` or one tensor."""
         state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+        state |= {name: tensor.cpu().clone() for name, tensor in kept_weights(self._model).items()}
         self._model.save_pretrained(directory, state_dict=state, max_shard_size=shard_bytes)
