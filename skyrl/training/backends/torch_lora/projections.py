@@ -20,11 +20,13 @@ from skyrl.training.backends.torch_lora.lora_experts import MultiLoraExperts
 @dataclass(frozen=True)
 class Form:
     """The linear layers of the decoder layers of some families. A decoder layer has those of one of the `mixers`, which
-    let tokens read earlier ones, and of `mlp`, each once. With `apart`, it has those of a mixer or of `mlp`."""
+    let tokens read earlier ones, and of `mlp`, each once. With `apart`, it has those of a mixer or of `mlp`. `frozen`:
+    others that it may have, which no adapter changes."""
 
     mixers: tuple[tuple[str, ...], ...]
     mlp: tuple[str, ...]
     apart: bool = False
+    frozen: tuple[str, ...] = ()
 
     def fits(self, leaves: Sequence[str], *, with_experts: bool) -> bool:
         """Whether a decoder layer may have these linear layers. The MLP of one with experts may be missing."""
@@ -32,7 +34,7 @@ class Form:
             allowed = [*self.mixers, self.mlp, *[()] * with_experts]
         else:
             allowed = [mixer + self.mlp for mixer in self.mixers] + [*self.mixers] * with_experts
-        return sorted(leaves) in map(sorted, allowed)
+        return sorted(leaf for leaf in leaves if leaf not in self.frozen) in map(sorted, allowed)
 
 
 FORMS = (
@@ -46,16 +48,21 @@ FORMS = (
             (*("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj"), *("b_proj", "g_a_proj", "g_b_proj", "o_proj")),
         ),  # the last one: the delta rule of Kimi-Linear
         ("gate_proj", "up_proj", "down_proj"),
+        frozen=("shared_expert_gate",),
     ),
     Form((("qkv_proj", "o_proj"),), ("gate_up_proj", "down_proj")),  # Phi-3
     Form((("q_proj", "k_proj", "v_proj", "dense"),), ("fc1", "fc2")),  # Phi
-    Form((("q_proj", "k_proj", "v_proj", "o_proj"), ("in_proj", "out_proj")), ("up_proj", "down_proj"), apart=True),
+    Form(
+        (("q_proj", "k_proj", "v_proj", "o_proj"), ("in_proj",)),
+        ("up_proj", "down_proj"),
+        apart=True,
+        frozen=("out_proj", "fc1_latent_proj", "fc2_latent_proj"),
+    ),
 )
 """A fused projection is one layer with one pair of matrices, as PEFT and vLLM have it. vLLM must load adapters on all
 of a form: GLM-4, with the attention of the first and the MLP of the second form, is none, because vLLM wants its MLP in
-parts. The last form is that of Nemotron-H, with Mamba-2 as its other mixer."""
-FROZEN = ("shared_expert_gate", "fc1_latent_proj", "fc2_latent_proj")
-"""Linear layers that no adapter changes, because vLLM would ignore it."""
+parts. The last form is that of Nemotron-H, with Mamba-2 as its other mixer. Frozen layers are those whose adapters vLLM
+would ignore, and Mamba-2's `out_proj`, which PEFT refuses."""
 
 UNEMBED = ("lm_head",)
 ATTENTION = tuple(dict.fromkeys(leaf for form in FORMS for mixer in form.mixers for leaf in mixer))
@@ -68,43 +75,47 @@ def wrap_linears(model: nn.Module, active: ActiveSegments, *, mlp: bool = True) 
     Without `mlp` the MLPs of all layers stay as they are.
 
     Raises ValueError unless the linear layers of each decoder layer are those of one of `FORMS` (the MLP of a layer
-    that has experts may be missing), beside those in `FROZEN`, and the model has one lm_head: otherwise other
-    projections would silently stay untrained.
+    that has experts may be missing), and the model has one lm_head: otherwise other projections would silently stay
+    untrained.
     """
-    known = ATTENTION + UNEMBED + (MLP if mlp else ())
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    _check_complete(model, list(linears))
+    forms = _forms(model, list(linears))
     wrapped: dict[str, MultiLoraLinear] = {}
     for name, linear in linears.items():
-        if _leaf(name) in known:
-            parent, _, leaf = name.rpartition(".")
+        parent, _, leaf = name.rpartition(".")
+        match = _LAYER.match(name)
+        form = forms[match.group(1)] if match is not None else None
+        if leaf in UNEMBED if form is None else leaf not in form.frozen and (mlp or leaf not in form.mlp):
             wrapped[name] = MultiLoraLinear(name, linear, active)
             setattr(model.get_submodule(parent), leaf, wrapped[name])
     return wrapped
 
 
-def _check_complete(model: nn.Module, names: Sequence[str]) -> None:
+def _forms(model: nn.Module, names: Sequence[str]) -> dict[str, Form]:
+    """The form of each decoder layer with linear layers, by the layer's name. names: of all linear layers."""
     with_experts = {match.group(1) for name, _ in experts_in(model) if (match := _LAYER.match(name))}
     layers: dict[str, list[str]] = {}
     heads: list[str] = []
     for name in names:
         match = _LAYER.match(name)
         if match is not None:
-            layers.setdefault(match.group(1), [])
-            if _leaf(name) not in FROZEN:
-                layers[match.group(1)].append(_leaf(name))
+            layers.setdefault(match.group(1), []).append(_leaf(name))
         elif _leaf(name) in UNEMBED:
             heads.append(name)
     if not any(leaf in ATTENTION for leaves in layers.values() for leaf in leaves):
         raise ValueError(f"no linear layers of a known name found; LoRA can train {_known()}, and lm_head")
     if len(heads) != 1:
         raise ValueError(f"needs one lm_head, found {len(heads)}")
+    forms: dict[str, Form] = {}
     for prefix, leaves in layers.items():
-        if not any(form.fits(leaves, with_experts=prefix in with_experts) for form in FORMS):
+        fitting = [form for form in FORMS if form.fits(leaves, with_experts=prefix in with_experts)]
+        if not fitting:
             raise ValueError(
                 f"the projections of {prefix} are none that LoRA can train: each layer needs, each once, {_known()}; "
                 f"this layer has {_weights(model.get_submodule(prefix))}"
             )
+        forms[prefix] = fitting[0]
+    return forms
 
 
 def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
