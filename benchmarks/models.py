@@ -51,6 +51,32 @@ def _make(directory: Path, *, layers: int, vocabulary: int) -> str:
     return str(directory)
 
 
+def make_hybrid(directory: Path) -> str:
+    """Three layers of the gated delta rule and one of attention, as Qwen3.5 has them: heads of 128, a hidden size of
+    256. Returns the path."""
+    import torch
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
 class Shape:
     """The numbers of a model's config.json that formulas need."""
 

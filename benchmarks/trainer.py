@@ -6,7 +6,8 @@ Usage: python -m benchmarks.trainer [--models tiny 0.6b] [--rows ROW ...] [--way
 
 A row is a batch; a step is its forward_backward and optim_step, from arrays to results. On a CPU everything is float32;
 on CUDA, where there is one, bfloat16 with float32 adapters. 0.6b has random weights in Qwen3-0.6B's shape, quarter 7 of
-its 28 layers. On a CPU 0.6b trains smaller batches of the same kinds.
+its 28 layers; hybrid has three layers of Qwen3.5's delta rule and one of attention. On a CPU 0.6b trains smaller
+batches of the same kinds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.models import make_large, make_long_tiny, make_quarter
+from benchmarks.models import make_hybrid, make_large, make_long_tiny, make_quarter
 from benchmarks.series import without_nan
 from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import computed_flops, model_flops, peak_flops
@@ -38,7 +39,7 @@ def _server_way(model: str, threads: int, *, merge: bool) -> Way:
     return ServerWay(model, threads, merge=merge)
 
 
-MODELS = {"tiny": make_long_tiny, "quarter": make_quarter, "0.6b": make_large}
+MODELS = {"tiny": make_long_tiny, "quarter": make_quarter, "0.6b": make_large, "hybrid": make_hybrid}
 BASELINE = "peft"
 WAYS: dict[str, Callable[..., Way]] = {
     "peft": functools.partial(PeftWay, packed=False),
