@@ -55,6 +55,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": NUMERICS,
     "qwen2-window": NUMERICS | WINDOW,
     "llama": NUMERICS | {"model_type": "llama"},
+    "qwen3.5": NUMERICS
+    | {
+        "model_type": "qwen3_5_text",
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 QWEN3_600M: dict[str, Any] = _COMMON | {
     "vocab_size": 151_936,
