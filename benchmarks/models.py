@@ -53,22 +53,31 @@ def _make(directory: Path, *, layers: int, vocabulary: int) -> str:
 
 def make_hybrid(directory: Path) -> str:
     """Three layers of the gated delta rule and one of attention, as Qwen3.5 has them: heads of 128, a hidden size of
-    256. Returns the path."""
+    256, a vocabulary of 8,192. Returns the path."""
+    return _make_hybrid(directory, hidden=256, between=768, vocabulary=8192, heads=4)
+
+
+def make_large_hybrid(directory: Path) -> str:
+    """The same with a hidden size of 1,280 and Qwen3's vocabulary: 0.3 billion parameters. Returns the path."""
+    return _make_hybrid(directory, hidden=1280, between=3584, vocabulary=151_936, heads=16)
+
+
+def _make_hybrid(directory: Path, *, hidden: int, between: int, vocabulary: int, heads: int) -> str:
     import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     config = Qwen3_5TextConfig(
-        vocab_size=8192,
-        hidden_size=256,
-        intermediate_size=768,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=between,
         num_hidden_layers=4,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         num_key_value_heads=2,
         head_dim=64,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
+        linear_num_key_heads=heads // 2,
+        linear_num_value_heads=heads,
         max_position_embeddings=40_960,
         tie_word_embeddings=True,
     )

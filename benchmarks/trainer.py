@@ -6,8 +6,8 @@ Usage: python -m benchmarks.trainer [--models tiny 0.6b] [--rows ROW ...] [--way
 
 A row is a batch; a step is its forward_backward and optim_step, from arrays to results. On a CPU everything is float32;
 on CUDA, where there is one, bfloat16 with float32 adapters. 0.6b has random weights in Qwen3-0.6B's shape, quarter 7 of
-its 28 layers; hybrid has three layers of Qwen3.5's delta rule and one of attention. On a CPU 0.6b trains smaller
-batches of the same kinds.
+its 28 layers; hybrid and hybrid-0.3b have three layers of Qwen3.5's delta rule and one of
+attention. On a CPU 0.6b trains smaller batches of the same kinds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.models import make_hybrid, make_large, make_long_tiny, make_quarter
+from benchmarks.models import make_hybrid, make_large, make_large_hybrid, make_long_tiny, make_quarter
 from benchmarks.series import without_nan
 from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import computed_flops, model_flops, peak_flops
 from benchmarks.trainer_process import Step, WayProcess
-from benchmarks.trainer_rows import FULL, SMALL, BatchRow, TenantPass, rows_of, tokens_of
+from benchmarks.trainer_rows import FULL, LONG, SMALL, BatchRow, TenantPass, rows_of, tokens_of
 from benchmarks.trainer_ways import PeftWay, SkyrlWay, Way, gaps
 
 
@@ -39,7 +39,13 @@ def _server_way(model: str, threads: int, *, merge: bool) -> Way:
     return ServerWay(model, threads, merge=merge)
 
 
-MODELS = {"tiny": make_long_tiny, "quarter": make_quarter, "0.6b": make_large, "hybrid": make_hybrid}
+MODELS = {
+    "tiny": make_long_tiny,
+    "quarter": make_quarter,
+    "0.6b": make_large,
+    "hybrid": make_hybrid,
+    "hybrid-0.3b": make_large_hybrid,
+}
 BASELINE = "peft"
 WAYS: dict[str, Callable[..., Way]] = {
     "peft": functools.partial(PeftWay, packed=False),
@@ -148,7 +154,7 @@ def _gap(value: float | None) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    names = list(dict.fromkeys(row.name for row in (*FULL, *SMALL)))
+    names = list(dict.fromkeys(row.name for row in (*FULL, *LONG, *SMALL)))
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -180,9 +186,7 @@ def main() -> None:
     with TemporaryDirectory(prefix="skyrl-trainer-") as directory:
         for name in options.models:
             model = MODELS[name](Path(directory) / name)
-            for row in rows_of(name, cuda=cuda):
-                if options.rows and row.name not in options.rows:
-                    continue
+            for row in rows_of(name, options.rows, cuda=cuda):
                 ways = [way for way in options.ways if way not in MERGED or row.merges]
                 rounds = 2 if options.quick else options.rounds
                 found = measure(model, row, ways, rounds, options.threads, options.clock)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -128,6 +128,12 @@ def _tenants(sequences: int, tokens: int) -> BatchRow:
     return BatchRow(f"tenants-{sequences * tokens}", what, shape, MIXED_RANKS)
 
 
+def _long(tokens: int) -> BatchRow:
+    answer = tokens // 4
+    shape = Shape(1, 1, (tokens - answer + 1, tokens - answer + 1), (answer, answer))
+    return BatchRow(f"long-{tokens}", f"1 × {tokens:,}, answer {answer:,}", shape)
+
+
 def _range(ends: tuple[int, int]) -> str:
     return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}–{ends[1]}"
 
@@ -142,12 +148,14 @@ FULL = (
     replace(_GRPO, name="grpo-4x16-in-6", what=f"{_GRPO.what}, 6 requests", requests=6),
     _MIXED,
     replace(_MIXED, name="grpo-new", what=f"{_MIXED.what}, a new batch at each step", redrawn=True),
-    BatchRow("long-8192", "1 × 8,192, answer 2,048", Shape(1, 1, (6145, 6145), (2048, 2048))),
+    _long(8192),
     _tenants(1, 16),
     _tenants(2, 32),
     _tenants(4, 64),
     _tenants(8, 128),
 )
+LONG = (_long(16_384), _long(32_768))
+"""Only if they are asked for by name, and with a model whose context they fit."""
 SMALL = (
     _uniform(2, 64),
     _groups("grpo-1x8", 1, 8, (128, 128), (8, 16)),
@@ -156,8 +164,10 @@ SMALL = (
 """Batches of the same kinds for a model with 0.6 billion parameters on a CPU, where a row should end in a minute."""
 
 
-def rows_of(model: str, *, cuda: bool) -> tuple[BatchRow, ...]:
-    return SMALL if model == "0.6b" and not cuda else FULL
+def rows_of(model: str, names: Sequence[str] | None, *, cuda: bool) -> list[BatchRow]:
+    """Those of these names; without names, all that suit the model."""
+    rows = SMALL if model == "0.6b" and not cuda else FULL
+    return [*rows] if names is None else [row for row in (*rows, *LONG) if row.name in names]
 
 
 def tokens_of(passes: Iterable[TenantPass]) -> int:
