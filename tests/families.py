@@ -188,7 +188,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "layer_types": _MIXED,
         "rope_parameters": _YARN,
-        "swiglu_limit": 1.5,  # so that it clamps numbers of a random model
     },
     "deepseek-v3": {
         "model_type": "deepseek_v3",
@@ -248,6 +247,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "linear_head_dim": 32,
         "linear_conv_kernel_dim": 4,
         **_SCALED,
+        "num_experts": 8,
     },
 }
 """Mixtures of experts that adapters can train. Some have a dense layer: PEFT leaves out its MLP in the first one."""

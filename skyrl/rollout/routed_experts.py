@@ -17,12 +17,17 @@ import numpy.typing as npt
 from skyrl.rollout.errors import BadAnswer
 
 UNRECORDED = -1
-LARGEST_PACKED = 254
-"""The server takes packed experts if the model has at most 255; the byte 255 is UNRECORDED."""
+IN_BYTES = 255
+"""A model with at most so many experts has a byte for each in packed rows, and others have two. The largest number is
+UNRECORDED."""
 
 
 def routed_experts_input(
-    answers: Sequence[Mapping[str, Any]], tokens: Sequence[int], *, per_token: int | None = None
+    answers: Sequence[Mapping[str, Any]],
+    tokens: Sequence[int],
+    *,
+    per_token: int | None = None,
+    experts: int | None = None,
 ) -> npt.NDArray[np.int64]:
     """The experts of a sequence, `tokens`, of which `model_input` has all but the last one.
 
@@ -31,7 +36,8 @@ def routed_experts_input(
     taken: the token after the row was sampled with it. Rows that no answer has are -1: the trainer's router chooses
     there. Rows behind the sequence's end are left out.
 
-    With N = len(tokens) - 1: returns int64 [N, ceil(layers * k / 8)], packed; with `per_token` (k) [N, layers, k].
+    With N = len(tokens) - 1: returns int64 [N, ceil(layers * k / 8)], packed; [N, ceil(layers * k / 4)] if the model
+    has more than 255 `experts`, which must then be given; with `per_token` (k) [N, layers, k].
     Raises BadAnswer for a record that does not fit its answer's tokens, or has a number below -1. Raises ValueError if
     no answer has a record, if a sample stands at no such place in the sequence, or if an expert's number is too
     large to be packed."""
@@ -53,7 +59,7 @@ def routed_experts_input(
     if found is None:
         raise ValueError("answers: none has routed_experts; ask for them with return_routed_experts")
     if per_token is None:
-        return _packed(found)
+        return _packed(found, experts or IN_BYTES)
     if found.shape[1] % per_token:
         raise ValueError(f"per_token: {found.shape[1]} experts per token are no multiple of {per_token}")
     return found.reshape(len(found), found.shape[1] // per_token, per_token).astype(np.int64)
@@ -93,8 +99,9 @@ def _record(answer: Mapping[str, Any], name: str) -> tuple[int, npt.NDArray[np.i
     return start, flat.reshape(rows, len(flat) // rows)
 
 
-def _packed(experts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    if (largest := int(experts.max(initial=UNRECORDED))) > LARGEST_PACKED:
-        raise ValueError(f"per_token: must be given, because expert {largest} does not fit into a packed row")
-    as_bytes = experts.astype(np.uint8)  # -1 becomes 255
-    return np.pad(as_bytes, ((0, 0), (0, -as_bytes.shape[1] % 8))).view("<i8").astype(np.int64, copy=False)
+def _packed(found: npt.NDArray[np.int32], experts: int) -> npt.NDArray[np.int64]:
+    if (largest := int(found.max(initial=UNRECORDED))) >= experts:
+        raise ValueError(f"experts: {experts}, and expert {largest} was used: say how many experts the model has")
+    kind = "u1" if experts <= IN_BYTES else "<u2"
+    flat = found.astype(kind)  # -1 becomes the largest number
+    return np.pad(flat, ((0, 0), (0, -flat.shape[1] % (8 // flat.itemsize)))).view("<i8").astype(np.int64, copy=False)

@@ -14,8 +14,8 @@ from skyrl.rollout import PlainStrategy, RolloutAnswer, RolloutRequest, Sampling
 from skyrl.rollout.errors import BadAnswer
 from skyrl.rollout.messages import NOTHING
 from skyrl.rollout.routed_experts import routed_experts_input
-from skyrl.training.backends.base import Datum, Mixture
-from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of
+from skyrl.training.backends.base import Datum, Mixture, TrainingPass
+from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of, with_sorted_experts
 
 TOKENS = list(range(10, 22))
 
@@ -33,14 +33,16 @@ def answer(prompt: int, record: np.ndarray | None, sampled: list[int], **meta: A
     return {"output_ids": sampled, "meta_info": found}
 
 
-def test_the_trainer_reads_what_the_sampler_recorded() -> None:
-    record = rows(1, 11)
-    packed = routed_experts_input([answer(5, record, TOKENS[5:])], TOKENS)
-    assert (packed.dtype, packed.shape) == (np.int64, (11, 1))
+@pytest.mark.parametrize(("experts", "columns"), [(8, 1), (255, 1), (256, 2), (512, 2)])
+def test_the_trainer_reads_what_the_sampler_recorded(experts: int, columns: int) -> None:
+    record = rows(1, 11, experts)
+    packed = routed_experts_input([answer(5, record, TOKENS[5:])], TOKENS, experts=experts)
+    assert (packed.dtype, packed.shape) == (np.int64, (11, columns))
     datum = Datum(np.asarray(TOKENS[:-1]), {"routed_experts": packed})
-    check_routed_experts(datum, Mixture(3, 8, 2))
-    (read,) = experts_of([datum]) or []
-    np.testing.assert_array_equal(read[:, :6].reshape(11, 3, 2), record)
+    mixture = Mixture(3, experts, 2)
+    check_routed_experts(datum, mixture)
+    (read,) = experts_of(with_sorted_experts(TrainingPass("m", [datum], "cross_entropy"), mixture).data) or []
+    np.testing.assert_array_equal(read.reshape(11, 3, 2), np.sort(record, axis=-1))
     plain = routed_experts_input([answer(5, record, TOKENS[5:])], TOKENS, per_token=2)
     assert plain.dtype == np.int64
     np.testing.assert_array_equal(plain, record)
@@ -119,7 +121,7 @@ def test_no_record_at_all_and_experts_too_many_to_pack_are_refused() -> None:
     with pytest.raises(ValueError, match="ask for them with return_routed_experts"):
         routed_experts_input([answer(5, None, TOKENS[5:])], TOKENS)
     many = np.full((11, 3, 2), 255)
-    with pytest.raises(ValueError, match="per_token: must be given, because expert 255"):
+    with pytest.raises(ValueError, match="experts: 255, and expert 255 was used"):
         routed_experts_input([answer(5, many, TOKENS[5:])], TOKENS)
     assert routed_experts_input([answer(5, many, TOKENS[5:])], TOKENS, per_token=2).max() == 255
     packed = routed_experts_input([answer(5, many - 1, TOKENS[5:])], TOKENS)

@@ -17,10 +17,24 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from torch.func import functional_call
-from torch_lora_support import assert_close, assert_same, grpo, make_ranks, ok, rl, saved, sft, spec, train
-from transformers import AutoConfig
+from torch_lora_support import (
+    assert_close,
+    assert_same,
+    files_saved,
+    grpo,
+    make_full,
+    make_ranks,
+    ok,
+    rl,
+    saved,
+    sft,
+    spec,
+    train,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
+from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.adapter import Adapter
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
@@ -30,15 +44,24 @@ from tests.families import MIXTURES, make_family
 
 LENGTHS = (7, 31, 1, 18)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
-HYBRIDS = ("qwen3-next", "qwen3.5-moe", "qwen3.5-moe that sees")
+HYBRIDS = ("qwen3-next", "qwen3.5-moe", "qwen3.5-moe that sees", "kimi-linear")
 """transformers computes their delta rule in float32, whatever the model's dtype. Its gradients are up to 2e-5 from
 those of a delta rule in float64, and ours up to 4e-5."""
+TRIED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in MIXTURES},
+    "gpt-oss": ("gpt-oss", {"swiglu_limit": 1.5}),
+    "nemotron-h with latent experts": ("nemotron-h", {"moe_latent_size": 32}),
+}
+"""The families with changed settings. gpt-oss has a limit that numbers of a random model reach."""
+IN_CI = ("gpt-oss", "deepseek-v3", "nemotron-h with latent experts")
+SOME = [family if family in IN_CI else pytest.param(family, marks=pytest.mark.slow) for family in TRIED]
 _directory = tempfile.TemporaryDirectory(prefix="skyrl-mixtures-")
 
 
 @functools.cache
 def _path(family: str) -> str:
-    return make_family(family, Path(_directory.name))
+    name, changed = TRIED[family]
+    return make_family(name, Path(_directory.name) / family, **changed)
 
 
 def _stock(family: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -115,7 +138,7 @@ def _follow(routing: Routing, datum: Datum) -> None:
 
 
 @pytest.mark.parametrize("replay", [False, True])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", TRIED)
 def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path, family: str, replay: bool) -> None:
     """Samples of one prompt share its rows."""
     backend = _trained(family, budget=48)
@@ -146,23 +169,23 @@ def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path,
     print(f"{family}: largest difference of a logprob {largest:.0e}, of a gradient {of_gradients:.0e}")
 
 
-PEFT_LEAVES_OUT_EXPERTS = ("nemotron-h", "kimi-linear")
-"""PEFT knows the names of one expert's projections in other families, and leaves these out without a word."""
+PEFT_LACKS = ("nemotron-h", "nemotron-h with latent experts", "kimi-linear")
+"""PEFT reads no names of one expert's projections in these families: it leaves out the experts."""
 PEFT_LEAVES_OUT_MLPS = ("qwen3-moe", "qwen3-next", "deepseek-v3", "glm-4.5")
 """PEFT reads the names of one expert's projections in these families, and then finds no MLP with the same names:
 neither that of a layer without experts, nor that of a shared expert."""
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [family for family in TRIED if family not in PEFT_LACKS])
 def test_peft_loads_a_saved_adapter_and_computes_the_same_with_it(tmp_path: Path, family: str) -> None:
     backend = _trained(family)
     adapter = backend._adapters["m"]
-    views = adapter.views(adapter.weights)
-    for target in adapter.targets:
-        of_mlp = target.experts is None and ".mlp." in target.name
-        if (family in PEFT_LEAVES_OUT_MLPS and of_mlp) or (family in PEFT_LEAVES_OUT_EXPERTS and target.experts):
-            views[f"{target.name}.lora_B"].zero_()
+    if family in PEFT_LEAVES_OUT_MLPS:
+        views = adapter.views(adapter.weights)
+        for target in adapter.targets:
+            if target.experts is None and ".mlp." in target.name:
+                views[f"{target.name}.lora_B"].zero_()
     backend.save_adapter("m", tmp_path)
     model = PeftModel.from_pretrained(_stock(family), str(tmp_path), autocast_adapter_dtype=False).eval()
     data = sft(4, *LENGTHS)
@@ -183,7 +206,7 @@ def _tenants(family: str, *, merge: bool) -> TorchLoraBackend:
     return backend
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", SOME)
 def test_tenants_in_one_micro_batch_differ_from_each_alone_by_rounding(tmp_path: Path, family: str) -> None:
     """Adapters with and without experts, of two ranks, and rows of the same expert in several adapters."""
     states = []
@@ -193,10 +216,10 @@ def test_tenants_in_one_micro_batch_differ_from_each_alone_by_rounding(tmp_path:
         ok(backend.run([train(name, _with_experts(backend, sft(n, 20, 9), n)) for n, name in enumerate(names)]))
         states.append({name: saved(backend, name, tmp_path / f"{name}-{merge}") for name in names})
     for name, alone in states[0].items():
-        assert_close(alone, states[1][name], 1e-5)
+        assert_close(alone, states[1][name], 2e-5 if family in HYBRIDS else 1e-5)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", SOME)
 def test_recomputed_layers_give_the_same_bits_also_with_routed_experts(tmp_path: Path, family: str) -> None:
     states = []
     for number, checkpointing in enumerate((False, True)):
@@ -206,7 +229,7 @@ def test_recomputed_layers_give_the_same_bits_also_with_routed_experts(tmp_path:
     assert_same(states[0], states[1])
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", SOME)
 def test_a_state_continues_to_the_last_bit(tmp_path: Path, family: str) -> None:
     first = _trained(family)
     ok(first.run([train("m", sft(5, *LENGTHS))]))
@@ -217,7 +240,7 @@ def test_a_state_continues_to_the_last_bit(tmp_path: Path, family: str) -> None:
     assert_same(saved(second, "m", tmp_path / "second"), state)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", TRIED)
 def test_the_experts_of_the_start_up_probe_are_those_that_transformers_uses(family: str) -> None:
     base = _backend(family)._base
     recorded = base.packed.routing.recorded
@@ -227,11 +250,9 @@ def test_the_experts_of_the_start_up_probe_are_those_that_transformers_uses(fami
     assert torch.equal(recorded.sort().values, own.sort().values)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.slow) for each in MIXTURES if each != "deepseek-v3")],
-)
-def test_ranks_train_a_family_as_one_device_does(tmp_path: Path, family: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3"])
+def test_ranks_replay_the_routing_as_one_device_does(tmp_path: Path, family: str) -> None:
     alone = _trained(family)
     data = _with_experts(alone, sft(3, *LENGTHS))
     (expected,) = ok(alone.run([train("m", data)]))
@@ -246,3 +267,31 @@ def test_ranks_train_a_family_as_one_device_does(tmp_path: Path, family: str) ->
         assert_close(saved(ranks, "m", tmp_path / "ranks"), saved(alone, "m", tmp_path / "alone"), 2e-3)
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_full_fine_tuning_equals_autograd_and_saves_the_whole_model(tmp_path: Path, family: str) -> None:
+    if "that sees" in family or "-vl-" in family:
+        pytest.skip("full fine-tuning takes no models that see")
+    backend = make_full(path=_path(family))
+    backend.create_model("m", LoraSpec(rank=0, alpha=32.0, seed=0))
+    stock = _stock(family, torch.float32)
+    data = sft(3, *LENGTHS)
+    (result,) = ok(backend.run([train("m", data)]))
+    loss = torch.zeros(())
+    for datum, logprobs in zip(data, result.logprobs, strict=True):
+        lp = _logprobs(stock(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0], datum)
+        np.testing.assert_allclose(logprobs, lp.detach(), atol=LOGPROB_BOUND)
+        loss = loss - (torch.from_numpy(datum.loss_inputs["weights"]) * lp).sum()
+    loss.backward()
+    found = files_saved(backend, "m", tmp_path / "state")
+    ours = {name: tensor for name, tensor in found.items() if name.startswith("gradient.")}
+    theirs = {f"gradient.{name}": one.grad for name, one in stock.named_parameters() if one.grad is not None}
+    assert_close(ours, theirs, 1e-4)
+    backend.optim_step("m", AdamParams(learning_rate=1e-3))
+    backend.save_adapter("m", tmp_path)
+    (result,) = ok(backend.run([TrainingPass("m", data, "cross_entropy", backward=False)]))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    for datum, logprobs in zip(data, result.logprobs, strict=True):
+        lp = _logprobs(again(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0], datum)
+        np.testing.assert_allclose(logprobs, lp.detach(), atol=LOGPROB_BOUND)

@@ -21,7 +21,7 @@ from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, Mixt
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.losses import LOSSES
 from skyrl.training.backends.torch_lora.prefixes import prefix_tree
-from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of
+from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of, with_sorted_experts
 from skyrl.training.backends.torch_lora.routing import own_experts
 from skyrl.training.engine.passes import run_passes
 
@@ -196,16 +196,16 @@ def test_a_body_of_the_sdk_replays_the_routing(compact: bool) -> None:
     np.testing.assert_allclose(found, _forced_logprobs("mixture", _with(datum, experts)).detach(), atol=2e-5)
 
 
-def _changed(place: tuple[int, ...], value: int) -> np.ndarray:
+def _changed(place: tuple[int, ...], value: int | list[int]) -> np.ndarray:
     experts = _random_experts(0, 6)
     experts[place] = value
     return experts
 
 
-def packed(experts: np.ndarray) -> np.ndarray:
-    """An eighth of the bytes of [N, layers, k]: int64 [N, ceil(layers * k / 8)]."""
-    flat = experts.astype(np.uint8).reshape(len(experts), -1)
-    return np.pad(flat, ((0, 0), (0, -flat.shape[1] % 8))).view(np.int64)
+def packed(experts: np.ndarray, kind: str = "u1") -> np.ndarray:
+    """An eighth of the bytes of [N, layers, k]: int64 [N, ceil(layers * k / 8)]. With `kind` u2 a quarter."""
+    flat = experts.astype(kind).reshape(len(experts), -1)
+    return np.pad(flat, ((0, 0), (0, -flat.shape[1] % (8 // flat.itemsize)))).view(np.int64)
 
 
 def test_packed_experts_are_the_same_experts() -> None:
@@ -248,18 +248,34 @@ def test_rows_whose_experts_differ_in_order_alone_are_shared(compact: bool) -> N
 
 
 def test_packed_experts_are_checked_too() -> None:
-    limits = Mixture(layers=2, experts=300, per_token=2)
     datum = sft(0, 6)[0]
-    with pytest.raises(InvalidRequest, match=r"300 experts, too many for bytes; send \[6, 2, 2\]"):
-        check_routed_experts(_with(datum, packed(_random_experts(0, 6))), limits)
-    with pytest.raises(InvalidRequest, match="256 experts, too many for bytes"):
-        check_routed_experts(_with(datum, packed(_random_experts(0, 6))), Mixture(2, 256, 2))
     last = _with(datum, packed(np.tile([253, 254], (6, 2, 1))))
     check_routed_experts(last, Mixture(2, 255, 2))
-    (read,) = experts_of([last]) or []
-    assert read[:, :4].tolist() == [[253, 254, 253, 254]] * 6
     with pytest.raises(InvalidRequest, match=r"\[5, 1\] names an expert twice: \[3, 3\]"):
         check_routed_experts(_with(datum, packed(_changed((5, 1), 3))), Mixture(2, 8, 2))
+
+
+def test_packed_experts_of_a_model_with_many_have_two_bytes_each() -> None:
+    limits = Mixture(layers=3, experts=512, per_token=2)
+    (datum,) = sft(0, 6)
+    experts = np.tile([[511, 255], [256, 0], [3, 2]], (6, 1, 1))
+    experts[2] = -1
+    sent = _with(datum, packed(experts, "<u2"))
+    assert sent.loss_inputs["routed_experts"].shape == (6, 2)
+    check_routed_experts(sent, limits)
+    (read,) = experts_of(with_sorted_experts(train("m", [sent]), limits).data) or []
+    assert read.dtype == np.int32
+    assert read.tolist() == np.sort(experts, axis=-1).reshape(6, 6).tolist()
+    with pytest.raises(InvalidRequest, match=r"or packed \[6, 2\].* got \[6, 1\]"):
+        check_routed_experts(_with(datum, packed(experts)), limits)
+    experts[4, 1, 0] = 512
+    with pytest.raises(InvalidRequest, match=r"\[4, 1\] holds \[512, 0\]; experts are in \[0, 512\)"):
+        check_routed_experts(_with(datum, packed(experts, "<u2")), limits)
+
+
+def test_numbers_beyond_int32_are_no_experts() -> None:
+    with pytest.raises(InvalidRequest, match=r"\[3, 0\] holds \[4294967297, 0\]"):
+        check_routed_experts(_with(sft(0, 6)[0], _changed((3, 0), [2**32 + 1, 0])), Mixture(2, 8, 2))
 
 
 WRONG: dict[str, tuple[np.ndarray, list[str]]] = {

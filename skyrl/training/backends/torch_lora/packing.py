@@ -40,7 +40,7 @@ class AttentionGroup:
 @dataclass(frozen=True)
 class PackedSlice:
     """Rows [start, stop) of a micro-batch, which hold one slice. tokens, positions: int64 [stop - start]. `layout`: the
-    rows of each sequence, counted from `start`. experts: int32 [stop - start, at least layers * k], the experts that
+    rows of each sequence, counted from `start`. experts: int32 [stop - start, layers * k], the experts that
     each row must use (-1: any); None if no sequence names any."""
 
     start: int

@@ -5,7 +5,9 @@ the k experts that the sampler has used, in any order. k times -1 means that not
 router chooses.
 
 Packed it is int64 [N, ceil(layers * k / 8)], an eighth of the bytes: a token's experts as bytes in the same order,
-eight in each int64, the first one lowest. A byte of 255 is -1. The bytes after the last expert may be anything.
+eight in each int64, the first one lowest. A byte of 255 is -1. The bytes after the last expert may be anything. If the
+model has more than 255 experts, two bytes, the low one first, hold each expert, and 65,535 is -1: int64 [N, ceil(layers
+* k / 4)].
 
 Knows arrays. Knows no model.
 """
@@ -23,7 +25,8 @@ from skyrl.training.backends.base import Datum, InvalidRequest, Mixture, Trainin
 
 FIELD = "routed_experts"
 UNRECORDED = -1
-_PACKED_UNRECORDED = 255
+_LARGEST_IN_BYTES = 255
+"""A model with more experts has two bytes for each."""
 
 
 def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
@@ -38,18 +41,14 @@ def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
         raise InvalidRequest(f"{field}: must be int64, got {given.dtype}")
     width = mixture.layers * mixture.per_token
     expected = (len(datum.tokens), mixture.layers, mixture.per_token)
-    packed = (len(datum.tokens), -(-width // 8))
+    packed = (len(datum.tokens), -(-width * np.dtype(_packed_type(mixture)).itemsize // 8))
     if given.shape not in (expected, packed):
         raise InvalidRequest(
             f"{field}: must be [N, layers, k] = {list(expected)}, or packed {list(packed)}, with N the length of "
             f"model_input, the base model's {mixture.layers} layers with experts, and k experts per token; got "
             f"{list(given.shape)}"
         )
-    if given.shape == packed and mixture.experts > _PACKED_UNRECORDED:
-        raise InvalidRequest(
-            f"{field}: the base model has {mixture.experts} experts, too many for bytes; send {list(expected)}"
-        )
-    experts = _flat(given)[:, :width].reshape(expected)
+    experts = _signed(_unpacked(given, mixture))
     ordered = np.sort(experts, axis=-1)
     recorded = ordered[..., -1] != UNRECORDED
     wrong = recorded & ((ordered[..., 0] < 0) | (ordered[..., -1] >= mixture.experts))
@@ -67,9 +66,10 @@ def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
 
 
 def with_sorted_experts(training_pass: TrainingPass, mixture: Mixture | None) -> TrainingPass:
-    """The checked pass with the experts of each token and layer in ascending order, and the bytes after packed ones
-    set to 255: so rows with the same experts are equal, and may be shared. The order has no meaning, because a router's
-    weights are looked up by the expert's number. It may change the last bits of a sum over k experts."""
+    """The checked pass with [N, layers, k] experts, those of each token and layer in ascending order; packed ones have
+    the type of `_unpacked`. So rows with the same experts are equal, and may be shared. The order has no meaning,
+    because a router's weights are looked up by the expert's number. It may change the last bits of a sum over k
+    experts."""
     if mixture is None or all(FIELD not in datum.loss_inputs for datum in training_pass.data):
         return training_pass
     return replace(training_pass, data=[_sorted(datum, mixture) for datum in training_pass.data])
@@ -79,48 +79,46 @@ def _sorted(datum: Datum, mixture: Mixture) -> Datum:
     given = datum.loss_inputs.get(FIELD)
     if given is None:
         return datum
-    if given.ndim == 3:
-        return replace(datum, loss_inputs=datum.loss_inputs | {FIELD: np.sort(given, axis=-1)})
-    count, width = len(given), mixture.layers * mixture.per_token
-    of_bytes = np.ascontiguousarray(given, "<i8").view(np.uint8)
-    experts = of_bytes[:, :width].reshape(count, mixture.layers, mixture.per_token)
-    result = np.full_like(of_bytes, _PACKED_UNRECORDED)
-    result[:, :width] = np.sort(experts, axis=-1).reshape(count, width)
-    return replace(datum, loss_inputs=datum.loss_inputs | {FIELD: result.view("<i8")})
+    return replace(datum, loss_inputs=datum.loss_inputs | {FIELD: np.sort(_unpacked(given, mixture), axis=-1)})
 
 
 def experts_of(data: Sequence[Datum]) -> Iterator[npt.NDArray[np.int32]] | None:
-    """The checked routed experts of one sequence after the other, int32 [N, at least layers * k], all of one width; -1
-    for sequences without. None if no sequence has them. They are unpacked one at a time: together they need four times
-    the memory of packed ones."""
+    """The routed experts of one sequence after the other, int32 [N, layers * k]; -1 for sequences without. None if no
+    sequence has them. `data`: of `with_sorted_experts`. They become int32 one at a time: together they need two or four
+    times the memory of packed ones."""
     given = [datum.loss_inputs.get(FIELD) for datum in data]
-    width = max((_width(experts) for experts in given if experts is not None), default=None)
+    width = next((experts.shape[1] * experts.shape[2] for experts in given if experts is not None), None)
     if width is None:
         return None
-    return (_rows(len(datum.tokens), experts, width) for datum, experts in zip(data, given, strict=True))
+    return (
+        np.full((len(datum.tokens), width), UNRECORDED, np.int32)
+        if experts is None
+        else np.ascontiguousarray(_signed(experts).reshape(-1, width), np.int32)
+        for datum, experts in zip(data, given, strict=True)
+    )
 
 
-def _rows(count: int, given: npt.NDArray[Any] | None, width: int) -> npt.NDArray[np.int32]:
-    if given is not None and _width(given) == width:
-        return np.ascontiguousarray(_flat(given), np.int32)
-    rows = np.full((count, width), UNRECORDED, np.int32)
-    if given is not None:
-        rows[:, : _width(given)] = _flat(given)
-    return rows
+def _packed_type(mixture: Mixture) -> type[np.uint8] | type[np.uint16]:
+    """Its largest number is `UNRECORDED`."""
+    return np.uint8 if mixture.experts <= _LARGEST_IN_BYTES else np.uint16
 
 
-def _width(given: npt.NDArray[Any]) -> int:
-    """The columns of `_flat`."""
-    return given.shape[1] * (given.shape[2] if given.ndim == 3 else 8)
-
-
-def _flat(given: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[N, layers * k], of packed ones with the bytes that follow."""
+def _unpacked(given: npt.NDArray[Any], mixture: Mixture) -> npt.NDArray[Any]:
+    """[N, layers, k], of packed ones unsigned integers."""
     if given.ndim == 3:
-        return given.reshape(len(given), -1)
-    unpacked = np.ascontiguousarray(given, "<i8").view(np.uint8).astype(np.int32)
-    unpacked[unpacked == _PACKED_UNRECORDED] = UNRECORDED
-    return unpacked
+        return given
+    width = mixture.layers * mixture.per_token
+    packed = np.ascontiguousarray(given, "<i8").view(np.dtype(_packed_type(mixture)).newbyteorder("<"))
+    return packed[:, :width].reshape(len(given), mixture.layers, mixture.per_token)
+
+
+def _signed(experts: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """With -1 where nothing was recorded: of unsigned integers int32."""
+    if not np.issubdtype(experts.dtype, np.unsignedinteger):
+        return experts
+    numbers = experts.astype(np.int32)
+    numbers[experts == np.iinfo(experts.dtype).max] = UNRECORDED
+    return numbers
 
 
 def _first(marked: npt.NDArray[np.bool_]) -> tuple[int, int]:

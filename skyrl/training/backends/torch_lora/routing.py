@@ -134,19 +134,19 @@ class Routing:
 
 
 def _joined(slices: Sequence[PackedSlice]) -> Tensor | None:
-    """The experts of a micro-batch's rows, int32 [rows, at least layers * k]; -1 for slices without. None if no slice
-    has any."""
-    found = [packed.experts for packed in slices if packed.experts is not None]
-    if not found:
+    """The experts of a micro-batch's rows, int32 [rows, layers * k]; -1 for slices without. None if no slice has
+    any."""
+    width = next((packed.experts.shape[1] for packed in slices if packed.experts is not None), None)
+    if width is None:
         return None
-    width = max(experts.shape[1] for experts in found)
-    joined = found[0].new_full((sum(len(packed.tokens) for packed in slices), width), -1)
-    start = 0
-    for packed in slices:
-        if packed.experts is not None:
-            joined[start : start + len(packed.tokens), : packed.experts.shape[1]] = packed.experts
-        start += len(packed.tokens)
-    return joined
+    return torch.cat(
+        [
+            packed.tokens.new_full((len(packed.tokens), width), -1, dtype=torch.int32)
+            if packed.experts is None
+            else packed.experts
+            for packed in slices
+        ]
+    )
 
 
 @torch.no_grad()
