@@ -280,19 +280,19 @@ def test_a_base_model_without_all_its_weights_is_refused(tmp_path: Path) -> None
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks weights, such as model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(ConfigError, match=r"the files lack model.layers.1.mlp.up_proj.weight"):
         _backend(base=str(tmp_path / "model"))
 
 
 def test_a_base_model_with_weights_that_are_no_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    load: Any = AutoModelForCausalLM.from_pretrained
+    load: Any = Qwen3ForCausalLM.from_pretrained
 
     def with_a_buffer(*args: Any, **options: Any) -> Any:
         model, info = load(*args, **options)
         model.model.norm.register_buffer("running_mean", torch.zeros(4))
         return model, info
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", with_a_buffer)
+    monkeypatch.setattr(Qwen3ForCausalLM, "from_pretrained", with_a_buffer)
     with pytest.raises(ConfigError, match=r"no parameters, such as model.norm.running_mean: full fine-tuning neither"):
         _backend()
 

@@ -69,7 +69,7 @@ class TorchFullBackend(StateSnapshots):
         the id exists, or `spec` asks for an adapter."""
         check_place(spec, model_id, None if self._trained is None else self._trained[0])
         with command_on(self._device, waits=True):
-            weights = self._model.read(self._model.base.path)
+            weights = self._model.read_base()
             copies = {name: tensor.to(self._device, copy=True) for name, tensor in weights.items()}
             parameters = FullParameters(copies, self._device)
             self._model.bind(parameters)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_full.gradients import GradientSink
@@ -20,13 +20,14 @@ from skyrl.training.backends.torch_full.parameters import FullParameters
 from skyrl.training.backends.torch_lora import recurrence
 from skyrl.training.backends.torch_lora.device import base_dtype
 from skyrl.training.backends.torch_lora.experts import mixture_of
+from skyrl.training.backends.torch_lora.loading import load_model
 from skyrl.training.backends.torch_lora.lora import ActiveSegments
-from skyrl.training.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config
+from skyrl.training.backends.torch_lora.model import BaseModel, check_config
 from skyrl.training.backends.torch_lora.output_layer import OutputLayer
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routing import Routing, routers_of
-from skyrl.training.backends.torch_lora.text_part import SEEING, model_class
+from skyrl.training.backends.torch_lora.text_part import SEEING
 
 
 class PlainModel(PackedModel):
@@ -98,15 +99,7 @@ class FullModel:
 
     def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: Setting) -> None:
         self.dtype = base_dtype(device)
-        try:
-            loaded: Any = model_class(AutoConfig.from_pretrained(path)).from_pretrained(
-                path, dtype=self.dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True
-            )
-        except LOADING_ERRORS as error:
-            raise ConfigError(f"base_model: cannot load {path}: {error}") from error
-        model, info = loaded
-        if missing := sorted(info["missing_keys"]):
-            raise ConfigError(f"base_model: {path} lacks weights, such as {missing[0]}")
+        model = load_model(path, self.dtype, safetensors_only=True)
         check_config(path, model.config)
         check_all_trained(path, model)
         # The base model's own file is saved. Saving what transformers makes of it fails for values that it warns of.
@@ -121,6 +114,13 @@ class FullModel:
         self.base.verify(expected)
         packed.recompute(gradient_checkpointing)
         self.gradients = GradientSink(self._model.named_parameters())
+
+    def read_base(self) -> dict[str, Tensor]:
+        """The weights of the base model, by the names of the module's parameters, float32.
+
+        Raises ConfigError when files are missing or damaged."""
+        loaded = load_model(self.base.path, torch.float32, model_class=type(self._model), safetensors_only=True)
+        return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
 
     def read(self, directory: str | Path) -> dict[str, Tensor]:
         """The weights of a checkpoint of this architecture, by the names of the module's parameters, float32.

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from skyrl.training.backends.torch_full.rank import FullFacts, StateFacts
 from skyrl.training.backends.torch_full.state import (
@@ -27,6 +27,7 @@ from skyrl.training.backends.torch_full.state import (
 )
 from skyrl.training.backends.torch_full.tensor_files import StoredTensors, TensorFiles
 from skyrl.training.backends.torch_lora.group import RankGroup, results_of
+from skyrl.training.backends.torch_lora.model_config import read_config
 from skyrl.training.backends.torch_lora.shards import ShardLayout
 
 PAGE = 2**24
@@ -47,7 +48,7 @@ class ShardedState:
 
     def save_model(self, model_id: str, directory: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
         """As `state.save_model`."""
-        config = AutoConfig.from_pretrained(self._base)
+        config = read_config(self._base).config
         config.architectures = [self._facts.architecture]
         config.save_pretrained(directory)
         GenerationConfig().save_pretrained(directory)

@@ -9,24 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.base import Datum, ModelLimits
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.device import base_dtype
+from skyrl.training.backends.torch_lora.loading import load_model
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.packing import pack_alone
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routed_experts import FIELD
 from skyrl.training.backends.torch_lora.scans import CHUNK
-from skyrl.training.backends.torch_lora.text_part import drop_vision, model_class
+from skyrl.training.backends.torch_lora.text_part import drop_vision
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
-"""What transformers and safetensors raise for a model that is missing, damaged or unknown."""
 UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a model raises whose layers do not fit to packed rows."""
 
@@ -122,14 +119,10 @@ def load_base_model(
 ) -> BaseModel:
     """The whole model on one device. `mlp_of_mixtures`: see `PackedModel`.
 
-    Raises ConfigError: the path has no causal language model, or the model has layers that adapters cannot train,
-    position embeddings that depend on the batch, or other logits on packed rows than in transformers.
+    Raises ConfigError: the path has no causal language model (`load_model`), or the model has layers that adapters
+    cannot train, position embeddings that depend on the batch, or other logits on packed rows than in transformers.
     """
-    try:
-        loader = model_class(AutoConfig.from_pretrained(path))
-        model: Any = loader.from_pretrained(path, dtype=base_dtype(device), attn_implementation="eager")
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"base_model: cannot load {path}: {error}") from error
+    model = load_model(path, base_dtype(device))
     drop_vision(model)
     model.to(device).eval().requires_grad_(False)
     _align(model)

@@ -6,34 +6,30 @@ each other: torch.distributed is already initialized.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
-from transformers.utils.hub import cached_file
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.collectives import SumInRankOrder, failed_anywhere
 from skyrl.training.backends.torch_lora.conversions import stored_parameters
 from skyrl.training.backends.torch_lora.device import base_dtype
-from skyrl.training.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config, wrap
+from skyrl.training.backends.torch_lora.loading import check_weights
+from skyrl.training.backends.torch_lora.model import BaseModel, check_config, wrap
+from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, read_config
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.shards import rows_of
+from skyrl.training.backends.torch_lora.stored_weights import INDEX, ONE_FILE, StoredWeights, weight_files
 from skyrl.training.backends.torch_lora.text_part import drop_vision, model_class
-
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,10 @@ class ModelForm:
     wrap: Callable[[str, Any], PackedModel]
     trained: bool
 
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """That of the parameters."""
+        return torch.float32 if self.trained else base_dtype(device)
+
 
 def frozen(*, mlp_of_mixtures: bool) -> ModelForm:
     """A base model for adapters. `mlp_of_mixtures`: see `PackedModel`."""
@@ -52,10 +52,11 @@ def frozen(*, mlp_of_mixtures: bool) -> ModelForm:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this rank holds `numel` of all ranks' `total` parameters."""
+    """A model of which this rank holds `numel` of all ranks' `total` parameters, in `dtype`."""
 
     base: BaseModel
     mesh: DeviceMesh
+    dtype: torch.dtype
     numel: int
     total: int
 
@@ -65,7 +66,8 @@ class ShardedModel:
         Raises ConfigError, or one of LOADING_ERRORS; the rows may then hold anything."""
         path = self.base.path
         rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
-        _fill_parameters(path, self.base.packed, _files(path), rank, ranks)
+        with StoredWeights(path, _files(path), read_config(path).format, self.dtype) as stored:
+            _fill_parameters(path, self.base.packed, stored, rank, ranks)
 
 
 def load_sharded_model(
@@ -115,7 +117,7 @@ def load_sharded_model(
     packed.recompute(gradient_checkpointing, ranks=mesh.size(), anywhere=lambda own: failed_anywhere([own])[0])
     parameters = list(packed.parameters())
     local = sum(local_of(parameter).numel() for parameter in parameters)
-    return ShardedModel(base, mesh, local, sum(parameter.numel() for parameter in parameters))
+    return ShardedModel(base, mesh, form.dtype(device), local, sum(parameter.numel() for parameter in parameters))
 
 
 def reshard(packed: PackedModel) -> None:
@@ -125,13 +127,12 @@ def reshard(packed: PackedModel) -> None:
 
 
 def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) -> BaseModel:
-    config = AutoConfig.from_pretrained(path)
+    described = read_config(path)
+    config = described.config
     check_config(path, config)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"base_model: {path} is quantized; several ranks need float32, float16 or bfloat16 weights")
     files = _files(path)
     computed = base_dtype(device)
-    held = torch.float32 if form.trained else computed
+    held = form.dtype(device)
     policy = MixedPrecisionPolicy(None if held == computed else computed, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model: Any = model_class(config).from_config(config, dtype=held, attn_implementation="eager")
@@ -144,9 +145,11 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) ->
     fully_shard(packed, mesh=mesh, mp_policy=policy)
     if form.trained:
         _sum_gradients(packed, device)
-    packed.to_empty(device=device)
-    _fill_buffers(path, model)
-    _fill_parameters(path, packed, files, mesh.get_local_rank(), mesh.size())
+    with StoredWeights(path, files, described.format, held) as stored:
+        check_weights(path, config, type(model), stored)
+        packed.to_empty(device=device)
+        _fill_buffers(path, model)
+        _fill_parameters(path, packed, stored, mesh.get_local_rank(), mesh.size())
     return BaseModel(path, device, packed, config)
 
 
@@ -171,23 +174,12 @@ def _sum_gradients(packed: PackedModel, device: torch.device) -> None:
 
 def _files(path: str) -> list[Path]:
     """The model's safetensors files, in a directory or downloaded from the hub."""
-    if (one := _find(path, ONE_FILE)) is not None:
-        return [one]
-    if (index := _find(path, INDEX)) is None:
-        raise ConfigError(
-            f"base_model: {path} has neither {ONE_FILE} nor {INDEX}. Ranks read only safetensors files: each reads "
-            "its rows alone: save the model with transformers' save_pretrained, or train without ranks"
-        )
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found = [_find(path, name) for name in names]
-    if missing := [name for name, file in zip(names, found, strict=True) if file is None]:
-        raise ConfigError(f"base_model: {path} lacks {', '.join(missing[:3])}, which {INDEX} names")
-    return [file for file in found if file is not None]
-
-
-def _find(path: str, name: str) -> Path | None:
-    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    return None if file is None else Path(file)
+    if files := weight_files(path):
+        return files
+    raise ConfigError(
+        f"base_model: {path} has neither {ONE_FILE} nor {INDEX}. Ranks read only safetensors files: each reads "
+        "its rows alone: save the model with transformers' save_pretrained, or train without ranks"
+    )
 
 
 def _fill_buffers(path: str, model: Any) -> None:
@@ -211,36 +203,30 @@ def _fill_buffers(path: str, model: Any) -> None:
                 )
 
 
-def _fill_parameters(path: str, packed: PackedModel, files: Sequence[Path], rank: int, ranks: int) -> None:
+def _fill_parameters(path: str, packed: PackedModel, opened: StoredWeights, rank: int, ranks: int) -> None:
     """Copy this rank's rows of all parameters and buffers from the files.
 
     A tied parameter has several names. If the files hold it under more than one, the values must agree.
     """
-    with ExitStack() as opened:
-        stored: dict[str, Any] = {}
-        for file in files:
-            reader = opened.enter_context(safe_open(file, framework="pt"))
-            stored |= dict.fromkeys(reader.keys(), reader)
-        filled: set[int] = set()
-        missing: dict[int, str] = {}
-        named = list(_stored_tensors(packed))
-        parameters = stored_parameters(packed.model, {name: tensor.shape for name, tensor in named}, stored)
-        for name, tensor in named:
-            local = local_of(tensor)
-            if (found := parameters.get(name)) is None:
-                missing.setdefault(id(tensor), name)
-                continue
-            rows = _rows(found, path, name, tensor, rank, ranks).to(local.dtype)
-            if id(tensor) not in filled:
-                with torch.no_grad():
-                    local.copy_(rows)
-                filled.add(id(tensor))
-            elif not torch.equal(local.cpu(), rows):
-                raise ConfigError(
-                    f"base_model: {path} ties its embeddings, but its files hold another tensor as {name}"
-                )
-        if absent := [name for key, name in missing.items() if key not in filled]:
-            raise ConfigError(f"base_model: the safetensors files of {path} lack {', '.join(absent[:3])}")
+    filled: set[int] = set()
+    missing: dict[int, str] = {}
+    named = list(_stored_tensors(packed))
+    stored = dict.fromkeys(opened.keys(), opened)
+    parameters = stored_parameters(packed.model, {name: tensor.shape for name, tensor in named}, stored)
+    for name, tensor in named:
+        local = local_of(tensor)
+        if (found := parameters.get(name)) is None:
+            missing.setdefault(id(tensor), name)
+            continue
+        rows = _rows(found, path, name, tensor, rank, ranks).to(local.dtype)
+        if id(tensor) not in filled:
+            with torch.no_grad():
+                local.copy_(rows)
+            filled.add(id(tensor))
+        elif not torch.equal(local.cpu(), rows):
+            raise ConfigError(f"base_model: {path} ties its embeddings, but its files hold another tensor as {name}")
+    if absent := [name for key, name in missing.items() if key not in filled]:
+        raise ConfigError(f"base_model: the safetensors files of {path} lack {', '.join(absent[:3])}")
 
 
 def _stored_tensors(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,241 @@
+"""The formats of quantized releases that the trainer reads: block FP8, MXFP4, and INT4 packed by compressed-tensors.
+
+Each class names the stored tensors that make one weight, and computes the weight from them, in parts that bound the
+memory. Knows config.json's `quantization_config` and numbers. Knows nothing of files or of models' layers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+PART = 2**22
+"""Elements that are computed at a time: 16 MiB in float32, and as much again for each step in between."""
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of E2M1 by their four bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
+
+
+class Format(ABC):
+    """How a release stores its quantized weights."""
+
+    suffixes: ClassVar[tuple[str, ...]]
+    """What the names of the stored tensors of one weight end with: first its numbers, then their factors."""
+    dtypes: ClassVar[tuple[tuple[str, ...], ...]]
+    """The dtypes that each of them may have, as safetensors names them."""
+
+    @abstractmethod
+    def name(self, stem: str) -> str:
+        """The name that the weight has in a release that is not quantized. `stem`: a stored name without suffix."""
+
+    @abstractmethod
+    def shape(self, parts: Sequence[Any]) -> list[int]:
+        """The weight's shape. `parts`: the stored tensors, as objects that give their shape and slices.
+
+        Raises ValueError if they do not fit together."""
+
+    @abstractmethod
+    def read(self, parts: Sequence[Any], rows: range, dtype: torch.dtype) -> Tensor:
+        """These rows of the weight: computed in float32, and rounded once to `dtype`. `parts`: as for `shape`."""
+
+
+@dataclass(frozen=True)
+class BlockFp8(Format):
+    """E4M3 numbers, and a factor for each block of `rows` x `columns` of the last two dimensions. The last block of a
+    dimension may be cut (DeepSeek's `kv_a_proj_with_mqa` has 576 rows, and blocks of 128)."""
+
+    rows: int
+    columns: int
+    suffixes = ("", "_scale_inv")
+    dtypes = (("F8_E4M3",), ("F32", "BF16", "F16"))
+
+    def name(self, stem: str) -> str:
+        return stem
+
+    def shape(self, parts: Sequence[Any]) -> list[int]:
+        weight, scale = (list(part.get_shape()) for part in parts)
+        grid = [*weight[:-2], -(-weight[-2] // self.rows), -(-weight[-1] // self.columns)] if len(weight) > 1 else []
+        if len(weight) not in (2, 3) or scale != grid:
+            raise ValueError(f"blocks of {self.rows} x {self.columns} of {weight} have factors {grid}, not {scale}")
+        return weight
+
+    def read(self, parts: Sequence[Any], rows: range, dtype: torch.dtype) -> Tensor:
+        weight, scale = parts
+        shape = weight.get_shape()
+        out = torch.empty(len(rows), *shape[1:], dtype=dtype)
+        if len(shape) == 2:
+            self._fill(out, weight, scale, rows)
+        else:
+            for place, row in enumerate(rows):
+                self._fill(out[place], weight[row : row + 1][0], scale[row : row + 1][0], range(shape[1]))
+        return out
+
+    def _fill(self, out: Tensor, weight: Any, scale: Any, rows: range) -> None:
+        """Compute these rows of a matrix."""
+        for part in _parts(rows, out.shape[1]):
+            above = part.start // self.rows
+            factors = scale[above : (part.stop - 1) // self.rows + 1].float()
+            factors = factors.repeat_interleave(self.rows, 0)[part.start - above * self.rows :][: len(part)]
+            factors = factors.repeat_interleave(self.columns, 1)[:, : out.shape[1]]
+            values = weight[part.start : part.stop].float().mul_(factors)
+            out[part.start - rows.start : part.stop - rows.start] = values
+
+
+@dataclass(frozen=True)
+class Mxfp4(Format):
+    """gpt-oss: the experts' weights as E2M1 numbers, two in a byte and 32 in a block, with a power of two for each
+    block. The files hold [experts, out, in]; transformers multiplies by [experts, in, out]."""
+
+    suffixes = ("_blocks", "_scales")
+    dtypes = (("U8",), ("U8",))
+
+    def name(self, stem: str) -> str:
+        return stem
+
+    def shape(self, parts: Sequence[Any]) -> list[int]:
+        blocks, scales = (list(part.get_shape()) for part in parts)
+        if len(blocks) != 4 or blocks[-1] != 16 or scales != blocks[:-1]:
+            raise ValueError(f"blocks {blocks} and powers {scales} do not fit together")
+        return [blocks[0], blocks[2] * 32, blocks[1]]
+
+    def read(self, parts: Sequence[Any], rows: range, dtype: torch.dtype) -> Tensor:
+        blocks, scales = parts
+        out = torch.empty(len(rows), *self.shape(parts)[1:], dtype=dtype)
+        pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)])
+        for place, expert in enumerate(rows):
+            bytes_of, power_of = blocks[expert : expert + 1][0], scales[expert : expert + 1][0]
+            height, width = out.shape[2], out.shape[1]
+            for part in _parts(range(height), width):
+                chosen = slice(part.start, part.stop)
+                values = pairs[bytes_of[chosen].int()].view(len(part), -1, 32)
+                values = torch.ldexp(values, power_of[chosen].int().sub_(127)[..., None])
+                out[place, :, chosen] = values.view(len(part), width).T
+        return out
+
+
+@dataclass(frozen=True)
+class PackedInt4(Format):
+    """compressed-tensors' `pack-quantized`: eight numbers from -8 to 7 in an int32, the lowest bits first, and a factor
+    for each group of columns of a row. `group_sizes`: how many columns a group may have; 0 for all of the row."""
+
+    group_sizes: tuple[int, ...]
+    suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
+    dtypes = (("I32",), ("F32", "BF16", "F16"), ("I64", "I32"))
+
+    def name(self, stem: str) -> str:
+        return f"{stem}.weight"
+
+    def shape(self, parts: Sequence[Any]) -> list[int]:
+        packed, scale, stated = (list(part.get_shape()) for part in parts)
+        shape: list[int] = parts[2][:].tolist() if stated == [2] else []
+        grids = (
+            [
+                [rows, columns // (size or columns)]
+                for rows, columns in [shape]
+                for size in self.group_sizes
+                if columns % (size or columns) == 0
+            ]
+            if shape
+            else []
+        )
+        if not shape or packed != [shape[0], -(-shape[1] // 8)] or scale not in grids:
+            raise ValueError(
+                f"packed numbers {packed} and factors {scale} do not make {shape} in groups of {self.group_sizes}"
+            )
+        return shape
+
+    def read(self, parts: Sequence[Any], rows: range, dtype: torch.dtype) -> Tensor:
+        packed, scale, _ = parts
+        width = self.shape(parts)[1]
+        out = torch.empty(len(rows), width, dtype=dtype)
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        for part in _parts(rows, width):
+            numbers = (packed[part.start : part.stop][..., None] >> shifts).bitwise_and_(15).sub_(8)
+            factors = scale[part.start : part.stop].float()
+            values = numbers.view(len(part), -1)[:, :width].reshape(*factors.shape, -1) * factors[..., None]
+            out[part.start - rows.start : part.stop - rows.start] = values.view(len(part), width)
+        return out
+
+
+def format_of(described: Mapping[str, Any], model_type: str) -> Format:
+    """The format that a `quantization_config` describes. `model_type`: that of the text model.
+
+    Raises ValueError for another one: the sentence begins with the field."""
+    match described.get("quant_method"):
+        case "fp8":
+            return _block_fp8(described)
+        case "mxfp4":
+            if model_type != "gpt_oss":
+                raise ValueError(f"quant_method is mxfp4, which is known of gpt_oss alone, and not of {model_type}")
+            return Mxfp4()
+        case "compressed-tensors":
+            return _packed_int4(described)
+        case other:
+            raise ValueError(f"quant_method is {other!r}, and the trainer reads fp8, mxfp4 and compressed-tensors")
+
+
+def _block_fp8(described: Mapping[str, Any]) -> Format:
+    block = described.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        raise ValueError(f"weight_block_size is {block!r}, and the trainer reads FP8 with blocks [rows, columns]")
+    _demand(described, {"fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)})
+    return BlockFp8(*block)
+
+
+def _packed_int4(described: Mapping[str, Any]) -> Format:
+    packed = "pack-quantized"
+    _demand(
+        described,
+        {
+            "format": (packed,),
+            "quantization_status": ("compressed", None),
+            "kv_cache_scheme": (None,),
+            "sparsity_config": (None, {}),
+            "transform_config": (None, {}),
+        },
+    )
+    sizes: set[int] = set()
+    groups = described.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ValueError("config_groups is empty")
+    for name, group in groups.items():
+        field = f"config_groups.{name}"
+        _demand(group, {"format": (packed, None), "input_activations": (None,), "output_activations": (None,)}, field)
+        weights = group.get("weights") or {}
+        _demand(
+            weights,
+            {
+                "num_bits": (4,),
+                "type": ("int",),
+                "symmetric": (True,),
+                "strategy": ("group", "channel"),
+                "dynamic": (False, None),
+                "actorder": (None, False),
+            },
+            f"{field}.weights",
+        )
+        size = weights.get("group_size") if weights["strategy"] == "group" else 0
+        if not isinstance(size, int) or size < 0:
+            raise ValueError(f"{field}.weights.group_size is {size!r}, and the trainer reads a number of columns")
+        sizes.add(size)
+    return PackedInt4(tuple(sorted(sizes)))
+
+
+def _demand(described: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Raise ValueError unless each field has one of its values; None stands for a field that is absent too."""
+    for field, values in fields.items():
+        if (found := described.get(field)) not in values:
+            name = f"{prefix}.{field}" if prefix else field
+            readable = " or ".join(repr(value) for value in values if value is not None) or "none"
+            raise ValueError(f"{name} is {found!r}, and the trainer reads {readable}")
+
+
+def _parts(rows: range, width: int) -> Iterator[range]:
+    """`rows` in ranges of at most PART elements, or one row."""
+    step = max(1, PART // max(1, width))
+    for start in range(rows.start, rows.stop, step):
+        yield range(start, min(start + step, rows.stop))
