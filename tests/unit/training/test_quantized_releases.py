@@ -1,4 +1,4 @@
-"""Quantized releases become the weights that transformers and compressed-tensors read from them, in the trainer's dtype;
+"""Quantized releases become the weights that transformers and compressed-tensors read from them, in one dtype;
 training on one equals training on those weights."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers import (
     AutoModelForCausalLM,
     CompressedTensorsConfig,
     FineGrainedFP8Config,
-    Mxfp4Config,
     PreTrainedModel,
 )
+from transformers.utils.quantization_config import Mxfp4Config
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
@@ -97,7 +97,9 @@ def test_weights_are_those_that_the_formats_own_library_reads(
 ) -> None:
     path = _release(family, tmp_path, config, stored)
     model = load_model(path, torch.float32)
-    read: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=theirs(dequantize=True))
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, quantization_config=theirs(dequantize=True)
+    )
     expected = _tensors(read)
     for name, tensor in _tensors(model).items():
         assert tensor.dtype == torch.float32, name
@@ -229,12 +231,18 @@ _WEIGHTS = r"config_groups\.group_0\.weights\."
         ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes'"),
         ({"bits": 4}, "quant_method is None"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "weight_block_size is None, and the trainer reads FP8"),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static"},
+            "weight_block_size is None, and the trainer reads FP8",
+        ),
         (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2', and the trainer reads 'e4m3'"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
         (MXFP4, "quant_method is mxfp4, which is known of gpt_oss alone, and not of qwen3"),
         (INT4 | {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
-        (INT4 | {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme is \{'num_bits': 8\}, and the trainer reads none"),
+        (
+            INT4 | {"kv_cache_scheme": {"num_bits": 8}},
+            r"kv_cache_scheme is \{'num_bits': 8\}, and the trainer reads none",
+        ),
         (INT4 | {"config_groups": {}}, "config_groups is empty"),
         (_int4(num_bits=8), _WEIGHTS + "num_bits is 8, and the trainer reads 4"),
         (_int4(symmetric=False), _WEIGHTS + "symmetric is False"),
@@ -275,14 +283,34 @@ def test_files_that_are_quantized_in_another_way_than_config_json_says_are_refus
     plain = make_family("qwen3", tmp_path)
     s = q.removesuffix(".weight")
     cases: list[tuple[Callable[[Stored], Any], dict[str, Any], Quantize, str]] = [
-        (lambda t: t.pop(f"{q}_scale_inv"), FP8, block_fp8(), f"hold {q} as F8_E4M3, and config.json describes another"),
+        (
+            lambda t: t.pop(f"{q}_scale_inv"),
+            FP8,
+            block_fp8(),
+            f"hold {q} as F8_E4M3, and config.json describes another",
+        ),
         (lambda t: t.pop(q), FP8, block_fp8(), f"the files lack {q}, which belongs to {q}"),
-        (lambda t: t.update({f"{q}_scale_inv": torch.ones(2, 2)}), FP8, block_fp8(), r"have factors \[1, 1\], not \[2, 2"),
+        (
+            lambda t: t.update({f"{q}_scale_inv": torch.ones(2, 2)}),
+            FP8,
+            block_fp8(),
+            r"have factors \[1, 1\], not \[2, 2",
+        ),
         (lambda t: t.update({q: t[q].float()}), FP8, block_fp8(), f"hold {q} as F32, and the trainer reads F8_E4M3"),
         (lambda t: t.pop(f"{s}.weight_shape"), INT4, int4(), f"the files lack {s}.weight_shape, which belongs to {q}"),
         (lambda t: t.update({f"{s}.weight_scale": torch.ones(64, 1)}), INT4, int4(), f"{q}: packed numbers"),
-        (lambda t: t.update({f"{s}.weight_zero_point": torch.zeros(8, 3).int()}), INT4, int4(), "zero_point as I32, and"),
-        (lambda t: None, INT4, block_fp8(), "as F8_E4M3, and config.json describes another format in quantization_config"),
+        (
+            lambda t: t.update({f"{s}.weight_zero_point": torch.zeros(8, 3).int()}),
+            INT4,
+            int4(),
+            "zero_point as I32, and",
+        ),
+        (
+            lambda t: None,
+            INT4,
+            block_fp8(),
+            "as F8_E4M3, and config.json describes another format in quantization_config",
+        ),
     ]
     for change, config, stored, said in cases:
         with pytest.raises(ConfigError, match=said):

@@ -127,9 +127,9 @@ def _same(stored: StoredWeights, shapes: dict[str, list[int]], one: str, other: 
         return True
     if shapes[one] != shapes[other]:
         return False
-    first, second, step = stored.get_slice(one), stored.get_slice(other), 1024
-    starts = range(0, shapes[one][0], step)
-    return all(torch.equal(first[start : start + step], second[start : start + step]) for start in starts)
+    first, second, rows, step = stored.get_slice(one), stored.get_slice(other), shapes[one][0], 1024
+    parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return all(torch.equal(first[part], second[part]) for part in parts)
 
 
 def _load_pickled(

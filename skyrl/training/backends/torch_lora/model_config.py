@@ -78,13 +78,15 @@ def read_config(path: str) -> ModelConfig:
     if (known := _SAME_CLASS.get(kind, kind)) not in CONFIG_MAPPING:
         version = transformers.__version__
         raise cannot_load(path, f"config.json's model_type is {kind!r}, which transformers {version} does not know")
+    nested = described.get("text_config")
+    if nested is None:
+        _check_needed(path, described, CONFIG_MAPPING[known])
     try:
         config = CONFIG_MAPPING[known].from_dict(described | {"model_type": known})
         text = config.get_text_config()
     except _CONFIG_ERRORS as error:
         raise cannot_load(path, f"config.json describes no {kind} model: {one_line(error)}") from None
-    nested = described.get("text_config")
-    _check_fields(path, nested if isinstance(nested, Mapping) else described, text, whole=nested is None)
+    _check_known(path, nested if isinstance(nested, Mapping) else described, text)
     found = _quantization(path, described, text.model_type)
     for each in (config, text):
         for field in ("quantization_config", "compression_config"):
@@ -109,16 +111,18 @@ def _read(path: str) -> dict[str, Any]:
     return described
 
 
-def _check_fields(path: str, described: Mapping[str, Any], config: Any, *, whole: bool) -> None:
-    """`described`: the text model's fields, as the file has them. `whole`: it is no part of a larger model, whose file
-    states what differs from the defaults."""
-    if whole:
-        default = type(config)()
-        aliases = type(config).attribute_map
-        for field in _NEEDED:
-            names = {field, aliases.get(field)} | {name for name, of in aliases.items() if of == field}
-            if getattr(default, field, None) is not None and not names & described.keys():
-                raise cannot_load(path, f"config.json lacks {field}")
+def _check_needed(path: str, described: Mapping[str, Any], kind: Any) -> None:
+    """`kind`: transformers' class of the configuration. A configuration inside of a larger one is not checked: its file
+    states what differs from the class."""
+    default, aliases = kind(), kind.attribute_map
+    for field in _NEEDED:
+        names = {field, aliases.get(field)} | {name for name, of in aliases.items() if of == field}
+        if getattr(default, field, None) is not None and not names & described.keys():
+            raise cannot_load(path, f"config.json lacks {field}")
+
+
+def _check_known(path: str, described: Mapping[str, Any], config: Any) -> None:
+    """`described`: the text model's fields, as the file has them."""
     for field in _ACTIVATIONS:
         name = getattr(config, field, None)
         if isinstance(name, str) and name not in ACT2FN:
