@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging
 
 from skyrl.training.backends.torch_lora.model_config import (
@@ -23,6 +23,7 @@ from skyrl.training.backends.torch_lora.model_config import (
     read_config,
 )
 from skyrl.training.backends.torch_lora.stored_weights import StoredWeights, weight_files
+from skyrl.training.backends.torch_lora.text_part import SEEING
 
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 """A variable of transformers. Without it four threads read ahead of the thread that joins experts: the whole model may
@@ -56,9 +57,11 @@ def load_model(path: str, dtype: torch.dtype, *, model_class: Any = None, safete
 
 
 def class_of(path: str, config: Any) -> Any:
-    """transformers' class of the causal language model. Raises ConfigError if it has none."""
+    """transformers' class of the language model, or of the model with a language model that sees. Raises ConfigError
+    if it has none."""
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if config.model_type in SEEING else MODEL_FOR_CAUSAL_LM_MAPPING
     try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return mapping[type(config)]
     except KeyError:
         raise cannot_load(
             path, f"config.json's model_type is {config.model_type!r}, and transformers has no language model of it"
