@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-PART = 2**22
-"""Elements that are computed at a time: 16 MiB in float32, and as much again for each step in between."""
+PART = 2**18
+"""Elements that are computed at a time: 1 MiB in float32. With 16 MiB, the allocator kept up to 0.4 GB."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of E2M1 by their four bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
 
@@ -81,7 +81,7 @@ class BlockFp8(Format):
             factors = scale[above : (part.stop - 1) // self.rows + 1].float()
             factors = factors.repeat_interleave(self.rows, 0)[part.start - above * self.rows :][: len(part)]
             factors = factors.repeat_interleave(self.columns, 1)[:, : out.shape[1]]
-            values = weight[part.start : part.stop].float().mul_(factors)
+            values = _decode(weight[part.start : part.stop], torch.float8_e4m3fn).mul_(factors)
             out[part.start - rows.start : part.stop - rows.start] = values
 
 
@@ -105,14 +105,14 @@ class Mxfp4(Format):
     def read(self, parts: Sequence[Any], rows: range, dtype: torch.dtype) -> Tensor:
         blocks, scales = parts
         out = torch.empty(len(rows), *self.shape(parts)[1:], dtype=dtype)
-        pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)])
+        pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)]).view(torch.int64).view(-1)
         for place, expert in enumerate(rows):
             bytes_of, power_of = blocks[expert : expert + 1][0], scales[expert : expert + 1][0]
             height, width = out.shape[2], out.shape[1]
             for part in _parts(range(height), width):
                 chosen = slice(part.start, part.stop)
-                values = pairs[bytes_of[chosen].int()].view(len(part), -1, 32)
-                values = torch.ldexp(values, power_of[chosen].int().sub_(127)[..., None])
+                values = pairs.index_select(0, bytes_of[chosen].int().view(-1)).view(torch.float32)
+                values = values.view(len(part), -1, 32).mul_(_decode(power_of[chosen], torch.float8_e8m0fnu)[..., None])
                 out[place, :, chosen] = values.view(len(part), width).T
         return out
 
@@ -232,6 +232,12 @@ def _demand(described: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]],
             name = f"{prefix}.{field}" if prefix else field
             readable = " or ".join(repr(value) for value in values if value is not None) or "none"
             raise ValueError(f"{name} is {found!r}, and the trainer reads {readable}")
+
+
+def _decode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers of eight bits in float32, by a table: on a CPU a sixth of the time of torch's conversion."""
+    table = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return table.index_select(0, numbers.view(torch.uint8).int().view(-1)).view(numbers.shape)
 
 
 def _parts(rows: range, width: int) -> Iterator[range]:
