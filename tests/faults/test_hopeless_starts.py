@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.tiny import model_path
 from skyrl.runtime.processes.ports import free_port
 from tests.servers import SLOW_START_S
 
@@ -47,6 +49,21 @@ def test_serve_ends_with_a_reason_if_the_engine_cannot_train_the_model(tmp_path:
     assert ": stopping; this takes at most " in done.stderr
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+    assert (tmp_path / "state" / "logs" / "engine.log").read_text().count("engine: start") == 1
+
+
+def test_serve_ends_with_the_file_that_a_model_directory_lacks(tmp_path: Path) -> None:
+    """Without another try: a file that the index names does not come by itself, as a file system or a hub does."""
+    model = tmp_path / "model"
+    shutil.copytree(model_path(), model)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    weight_map = {"model.norm.weight": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    external = ("--external-inference-url", "http://127.0.0.1:1")
+    done = serve(free_port(), tmp_path / "state", "--base-model", str(model), *external)
+    assert done.returncode == 2, done.stderr
+    said = "model-00002-of-00002.safetensors of the weight_map of model.safetensors.index.json is missing"
+    assert f"\nskyrl serve: base_model: cannot load {model}: {said}\n" in done.stderr
     assert (tmp_path / "state" / "logs" / "engine.log").read_text().count("engine: start") == 1
 
 
