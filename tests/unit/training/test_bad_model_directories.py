@@ -140,7 +140,7 @@ def test_a_bad_directory_is_refused_with_a_sentence(tmp_path: Path, name: str) -
     ("family", "changed", "said"),
     [
         ("qwen3_moe", {"num_experts_per_tok": None}, "config.json lacks num_experts_per_tok"),
-        ("gpt_oss", {"num_local_experts": None}, "config.json lacks num_experts"),
+        ("gpt_oss", {"num_local_experts": None}, "config.json lacks num_local_experts"),
         (
             "deepseek_v3",
             {"scoring_func": "softmax"},
@@ -159,6 +159,18 @@ def test_a_mixture_with_a_router_that_is_not_known_is_refused(
     with pytest.raises(ConfigError) as refused:
         load_model(str(path), torch.float32)
     assert str(refused.value).startswith(f"base_model: cannot load {path}: {said}")
+
+
+def test_another_head_is_found_where_the_files_have_other_names(tmp_path: Path) -> None:
+    """transformers also reads files without the prefix of the model."""
+    path = Path(make_family("qwen3", tmp_path, tie_word_embeddings=True))
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    load_model(str(path), torch.float32)
+    other = {HEAD: tensors["embed_tokens.weight"] + 1}
+    save_file(tensors | other, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"tie_word_embeddings is true, and the files hold another tensor as {HEAD}"):
+        load_model(str(path), torch.float32)
 
 
 def test_equal_tied_tensors_and_tensors_that_the_class_ignores_are_read(tmp_path: Path) -> None:

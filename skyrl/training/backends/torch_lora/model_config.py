@@ -118,7 +118,7 @@ def _check_needed(path: str, described: Mapping[str, Any], kind: Any) -> None:
     for field in _NEEDED:
         names = {field, aliases.get(field)} | {name for name, of in aliases.items() if of == field}
         if getattr(default, field, None) is not None and not names & described.keys():
-            raise cannot_load(path, f"config.json lacks {field}")
+            raise cannot_load(path, f"config.json lacks {aliases.get(field, field)}")
 
 
 def _check_known(path: str, described: Mapping[str, Any], config: Any) -> None:
