@@ -16,7 +16,7 @@ from torch import Tensor
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora import loading
 from skyrl.training.backends.torch_lora.loading import load_model
-from tests.families import GPT_OSS, make_family, save_random
+from tests.families import make_family
 from tests.quantized import write_shards
 
 EMBED, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
@@ -153,7 +153,7 @@ def test_a_bad_directory_is_refused_with_a_sentence(tmp_path: Path, name: str) -
 def test_a_mixture_with_a_router_that_is_not_known_is_refused(
     tmp_path: Path, family: str, changed: dict[str, Any], said: str
 ) -> None:
-    path = Path(save_random(GPT_OSS, tmp_path / "model"))
+    path = Path(make_family("gpt-oss", tmp_path))
     counts = {"num_experts": 4, "n_routed_experts": 4, "moe_intermediate_size": 48}
     _config(model_type=family, **({} if family == "gpt_oss" else counts) | changed)(path)
     with pytest.raises(ConfigError) as refused:
