@@ -127,6 +127,7 @@ audit: $(VENV)/bin/uv
 lock: $(VENV)/bin/uv
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/overrides.txt \
 	  --no-emit-package skyrl --no-header requirements/cpu.in -o requirements/cpu.txt
+	sed -i.old 's/^\(torchvision==[0-9.]*\)+cpu/\1/' requirements/cpu.txt && rm requirements/cpu.txt.old  # either build will do
 	$(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-package skyrl --no-header requirements/gpu.in \
 	  -o requirements/gpu.txt
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/cookbook-overrides.txt \
