@@ -2,7 +2,7 @@
 
 vLLM's layer for such adapters (`FusedMoEWithLoRA`) loads them and keeps them in slots on every device; its kernels need
 a GPU. This one computes with torch alone: for each expert that is used, two products with the base model's matrices
-over all its rows, and six small ones for each adapter among them.
+over all its rows, and two small ones for each adapter among them and each projection.
 
 Knows vLLM's interface of kernels for experts, and how it keeps adapters in slots. Knows nothing of routers, or when
 this kernel is chosen (see `experts_cpu`).
@@ -11,23 +11,67 @@ this kernel is chosen (see `experts_cpu`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, relu, silu
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
 
+ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.RELU2_NO_MUL)
+_ALPHA, _LIMIT = 1.702, 7.0
+"""Of gpt-oss's activation, as in vLLM's kernel for CPUs, which takes no others."""
+
+
+@dataclass(frozen=True)
+class BaseExperts:
+    """A layer's experts without adapters: w13 [E, 2 * I, H], or [E, I, H] of experts without a gate; w2 [E, H, I];
+    biases [E, 2 * I] and [E, H] of experts that have them. gpt-oss's gate and up projections alternate in w13; others
+    have the gate above."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    activation: MoEActivation = MoEActivation.SILU
+    bias13: torch.Tensor | None = None
+    bias2: torch.Tensor | None = None
+
+    def first(self, expert: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gate and up projections of x [rows, H], each [rows, I]; or the up projection alone. Views of one
+        tensor, which the caller may change in place."""
+        y = linear(x, self.w13[expert], None if self.bias13 is None else self.bias13[expert])
+        if self.activation == MoEActivation.SWIGLUOAI:
+            return y[..., ::2], y[..., 1::2]
+        return y.chunk(2, dim=-1) if self.activation.is_gated else (y,)
+
+    def inner(self, projected: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if self.activation == MoEActivation.RELU2_NO_MUL:
+            return relu(projected[0]).square()
+        gate, up = projected
+        if self.activation == MoEActivation.SILU:
+            return silu(gate) * up
+        gate = gate.clamp(max=_LIMIT)
+        return (up.clamp(-_LIMIT, _LIMIT) + 1) * gate * torch.sigmoid(gate * _ALPHA)
+
+    def second(self, expert: int, inner: torch.Tensor) -> torch.Tensor:
+        return linear(inner, self.w2[expert], None if self.bias2 is None else self.bias2[expert])
+
+
 class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Experts of the kind `silu(gate) * up`, each with the update of its row's adapter."""
+    """Experts with the update of their rows' adapters; also those without a gate, for which vLLM has no kernel on a
+    CPU."""
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation == MoEActivation.SILU
+        return activation in ACTIVATIONS
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """The weights stay as they were loaded: vLLM's other kernel for CPUs keeps them in an order of its own."""
@@ -57,14 +101,14 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         slots = [-1] * len(hidden_states) if context is None else context.punica_wrapper.token_lora_indices.tolist()
         if len(slots) != len(hidden_states):
             raise RuntimeError(f"experts of {len(hidden_states)} rows, but the batch has adapters for {len(slots)}")
-        add_experts(output.zero_(), hidden_states, w1, w2, topk_weights, topk_ids, slots, context)
+        base = BaseExperts(w1, w2, activation, self.w1_bias, self.w2_bias)
+        add_experts(output.zero_(), hidden_states, base, topk_weights, topk_ids, slots, context)
 
 
 def add_experts(
     output: torch.Tensor,
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    base: BaseExperts,
     weights: torch.Tensor,
     chosen: torch.Tensor,
     slots: list[int],
@@ -72,17 +116,16 @@ def add_experts(
 ) -> None:
     """Add to each row of `output` what its chosen experts make of it, in place.
 
-    output, x [T, H]; w13 [E, 2 * I, H], gate above up; w2 [E, H, I]; weights and chosen [T, k]; `slots`: the adapter's
-    slot of each row, -1 without an adapter.
+    output, x [T, H]; weights and chosen [T, k]; `slots`: the adapter's slot of each row, -1 without an adapter.
     """
     for expert, rows, ranks, groups in _by_expert(chosen.tolist(), slots):
         inputs = x[rows]
-        gate, up = linear(inputs, w13[expert]).chunk(2, dim=-1)
+        projected = base.first(expert, inputs)
         if context is not None:
-            for a, b, y in zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, (gate, up), strict=True):
+            for a, b, y in zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, projected, strict=True):
                 _add_updates(y, inputs, a, b, expert, groups)
-        inner = silu(gate) * up
-        made = linear(inner, w2[expert])
+        inner = base.inner(projected)
+        made = base.second(expert, inner)
         if context is not None:
             _add_updates(made, inner, context.w2_lora_a_stacked[0], context.w2_lora_b_stacked[0], expert, groups)
         output.index_add_(0, rows, (made * weights[rows, ranks, None]).to(output.dtype))

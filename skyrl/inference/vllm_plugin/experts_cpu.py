@@ -2,7 +2,8 @@
 
 With LoRA enabled vLLM computes experts with Triton's kernels, which can add adapters to experts. A CPU has no Triton,
 so the first request ends the engine. The plugin chooses another kernel: one that adds adapters, if
-`lora_target_modules` names experts; else the CPU's own, as without LoRA.
+`lora_target_modules` names experts; else the CPU's own, as without LoRA. Experts without a gate always get the first
+one: the CPU has no kernel for them.
 
 Knows how vLLM chooses the kernel of experts. Knows nothing of adapters.
 """
@@ -13,11 +14,10 @@ from typing import Any
 
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
-from skyrl.inference.vllm_plugin.expert_adapters_cpu import AdaptedExperts
+from skyrl.inference.vllm_plugin.expert_adapters_cpu import ACTIVATIONS, AdaptedExperts
 
 EXPERTS = "experts"
 
@@ -29,10 +29,13 @@ def choose_cpu_kernels() -> None:
 
     def patched_initialize(config: FusedMoEConfig) -> None:
         config.is_lora_enabled = config.is_lora_enabled and _adapters_change_experts()
+        has_gate = config.is_act_and_mul
+        config.is_act_and_mul = True  # otherwise vLLM refuses the model
         initialize(config)
+        config.is_act_and_mul = has_gate
 
     def patched_select(moe_config: FusedMoEConfig) -> Any:
-        if not moe_config.is_lora_enabled:
+        if not moe_config.is_lora_enabled and moe_config.is_act_and_mul:
             return select(moe_config)
         check_kernel(moe_config)
         return UnquantizedMoeBackend.CPU, AdaptedExperts
@@ -43,9 +46,10 @@ def choose_cpu_kernels() -> None:
 
 def check_kernel(moe_config: Any) -> None:
     """Raise ValueError for experts that the kernel for adapters cannot compute."""
-    if moe_config.activation != MoEActivation.SILU:
+    if moe_config.activation not in ACTIVATIONS:
+        known = ", ".join(activation.value for activation in ACTIVATIONS)
         raise ValueError(
-            f"on a CPU adapters change experts with the activation silu alone, not {moe_config.activation}"
+            f"on a CPU adapters change experts with one of the activations {known}, not {moe_config.activation}"
         )
     if moe_config.use_ep:
         raise ValueError("on a CPU adapters do not change experts with expert parallelism (enable_expert_parallel)")
