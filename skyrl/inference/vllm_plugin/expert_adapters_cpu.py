@@ -22,7 +22,6 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
-
 ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.RELU2_NO_MUL)
 _ALPHA, _LIMIT = 1.702, 7.0
 """Of gpt-oss's activation, as in vLLM's kernel for CPUs, which takes no others."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
@@ -29,10 +30,11 @@ def choose_cpu_kernels() -> None:
 
     def patched_initialize(config: FusedMoEConfig) -> None:
         config.is_lora_enabled = config.is_lora_enabled and _adapters_change_experts()
-        has_gate = config.is_act_and_mul
-        config.is_act_and_mul = True  # otherwise vLLM refuses the model
+        activation = config.activation
+        if not activation.is_gated:
+            config.activation = MoEActivation.SILU  # otherwise vLLM refuses the model
         initialize(config)
-        config.is_act_and_mul = has_gate
+        config.activation = activation
 
     def patched_select(moe_config: FusedMoEConfig) -> Any:
         if not moe_config.is_lora_enabled and moe_config.is_act_and_mul:

@@ -160,7 +160,10 @@ def test_an_adapter_whose_experts_vllm_would_ignore_is_refused(part: str) -> Non
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"activation": MoEActivation.GELU}, "silu, swigluoai, relu2_no_mul"), ({"use_ep": True}, "expert parallelism")],
+    [
+        ({"activation": MoEActivation.GELU}, "silu, swigluoai, relu2_no_mul"),
+        ({"use_ep": True}, "expert parallelism"),
+    ],
 )
 def test_experts_that_the_kernel_cannot_compute_are_refused(given: dict[str, Any], words: str) -> None:
     settings = {"activation": MoEActivation.SILU, "use_ep": False}
