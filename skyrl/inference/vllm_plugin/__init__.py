@@ -1,13 +1,14 @@
 """vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
-Changes fourteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+Changes fifteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
 allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens (see
 `token_versions`); clients may do without the text of completions (see `tokens_only`); adapters on lm_head work in more
-architectures (see `unembedding`); adapters whose experts vLLM would ignore are refused (see `ignored_experts`); prompt
-logprobs have the right adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own (see
-`extra_args`); on a CPU, LoRA computes correct results (see `punica_cpu`), routed experts can be returned (see
-`routed_experts_cpu`), mixtures of experts can be served with adapters, on experts too (see `experts_cpu`), and the
-engine core is forked from the API server, which saves its imports.
+architectures (see `unembedding`); adapters on experts have the same names in all architectures (see `expert_names`);
+adapters of which vLLM would ignore a part are refused (see `checked_adapters`); prompt logprobs have the right
+adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own (see `extra_args`); on a CPU,
+LoRA computes correct results (see `punica_cpu`), routed experts can be returned (see `routed_experts_cpu`), mixtures of
+experts can be served with adapters, on experts too (see `experts_cpu` and `routers_cpu`), and the engine core is forked
+from the API server, which saves its imports.
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.
@@ -53,7 +54,8 @@ def register() -> None:
         )
         return
     from skyrl.inference.vllm_plugin import first_runner, second_runner
-    from skyrl.inference.vllm_plugin.ignored_experts import refuse_ignored_experts
+    from skyrl.inference.vllm_plugin.checked_adapters import check_loaded_adapters
+    from skyrl.inference.vllm_plugin.expert_names import read_trainers_names
     from skyrl.inference.vllm_plugin.prefix_cache import forget_with_weights
     from skyrl.inference.vllm_plugin.temperature import allow_any_temperature
     from skyrl.inference.vllm_plugin.unembedding import serve_lm_head
@@ -61,7 +63,8 @@ def register() -> None:
     allow_any_temperature()
     forget_with_weights()
     serve_lm_head()
-    refuse_ignored_experts()
+    read_trainers_names()
+    check_loaded_adapters()
     first_runner.score_prompts()
     second_runner.score_prompts()
     if parent is None:

@@ -1,5 +1,4 @@
-"""The plugin's kernel for experts with adapters, against one row and one expert at a time; and adapters whose experts
-vLLM would ignore."""
+"""The plugin's kernel for experts with adapters, against one row and one expert at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ with warnings.catch_warnings():
 
     from skyrl.inference.vllm_plugin.expert_adapters_cpu import AdaptedExperts, BaseExperts, add_experts
     from skyrl.inference.vllm_plugin.experts_cpu import check_kernel
-    from skyrl.inference.vllm_plugin.ignored_experts import check_experts
 
 EXPERTS, PER_ROW, HIDDEN, SIZE, SLOTS, RANK = 5, 2, 12, 6, 3, 4
 SLOTS_OF_ROWS = [0, 0, -1, 2, 2, -1, 0, 1]
@@ -145,17 +143,6 @@ def test_a_map_of_adapters_for_another_number_of_rows_is_an_error() -> None:
             None,
             False,
         )
-
-
-@pytest.mark.parametrize("part", ["model.layers.1.mlp.experts.3.gate_proj", "model.layers.1.mlp.experts.base_layer"])
-def test_an_adapter_whose_experts_vllm_would_ignore_is_refused(part: str) -> None:
-    names = ["model.layers.1.self_attn.q_proj", part]
-    layers = {"model.layers.1.self_attn.qkv_proj": None, "model.layers.1.mlp.experts": None}
-    check_experts(names, SimpleNamespace(modules=layers))
-    del layers["model.layers.1.mlp.experts"]
-    with pytest.raises(ValueError, match=f"changes experts .{part}.*train_mlp_of_mixtures to train"):
-        check_experts(names, SimpleNamespace(modules=layers))
-    check_experts(names[:1], SimpleNamespace(modules=layers))
 
 
 @pytest.mark.parametrize(
