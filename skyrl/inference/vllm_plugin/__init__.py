@@ -3,7 +3,7 @@
 Changes fifteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
 allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens (see
 `token_versions`); clients may do without the text of completions (see `tokens_only`); adapters on lm_head work in more
-architectures (see `unembedding`); adapters on experts have the same names in all architectures (see `expert_names`);
+architectures (see `unembedding`); adapters on fused experts are read in one more architecture (see `fused_experts`);
 adapters of which vLLM would ignore a part are refused (see `checked_adapters`); prompt logprobs have the right
 adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own (see `extra_args`); on a CPU,
 LoRA computes correct results (see `punica_cpu`), routed experts can be returned (see `routed_experts_cpu`), mixtures of
@@ -55,7 +55,7 @@ def register() -> None:
         return
     from skyrl.inference.vllm_plugin import first_runner, second_runner
     from skyrl.inference.vllm_plugin.checked_adapters import check_loaded_adapters
-    from skyrl.inference.vllm_plugin.expert_names import read_trainers_names
+    from skyrl.inference.vllm_plugin.fused_experts import read_fused_experts
     from skyrl.inference.vllm_plugin.prefix_cache import forget_with_weights
     from skyrl.inference.vllm_plugin.temperature import allow_any_temperature
     from skyrl.inference.vllm_plugin.unembedding import serve_lm_head
@@ -63,7 +63,7 @@ def register() -> None:
     allow_any_temperature()
     forget_with_weights()
     serve_lm_head()
-    read_trainers_names()
+    read_fused_experts()
     check_loaded_adapters()
     first_runner.score_prompts()
     second_runner.score_prompts()

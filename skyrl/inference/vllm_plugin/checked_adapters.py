@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from vllm.lora.layers import FusedMoE3DWithLoRA
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -39,18 +40,21 @@ def check_loaded_adapters() -> None:
 def check_adapter(parts: Mapping[str, Any], manager: Any) -> None:
     """Raise ValueError for an adapter that vLLM would not serve as a whole. `parts`: each layer's matrices by the name
     that vLLM gives the layer; `manager`: vLLM's, which knows its layers with adapters."""
-    single = set(manager.modules) - set(manager.packed_modules)
-    known = single.union(*manager.packed_modules.values())
+    fused = {name: [name, f"{name}.base_layer"] for name, module in manager.modules.items() if _is_fused(module)}
+    groups = manager.packed_modules | fused
+    known = (set(manager.modules) - set(manager.packed_modules)).union(*groups.values())
     for name, part in parts.items():
         if name not in known:
             _check_experts(name, manager)
             if not _is_on_another_device(name, manager.model):
                 raise ValueError(f"the adapter changes {name}, which vLLM computes without adapters")
         _check_ignored(name, manager.model)
-        rank, most = part.lora_a.shape[0], manager.lora_config.max_lora_rank
+        matrices, most = part.lora_a.shape[0], manager.lora_config.max_lora_rank
+        layer = name.removesuffix(".base_layer")
+        rank = matrices // manager.modules[layer].global_num_experts if layer in fused else matrices
         if rank > most:
             raise ValueError(f"the adapter has rank {rank} for {name}, and vLLM keeps room for {most} (max_lora_rank)")
-    for packed, names in manager.packed_modules.items():
+    for packed, names in groups.items():
         lacking = [name for name in names if name not in parts]
         if 0 < len(lacking) < len(names) and _needs_all(packed, manager.modules[packed], len(names)):
             raise ValueError(f"the adapter lacks {lacking[0]}: vLLM loads all parts of {packed} or none")
@@ -68,8 +72,8 @@ def _check_experts(name: str, manager: Any) -> None:
         )
     if rest in ("", ".base_layer"):
         raise ValueError(
-            f"the adapter has matrices for all experts of {layer}{_EXPERTS} together: save a pair for each expert and "
-            f"projection ({layer}{_EXPERTS}.0.gate_proj)"
+            f"the adapter has matrices for all experts of {layer}{_EXPERTS} together, and vLLM reads a pair for each "
+            f"expert and projection ({layer}{_EXPERTS}.0.gate_proj)"
         )
 
 
@@ -78,6 +82,11 @@ def _check_ignored(name: str, model: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     if leaf == _GATE or (leaf == _LATENT and hasattr(model.get_submodule(parent), "mla_attn")):
         raise ValueError(f"the adapter changes {name}, and vLLM ignores adapters on {leaf}")
+
+
+def _is_fused(module: Any) -> bool:
+    """Experts with one pair of matrices for the gate and up projections of all of them, and one for down."""
+    return isinstance(module, FusedMoE3DWithLoRA)
 
 
 def _needs_all(packed: str, module: Any, parts: int) -> bool:

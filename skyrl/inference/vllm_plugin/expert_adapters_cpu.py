@@ -39,18 +39,21 @@ class BaseExperts:
     bias13: torch.Tensor | None = None
     bias2: torch.Tensor | None = None
 
-    def first(self, expert: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gate and up projections of x [rows, H], each [rows, I]; or the up projection alone. Views of one
-        tensor, which the caller may change in place."""
-        y = linear(x, self.w13[expert], None if self.bias13 is None else self.bias13[expert])
+    def first(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """The first product of x [rows, H]: [rows, outputs of w13]."""
+        return linear(x, self.w13[expert], None if self.bias13 is None else self.bias13[expert])
+
+    def parts(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of the first product: its gate and up projections, each [rows, I], or the up projection alone."""
         if self.activation == MoEActivation.SWIGLUOAI:
             return y[..., ::2], y[..., 1::2]
         return y.chunk(2, dim=-1) if self.activation.is_gated else (y,)
 
-    def inner(self, projected: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def inner(self, y: torch.Tensor) -> torch.Tensor:
+        """What the second product reads, [rows, I], from the first one."""
         if self.activation == MoEActivation.RELU2_NO_MUL:
-            return relu(projected[0]).square()
-        gate, up = projected
+            return relu(y).square()
+        gate, up = self.parts(y)
         if self.activation == MoEActivation.SILU:
             return silu(gate) * up
         gate = gate.clamp(max=_LIMIT)
@@ -116,12 +119,16 @@ def add_experts(
     """Add to each row of `output` what its chosen experts make of it, in place.
 
     output, x [T, H]; weights and chosen [T, k]; `slots`: the adapter's slot of each row, -1 without an adapter.
+    `context`: vLLM's matrices of adapters; one pair for the whole first product where a release has gate and up fused,
+    else a pair for each part.
     """
     for expert, rows, ranks, groups in _by_expert(chosen.tolist(), slots):
         inputs = x[rows]
         projected = base.first(expert, inputs)
         if context is not None:
-            for a, b, y in zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, projected, strict=True):
+            stacked = list(zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True))
+            parts = (projected,) if len(stacked) == 1 else base.parts(projected)
+            for (a, b), y in zip(stacked, parts, strict=True):
                 _add_updates(y, inputs, a, b, expert, groups)
         inner = base.inner(projected)
         made = base.second(expert, inner)

@@ -1,5 +1,5 @@
-"""Adapters that the plugin refuses in vLLM, and the names that it gives their experts. The manager is a stand-in with
-the attributes of vLLM's; tests/component/inference/test_families_vllm.py has the real one."""
+"""Adapters that the plugin refuses in vLLM. The manager is a stand-in with the attributes of vLLM's;
+tests/component/inference/test_families_vllm.py has the real one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from torch import nn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, for what vLLM imports
-    from vllm.model_executor.layers.fused_moe import MoERunner
-    from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper
+    from vllm.lora.layers import FusedMoE3DWithLoRA
+    from vllm.model_executor.models.utils import PPMissingLayer
 
     from skyrl.inference.vllm_plugin.checked_adapters import check_adapter
-    from skyrl.inference.vllm_plugin.expert_names import renamed_experts
 
 PACKED = {
     "model.layers.0.attn.qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -73,7 +72,10 @@ def test_an_adapter_that_vllm_serves_as_a_whole_is_taken(names: list[str]) -> No
         (["model.layers.0.mlp.shared_expert_gate"], "vLLM ignores adapters on shared_expert_gate"),
         (["model.layers.0.attn.in_proj_z"], "lacks model.layers.0.attn.in_proj_qkv: vLLM loads all parts of"),
         (EXPERTS[:-1], f"lacks {EXPERTS[-1]}: vLLM loads all parts of"),
-        (["model.layers.0.mlp.experts"], "for all experts of model.layers.0.mlp.experts together: save a pair for"),
+        (
+            ["model.layers.0.mlp.experts"],
+            "for all experts of model.layers.0.mlp.experts together, and vLLM reads a pair for",
+        ),
         (["model.layers.0.mlp.experts.base_layer"], "for all experts of model.layers.0.mlp.experts together"),
         (["model.layers.0.mlp.experts.2.up_proj"], "changes model.layers.0.mlp.experts.2.up_proj, which"),
     ],
@@ -99,33 +101,24 @@ def test_without_latent_attention_kv_b_proj_may_change() -> None:
     check_adapter(_parts(["model.layers.0.attn.kv_b_proj"]), _manager(latent=False))
 
 
-class Experts(MoERunner):
-    """vLLM's class without its parameters, and the names of its experts."""
+class FusedExperts(FusedMoE3DWithLoRA):
+    """vLLM's class without its parameters."""
 
-    def __init__(self, letters: bool) -> None:
+    global_num_experts = 4  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def __init__(self) -> None:
         nn.Module.__init__(self)
-        self.names = ("w1", "w2", "w3") if letters else ("gate_proj", "down_proj", "up_proj")
-
-    def get_expert_mapping(self) -> list[tuple[str, str, int, str]]:
-        return [("experts.w", f"experts.0.{name}.", 0, name) for name in self.names]
 
 
-@pytest.mark.parametrize(
-    ("parent", "letters", "name"),
-    [
-        ("mlp", False, "model.layers.0.mlp.experts.0.down_proj.lora_A.weight"),
-        ("mlp", True, "model.layers.0.mlp.experts.0.w2.lora_A.weight"),
-        ("block_sparse_moe", True, "model.layers.0.block_sparse_moe.experts.0.w2.lora_A.weight"),
-    ],
-)
-def test_experts_of_an_adapter_get_the_names_of_vllms_model(parent: str, letters: bool, name: str) -> None:
-    layer = nn.ModuleDict({parent: nn.ModuleDict({"experts": Experts(letters)})})
-    model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
-    mapper = WeightsMapper(orig_to_new_substr=renamed_experts(model))
-    assert mapper.map_name("model.layers.0.mlp.experts.0.down_proj.lora_A.weight") == name
-    dense = "model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert mapper.map_name(dense) == dense
-
-
-def test_a_model_without_experts_keeps_all_names() -> None:
-    assert renamed_experts(nn.Linear(2, 2)) == {}
+def test_fused_experts_are_taken_whole_and_up_to_the_rank_of_one_expert() -> None:
+    manager, experts = _manager(), "model.layers.0.mlp.experts"
+    del manager.packed_modules[experts]
+    manager.modules[experts] = FusedExperts()
+    both = [experts, f"{experts}.base_layer"]
+    check_adapter(_parts(both, rank=4 * 8), manager)
+    with pytest.raises(ValueError, match=f"rank 16 for {experts}, and vLLM keeps room for 8"):
+        check_adapter(_parts(both, rank=4 * 16), manager)
+    with pytest.raises(ValueError, match=f"lacks {experts}.base_layer: vLLM loads all parts of {experts} or none"):
+        check_adapter(_parts(both[:1], rank=4 * 8), manager)
+    with pytest.raises(ValueError, match="changes model.layers.0.mlp.experts.0.gate_proj, which vLLM computes without"):
+        check_adapter(_parts(EXPERTS), manager)

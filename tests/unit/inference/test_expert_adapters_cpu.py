@@ -28,11 +28,11 @@ def _random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _adapters(first: int = 2) -> Any:
-    """With matrices for `first` projections of the hidden states."""
+def _adapters(pairs: int = 2, parts: int = 1) -> Any:
+    """With `pairs` of matrices for the first product, each for so many parts of it."""
     shapes = {
-        "w13_lora_a_stacked": ((RANK, HIDDEN),) * first,
-        "w13_lora_b_stacked": ((SIZE, RANK),) * first,
+        "w13_lora_a_stacked": ((RANK, HIDDEN),) * pairs,
+        "w13_lora_b_stacked": ((parts * SIZE, RANK),) * pairs,
         "w2_lora_a_stacked": ((RANK, SIZE),),
         "w2_lora_b_stacked": ((HIDDEN, RANK),),
     }
@@ -78,10 +78,13 @@ class Batch:
         return output
 
     def _of_expert(self, x: torch.Tensor, expert: int, slot: int, context: Any) -> torch.Tensor:
-        first, w2 = list(self._first(self.w13[expert])), self.w2[expert]
+        first, w2 = self._first(self.w13[expert]), self.w2[expert]
         if slot >= 0:
             pairs = zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True)
-            first = [w + b[slot, expert] @ a[slot, expert] for w, (a, b) in zip(first, pairs, strict=True)]
+            updates = [b[slot, expert] @ a[slot, expert] for a, b in pairs]
+            if len(updates) < len(first):
+                updates = self._first(updates[0])
+            first = [w + update for w, update in zip(first, updates, strict=True)]
             w2 = w2 + context.w2_lora_b_stacked[0][slot, expert] @ context.w2_lora_a_stacked[0][slot, expert]
         projected = [w @ x for w in first]
         if self.bias13 is not None:
@@ -89,10 +92,10 @@ class Batch:
         made = w2 @ FUNCTIONS[self.activation](*projected)
         return made if self.bias2 is None else made + self.bias2[expert]
 
-    def _first(self, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _first(self, fused: torch.Tensor) -> list[torch.Tensor]:
         if self.activation == MoEActivation.SWIGLUOAI:
-            return fused[::2], fused[1::2]
-        return fused.chunk(self.first)
+            return [fused[::2], fused[1::2]]
+        return list(fused.chunk(self.first))
 
 
 FUNCTIONS: dict[MoEActivation, Callable[..., torch.Tensor]] = {
@@ -103,9 +106,10 @@ FUNCTIONS: dict[MoEActivation, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("activation", FUNCTIONS)
-def test_each_row_gets_the_update_of_its_adapter_and_expert(activation: MoEActivation) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_row_gets_the_update_of_its_adapter_and_expert(activation: MoEActivation, fused: bool) -> None:
     batch = Batch(activation)
-    context = _adapters(batch.first)
+    context = _adapters(1, batch.first) if fused else _adapters(batch.first)
     torch.testing.assert_close(
         batch.computed(SLOTS_OF_ROWS, context), batch.expected(SLOTS_OF_ROWS, context), atol=1e-10, rtol=1e-10
     )
