@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.forms import Form, PackedExperts, forms_of, number_of, plain, ready
 from skyrl.inference.vllm_plugin.weights.staging import Needed, is_finite, named
 from skyrl.weights.digests import digests
 
@@ -19,8 +21,8 @@ EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 MOST_SHOWN = 1 << 20
 """Numbers in one answer; the engine stops while they are collected."""
-PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
-"""Kernels of mixture-of-experts layers that use the weights as they are loaded."""
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+_PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
 class Broken(Exception):
@@ -37,6 +39,7 @@ class ServedModel:
         self._quantization = quantization
         self._tensor_parallel = tensor_parallel
         self._needed: Needed | None = None
+        self._forms: list[Form] = []
 
     def needed(self) -> Needed:
         """Raises WeightsError (501) for a model whose weights cannot be replaced."""
@@ -68,10 +71,7 @@ class ServedModel:
                 "--worker-extension-cls skyrl.inference.vllm_plugin.weights.worker.WeightUpdates",
                 501,
             )
-
-        for module in self._model.modules():
-            if kept := _converted(module):
-                raise WeightsError(f"vLLM keeps {kept} in a form of its own, which an update would not reach", 501)
+        self._forms = forms_of(self._model)
 
     def _directory(self) -> Path:
         if Path(self._checkpoint).is_dir():
@@ -94,12 +94,26 @@ class ServedModel:
                     for parameter in parameters.values():
                         if parameter.is_floating_point():
                             parameter.fill_(torch.nan)
-                self._model.load_weights(iter(tensors.items()))
+                self._load(tensors, keep=not full)
                 old = [name for name, parameter in parameters.items() if not is_finite(parameter)]
         except Exception as error:
             raise Broken(f"{str(error) or type(error).__name__}") from error
         if old:
             raise Broken(f"the new tensors did not reach {named(old)}")
+
+    def _load(self, tensors: Mapping[str, torch.Tensor], *, keep: bool) -> None:
+        """With `keep`, the elements that `tensors` lacks stay. Layers that vLLM keeps in another form are loaded one
+        after the other, so that only one of them takes memory in both forms."""
+        if not self._forms:
+            self._model.load_weights(iter(tensors.items()))
+            return
+        by_number: dict[int | None, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            by_number.setdefault(number_of(name), {})[name] = tensor
+        with ready(self._forms):
+            for number, of_layer in by_number.items():
+                with plain([form for form in self._forms if form.number == number], keep=keep):
+                    self._model.load_weights(iter(of_layer.items()))
 
     def reset(self) -> None:
         """Overwrite every parameter with random numbers."""
@@ -151,6 +165,10 @@ class ServedModel:
                     before = parts[: parts.index(part)]
                     start = sum(shapes[name.replace(f".{part}.", f".{one}.")][0] for one in before)
                     return parameters[whole][start : start + shapes[name][0]]
+        if expert := _EXPERT.search(name):
+            for form in self._forms:
+                if isinstance(form, PackedExperts) and form.number == number_of(name):
+                    return form.read(int(expert[1]), _PROJECTIONS[expert[2]])
         raise WeightsError(f"name: {name} has another name inside vLLM", 501)
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -158,18 +176,3 @@ class ServedModel:
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name.replace(LORA_INFIX, ""), tensor) for name, tensor in self._model.named_buffers())
-
-
-def _converted(module: Any) -> str | None:
-    """Which weights of this layer vLLM computes with in another form than it loads them. They have all their elements,
-    so nothing else shows that an update did not reach the copy, or was written over it in the wrong order."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    if "MLAAttention" in kinds:
-        return "the projections of latent attention"
-    if "RoutedExperts" in kinds:
-        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
-        if getattr(backend, "name", None) not in PLAIN_EXPERTS:
-            return "the weights of experts"
-    if hasattr(module, "_cpu_unpacked_conv_weight"):
-        return "the weights of convolutions"
-    return None
