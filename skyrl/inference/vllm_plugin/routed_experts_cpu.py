@@ -9,6 +9,8 @@ Knows where vLLM's runner begins a step, samples and makes its cache. Knows noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,12 +32,14 @@ def return_routed_experts() -> None:
 
 
 class _AsVersion2:
-    """vLLM's configuration, as if the runner were the second version."""
+    """vLLM's configuration, as if the runner were the second version, and had a prefix cache where it needs none."""
 
     use_v2_model_runner = True
 
     def __init__(self, config: Any) -> None:
         self._config = config
+        if not config.scheduler_config.enable_chunked_prefill:
+            self.cache_config = SimpleNamespace(enable_prefix_caching=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -62,9 +66,21 @@ def _patch_cache() -> None:
         connector = None
         if runner.vllm_config.aux_output_config.enabled and not is_profiling:
             connector = get_aux_output_connector(runner.model, runner.vllm_config, kv_cache_config)
+            if not runner.vllm_config.cache_config.enable_prefix_caching:
+                connector._publish_blocks = partial(_drop_blocks, connector)  # type: ignore[method-assign]
         setattr(runner, CONNECTOR, connector)
 
     CPUModelRunner.initialize_kv_cache = patched  # type: ignore[method-assign]
+
+
+def _drop_blocks(connector: AuxOutputWorkerConnector, batches: Sequence[tuple[Any, Any]], *_: Any, **__: Any) -> None:
+    """Forget the rows of whole blocks. vLLM keeps them for prompts that it finds in its prefix cache, or computes in
+    parts; with latent attention on a CPU it does neither, and every row goes out with the step that computed it."""
+    buffer: Any = connector._buffer
+    for state, completed in batches:
+        for _, rows in state.pending_blocks + completed:
+            buffer.release_block(rows)
+        state.pending_blocks = []
 
 
 def _patch_steps() -> None:

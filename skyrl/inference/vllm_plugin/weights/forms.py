@@ -27,6 +27,7 @@ from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
 """Kernels of experts that use the weights as they are loaded."""
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -42,6 +43,10 @@ class Form(Protocol):
     def plain(self, *, keep: bool) -> AbstractContextManager[None]:
         """Inside `out`: plain tensors are in the model, with their present elements, or NaN without `keep`. After the
         body the kernel's tensors are made of them, in place. They stay as they were if the body raises."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """The tensor that a checkpoint has under this name; None for one that the kernel uses as it was loaded."""
         ...
 
 
@@ -120,6 +125,9 @@ class AbsorbedProjection:
         yield
         self._module.process_weights_after_loading(self._module.kv_b_proj.weight.dtype)
 
+    def read(self, name: str) -> torch.Tensor | None:
+        return None
+
 
 class PackedConvolution:
     """A short convolution, weights [channels, 1, width]."""
@@ -151,6 +159,9 @@ class PackedConvolution:
             self._kept.copy_(ops.causal_conv1d_weight_pack(new))
         finally:
             self._module.weight.data = self._kept.new_empty(0)
+
+    def read(self, name: str) -> torch.Tensor | None:
+        return self._module._cpu_unpacked_conv_weight.unsqueeze(1) if name.endswith(".conv1d.weight") else None
 
 
 class PackedExperts:
@@ -201,15 +212,17 @@ class PackedExperts:
         finally:
             self._take_out()
 
-    def read(self, expert: int, projection: str) -> torch.Tensor:
-        """One matrix as the checkpoint has it. `projection`: gate, up or down."""
-        each = "w2_weight" if projection == "down" else "w13_weight"
-        kept = getattr(self._module, each).data[expert : expert + 1]
-        matrix = self._undone(each, kept)[0]
-        if projection == "down":
+    def read(self, name: str) -> torch.Tensor | None:
+        found = _EXPERT.search(name)
+        if found is None:
+            return None
+        expert, projection = int(found[1]), found[2]
+        each = "w2_weight" if projection in ("down_proj", "w2") else "w13_weight"
+        matrix = self._undone(each, getattr(self._module, each).data[expert : expert + 1])[0]
+        if each == "w2_weight":
             return matrix
         gate, up = matrix.chunk(2)
-        return gate if projection == "gate" else up
+        return gate if projection in ("gate_proj", "w1") else up
 
     def _take_out(self) -> None:
         for each, kept in self._kept.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.inference.vllm_plugin.weights.forms import Form, PackedExperts, forms_of, number_of, plain, ready
+from skyrl.inference.vllm_plugin.weights.forms import Form, forms_of, number_of, plain, ready
 from skyrl.inference.vllm_plugin.weights.staging import Needed, is_finite, named
 from skyrl.weights.digests import digests
 
@@ -21,8 +20,6 @@ EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 MOST_SHOWN = 1 << 20
 """Numbers in one answer; the engine stops while they are collected."""
-_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
-_PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
 class Broken(Exception):
@@ -155,6 +152,9 @@ class ServedModel:
         return shown.tolist()
 
     def _rows(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
+        for form in self._forms:
+            if form.number == number_of(name) and (found := form.read(name)) is not None:
+                return found
         parameters = dict(self._parameters())
         if name in parameters:
             return parameters[name][: shapes[name][0]] if shapes[name] else parameters[name]
@@ -165,10 +165,6 @@ class ServedModel:
                     before = parts[: parts.index(part)]
                     start = sum(shapes[name.replace(f".{part}.", f".{one}.")][0] for one in before)
                     return parameters[whole][start : start + shapes[name][0]]
-        if expert := _EXPERT.search(name):
-            for form in self._forms:
-                if isinstance(form, PackedExperts) and form.number == number_of(name):
-                    return form.read(int(expert[1]), _PROJECTIONS[expert[2]])
         raise WeightsError(f"name: {name} has another name inside vLLM", 501)
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
