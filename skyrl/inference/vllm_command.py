@@ -127,7 +127,7 @@ def vllm_spec(
     caller writes, by which the server writes lines of JSON if the configuration says so.
 
     Raises ConfigError for options of vLLM that skyrl sets itself, and for adapters that vLLM does not load
-    (`check_layers`); without GPUs, also for tensor parallelism and for full fine-tuning of a mixture of experts.
+    (`check_layers`); without GPUs, also for tensor parallelism.
     """
     inference = config.backend_config.inference
     passed_through = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
@@ -156,12 +156,9 @@ def vllm_spec(
     model = model_config(config.base_model_path)
     mixture = experts_of(model) > 0
     if config.full_finetuning:
-        if mixture and not cuda:
-            raise ConfigError(
-                f"base_model: {config.base_model_path} is a mixture of experts, and on a CPU vLLM cannot replace the "
-                "weights of experts while it serves: full fine-tuning of a mixture needs a GPU for vLLM"
-            )
         options |= WEIGHT_UPDATES
+        if mixture and cuda:
+            options["moe_backend"] = "triton"  # other kernels keep experts in forms that updates do not reach
         env[TELL_VERSIONS_VARIABLE] = "1"
     else:
         check_layers(config, model)

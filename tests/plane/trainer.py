@@ -48,6 +48,12 @@ class Reference:
         rows = torch.log_softmax(logits, -1)[:-1]
         return rows.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 
+    def experts(self, tokens: list[int], per_token: int) -> Any:
+        """Those that a mixture chooses for each token: [tokens, layers, per_token], in order of their numbers."""
+        with torch.no_grad():
+            layers = self._model(torch.tensor([tokens]), output_router_logits=True).router_logits
+        return torch.stack([logits.topk(per_token).indices for logits in layers], 1).sort(-1).values.numpy()
+
 
 def usual_group(port: int, world: int, name: str, timeout_s: float = GROUP_S) -> Any:
     """Rank 0 of a gloo group beside the default group, as RL frameworks form it."""

@@ -432,7 +432,12 @@ def test_a_warning_names_the_hosts_memory_for_adapters_on_experts() -> None:
     assert host_memory_warning(load_config({"backend_config": leaving}), QWEN3_30B) is None
 
 
-def test_full_fine_tuning_of_a_mixture_needs_a_gpu_for_vllm(mixture: Path) -> None:
-    with pytest.raises(ConfigError, match="base_model: .* is a mixture of experts, and on a CPU vLLM cannot replace"):
-        spec(mixture, trainer__full_finetuning=True)
-    spec(mixture, cuda=True, trainer__full_finetuning=True)
+@pytest.mark.parametrize("cuda", [False, True])
+def test_experts_of_full_fine_tuning_have_a_kernel_that_takes_new_weights(
+    mixture: Path, model: Path, cuda: bool
+) -> None:
+    """A GPU of another kind than Hopper may have kernels that keep them in a form of their own."""
+    server = spec(mixture, cuda=cuda, trainer__full_finetuning=True)
+    assert option(server, "moe-backend") == ["triton" if cuda else "absent"]
+    for other in (spec(mixture, cuda=cuda), spec(model, cuda=cuda, trainer__full_finetuning=True)):
+        assert option(other, "moe-backend") == ["absent"]

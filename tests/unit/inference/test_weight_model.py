@@ -88,13 +88,12 @@ def layer(kind: str, backend: str | None = None) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (layer("MLAAttention"), "latent attention"),
-        (layer("RoutedExperts", "CPU"), "experts"),
-        (layer("RoutedExperts"), "experts"),
+        (layer("RoutedExperts", "CPU"), "the weights of extra in a form of its kernel"),
+        (layer("RoutedExperts"), "the weights of extra in a form of its kernel"),
         (layer("RoutedExperts", "TRITON"), None),
     ],
 )
-def test_layers_that_compute_with_converted_weights_are_refused(
+def test_layers_in_a_form_that_is_not_known_are_refused(
     extra: torch.nn.Module, message: str | None, tmp_path: Path
 ) -> None:
     model = TinyModel()
@@ -106,6 +105,33 @@ def test_layers_that_compute_with_converted_weights_are_refused(
     with pytest.raises(WeightsError, match=message) as raised:
         one.needed()
     assert raised.value.status == 501
+
+
+class Absorbing(torch.nn.Module):
+    """As latent attention does, this layer computes with a tensor that it makes of `attn.k`."""
+
+    def __init__(self, model: TinyModel) -> None:
+        super().__init__()
+        self.kv_b_proj = model.attn.qk
+        self.made = torch.nn.Parameter(torch.zeros(2, 4))
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.made.data.copy_(2 * self.kv_b_proj.weight[4:].to(dtype))
+
+
+Absorbing.__name__ = "MLAAttention"
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_what_a_layer_makes_of_its_weights_is_new_and_counts(full: bool, tmp_path: Path) -> None:
+    model = TinyModel()
+    one = served(model, tmp_path)
+    model.absorbing = Absorbing(model)
+    one.needed()
+    before, new = one.digests(), tensors(3.0)
+    one.apply(new if full else {KEY: new[KEY]}, full=full)
+    assert torch.equal(model.absorbing.made, 2 * new[KEY])
+    assert before["absorbing.made"] != one.digests()["absorbing.made"]
 
 
 def test_packed_and_quantized_models_are_refused(tmp_path: Path) -> None:
