@@ -180,7 +180,10 @@ def test_what_latent_attention_makes_of_its_projection_is_made_anew() -> None:
 
 
 def test_experts_with_plain_weights_have_no_form() -> None:
-    assert forms_of(loaded(RoutedExperts(torch.float32, backend="TRITON"))) == []
+    layer = RoutedExperts(torch.float32, backend="TRITON")
+    assert forms_of(loaded(layer)) == []
+    layer.quant_method = SimpleNamespace(old_quant_method=layer.quant_method)
+    assert forms_of(loaded(layer)) == [], "with adapters on experts"
 
 
 class KeepsMore(torch.nn.Module):

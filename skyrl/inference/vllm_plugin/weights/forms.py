@@ -94,10 +94,11 @@ def _form(name: str, module: Any) -> Form | None:
 
 def _form_of_experts(name: str, module: Any) -> Form | None:
     method = getattr(module, "quant_method", None)
+    method = getattr(method, "old_quant_method", method)  # with adapters on experts
     backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
     if backend in PLAIN_BACKENDS:
         return None
-    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    kernel: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     kinds = {kind.__name__ for kind in type(kernel).__mro__}
     if backend != "CPU" or "CPUUnquantizedExperts" not in kinds:
         raise WeightsError(
