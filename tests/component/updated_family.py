@@ -69,9 +69,6 @@ class Served:
         (answer,) = self._llm.collective_rpc("skyrl_weights", args=(call, arguments))
         return answer
 
-    def weight(self, name: str) -> dict[str, Any]:
-        return self._ask("weight", {"name": name, "most": 2})
-
     def update(self, directory: Path, *, partial: bool) -> None:
         read = self.call("read", directory=str(directory), version="1", checksums=None, partial=partial)
         assert read["ok"], read

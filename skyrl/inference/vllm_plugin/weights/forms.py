@@ -207,9 +207,8 @@ class PackedExperts:
             setattr(self._module, each, new)
         try:
             yield
-            self._kernel.process_weights_after_loading(self._module)
-            for each, kept in self._kept.items():
-                kept.data.copy_(getattr(self._module, each).data)
+            for expert in range(len(self._kept[EXPERT_WEIGHTS[0]])):
+                self._pack(slice(expert, expert + 1))
         finally:
             self._take_out()
 
@@ -224,6 +223,15 @@ class PackedExperts:
             return matrix
         gate, up = matrix.chunk(2)
         return gate if projection in ("gate_proj", "w1") else up
+
+    def _pack(self, experts: slice) -> None:
+        """By the kernel's own method. A few experts at a time, which takes no memory worth mentioning."""
+        some: Any = torch.nn.Module()
+        for each in EXPERT_WEIGHTS:
+            setattr(some, each, torch.nn.Parameter(getattr(self._module, each).data[experts], requires_grad=False))
+        self._kernel.process_weights_after_loading(some)
+        for each, kept in self._kept.items():
+            kept.data[experts].copy_(getattr(some, each).data)
 
     def _take_out(self) -> None:
         for each, kept in self._kept.items():
@@ -241,8 +249,8 @@ class PackedExperts:
 
 @cache
 def _order(isa: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """For each element of a block [rows, columns] in the kernel's order, its place in the plain block. The kernel moves
-    elements and does not look at them, so it is given the places themselves, some bits at a time."""
+    """For each element of a plain block [rows, columns], its place in the kernel's order. The kernel moves elements and
+    does not look at them, so it is given their plain places, some bits at a time."""
     import vllm._custom_ops as ops
 
     bits = 8 * dtype.itemsize
@@ -253,14 +261,11 @@ def _order(isa: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tenso
         part = (places >> shift).to(whole).view(dtype)
         moved = ops.cpu_prepack_moe_weight(part, isa).view(whole).flatten().to(torch.int64)
         found |= (moved & (2**bits - 1)) << shift
-    return found
+    return found.argsort()
 
 
 def _undo(kept: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    blocks = kept.reshape(-1, len(order))
-    plain_blocks = torch.empty_like(blocks)
-    plain_blocks[:, order] = blocks
-    return plain_blocks.reshape(kept.shape)
+    return kept.reshape(-1, len(order)).index_select(1, order).reshape(kept.shape)
 
 
 @cache
@@ -270,8 +275,6 @@ def _can_be_undone(isa: str, rows: int, shape: tuple[int, int], dtype: torch.dty
 
     if dtype.itemsize not in (2, 4) or shape[0] % rows:
         return False
-    order = _order(isa, rows, shape[1], dtype)
-    if not torch.equal(order.sort().values, torch.arange(len(order))):
-        return False
     matrix = torch.randn(1, *shape).to(dtype)
-    return torch.equal(_undo(ops.cpu_prepack_moe_weight(matrix, isa), order), matrix)
+    packed = ops.cpu_prepack_moe_weight(matrix, isa)
+    return torch.equal(_undo(packed, _order(isa, rows, shape[1], dtype)), matrix)
