@@ -125,6 +125,14 @@ class VllmClient:
         await self._complete({"seed": 1})
         await self._complete({"prompt_logprobs": 1})
 
+    async def prompt_logprobs(self, model: str, tokens: list[int]) -> list[float]:
+        """The logprob of each token but the first, given those before it, by a base model or adapter of this name."""
+        body = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        response = await self._http.post("/v1/completions", json=body)
+        self._check(response, "score a prompt")
+        rows = response.json()["choices"][0]["prompt_logprobs"]
+        return [row[str(token)]["logprob"] for row, token in zip(rows[1:], tokens[1:], strict=True)]
+
     async def _complete(self, extra: dict[str, Any]) -> None:
         body = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True, "return_token_ids": True} | extra
         self._check(await self._http.post("/v1/completions", json=body), "generate")

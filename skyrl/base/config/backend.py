@@ -120,6 +120,9 @@ class InferenceEngineConfig(Strict):
     A watchdog asks vLLM every `probe_interval_s` whether it works. vLLM is killed and started again when its API server
     gives no answer for `health_timeout_s`, or when its engine finishes no step for `step_timeout_s`.
 
+    With `compare_with_trainer` (None: for vLLMs that this server runs) a server starts only if random adapters on each
+    kind of trained layer change logprobs in vLLM as they do in the trainer.
+
     On a Ray cluster each replica asks for `resources` besides its GPUs; by default for the `CPU`s of `threads`."""
 
     num_engines: int = Field(1, ge=1, le=64, strict=True)
@@ -131,6 +134,7 @@ class InferenceEngineConfig(Strict):
     probe_interval_s: float = Field(5.0, gt=0)
     health_timeout_s: float = Field(60.0, gt=0)
     step_timeout_s: float = Field(300.0, gt=0)
+    compare_with_trainer: bool | None = None
     resources: Resources = Field(default_factory=dict)
     engine_init_kwargs: dict[str, Any] = Field(default_factory=dict)
 

@@ -14,7 +14,7 @@ writes files there from tensors that the ranks send, and sends the ranks the ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -139,6 +139,19 @@ class Backend(Protocol):
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
         """Add a model. Raises InvalidRequest for a rank or a train flag that cannot be honoured, and PlaceTaken."""
+        ...
+
+    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
+        """The kinds of layers that an adapter of this spec trains: names without the numbers of layers, such as
+        `self_attn.q_proj`. None for a whole model."""
+        ...
+
+    def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
+        """Add a model that is only run forward, saved as an adapter and deleted: it has the base model's weights and,
+        on layers of these kinds, a random update proportional to `size`. Raises as `create_model`.
+
+        A probe of a whole model has no kinds, and may be created only before any other model: it uses the weights that
+        the backend has loaded, and reads no file."""
         ...
 
     def delete_model(self, model_id: str) -> None:

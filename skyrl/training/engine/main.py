@@ -57,6 +57,7 @@ from skyrl.training.engine.publishing import version_files
 from skyrl.training.engine.rank_actors import RankActors
 from skyrl.training.engine.sampling import ColocatedSampler
 from skyrl.training.engine.signals import EngineSignals
+from skyrl.training.engine.start_check import StartCheck
 from skyrl.training.engine.state import EngineStatePublisher
 from skyrl.training.engine.tracing import CommandTracing
 from skyrl.training.engine.trainer_ranks import LOADING, start_ranks, watch_ranks
@@ -253,8 +254,11 @@ async def run(runtime: Runtime) -> None:
         heartbeat.activity = lambda: parts.activity.text
         activity_watch = asyncio.create_task(parts.activity.run())
         opened.callback(activity_watch.cancel)
+        check = StartCheck(runtime, backend, parts.threads, store, host, group)
+        await check.prepare(unfenced)
         await asyncio.to_thread(state.training, ready=False, reason="restoring the models in training")
         await parts.recovery.run()
+        await signals.unless_stopped(check.run(lambda why: state.training(ready=False, reason=why)))
         if not signals.is_stopped:
             limits = _sampling_limits(runtime, backend.limits)
             await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 
 class EngineSignals:
@@ -29,6 +31,18 @@ class EngineSignals:
     @property
     def is_stopped(self) -> bool:
         return self.stopped.is_set()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for `work`, and raise its error. It is cancelled if the engine is stopped before it ends."""
+        working, stopping = asyncio.create_task(work), asyncio.create_task(self.stopped.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+        finally:
+            working.cancel()
+            stopping.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
 
     def fail(self, failure: BaseException) -> None:
         """End the engine: a background task has failed. The first failure is kept."""

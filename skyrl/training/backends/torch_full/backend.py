@@ -5,7 +5,7 @@ Knows nothing of the command log, the wire or the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,6 +74,14 @@ class TorchFullBackend(StateSnapshots):
             parameters = FullParameters(copies, self._device)
             self._model.bind(parameters)
         self._trained = model_id, parameters
+
+    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
+        return []
+
+    def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
+        """As `Backend.create_probe`."""
+        check_place(spec, model_id, None if self._trained is None else self._trained[0])
+        self._trained = model_id, self._model.parameters(self._device)
 
     def delete_model(self, model_id: str) -> None:
         """A save of the model that still runs goes on with the model's own memory."""

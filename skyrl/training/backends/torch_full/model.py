@@ -140,6 +140,10 @@ class FullModel:
             raise ValueError(f"{directory} does not hold the weights of this model: {', '.join(wrong[:4])}")
         return {name: parameter.detach() for name, parameter in stored.named_parameters()}
 
+    def parameters(self, device: torch.device) -> FullParameters:
+        """The weights with which the module computes now, in the module's memory and dtype: for forward passes."""
+        return FullParameters({name: each.detach() for name, each in self._model.named_parameters()}, device)
+
     def bind(self, parameters: FullParameters) -> None:
         """Compute with these weights from now on. In float32 the module shares their memory."""
         for name, parameter in self._model.named_parameters():

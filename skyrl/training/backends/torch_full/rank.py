@@ -90,6 +90,10 @@ class FullRank(RankBase):
         on_all_or_none(self._model.read_again, self._device)
         self._trained = model_id, FullParameters(self._rows, self._device)
 
+    def create_probe(self, model_id: str) -> None:
+        """Begin with the weights that `load` has read. No other model may have existed."""
+        self._trained = model_id, FullParameters(self._rows, self._device)
+
     def delete(self, model_id: str) -> None:
         if self._trained is not None and self._trained[0] == model_id:
             self._trained = None

@@ -5,7 +5,7 @@ Lives in the engine's process, without a model. Knows nothing of how calls reach
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -49,6 +49,15 @@ class ShardedFullBackend(BackendOverRanks):
         the id exists, or `spec` asks for an adapter."""
         check_place(spec, model_id, self._trained)
         self._call("create", model_id)
+        self._trained = model_id
+
+    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
+        return []
+
+    def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
+        """As `Backend.create_probe`."""
+        check_place(spec, model_id, self._trained)
+        self._call("create_probe", model_id)
         self._trained = model_id
 
     def delete_model(self, model_id: str) -> None:

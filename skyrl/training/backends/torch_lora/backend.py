@@ -5,7 +5,7 @@ Knows nothing of the command log, the wire or the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from skyrl.training.backends.torch_lora.model import load_base_model
 from skyrl.training.backends.torch_lora.optimizer import adamw_step
 from skyrl.training.backends.torch_lora.packing import cut
 from skyrl.training.backends.torch_lora.passes import run_micro_batch
+from skyrl.training.backends.torch_lora.probe import kinds_of, random_adapter
 from skyrl.training.backends.torch_lora.projections import trained_targets
 from skyrl.training.backends.torch_lora.routed_experts import with_sorted_experts
 from skyrl.training.backends.torch_lora.running import Running, RunningPass, slices_of
@@ -107,6 +108,15 @@ class TorchLoraBackend(StateSnapshots):
         """What a new adapter trains."""
         mlp = self._limits.mixture is None or self._train_mlp_of_mixtures == "train"
         return trained_targets(self._base.targets, spec, mlp=mlp)
+
+    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
+        return kinds_of(self._targets(spec))
+
+    def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
+        """As `Backend.create_probe`."""
+        self._check_new(model_id, spec, self._train_mlp_of_mixtures)
+        with command_on(self._device, waits=True):
+            self._adapters[model_id] = random_adapter(spec, self._targets(spec), kinds, size, self._device)
 
     def delete_model(self, model_id: str) -> None:
         self._adapters.pop(model_id, None)

@@ -6,7 +6,7 @@ Lives in the engine's process, without a model. Knows nothing of how calls reach
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from skyrl.training.backends.torch_lora.experts import noted
 from skyrl.training.backends.torch_lora.group import RankGroup, results_of
 from skyrl.training.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
 from skyrl.training.backends.torch_lora.plan import make_plan
+from skyrl.training.backends.torch_lora.probe import kinds_of, random_adapter
 from skyrl.training.backends.torch_lora.projections import trained_targets
 from skyrl.training.backends.torch_lora.rank import AdapterBuffers, AdapterFacts
 from skyrl.training.backends.torch_lora.rank_base import PieceResult
@@ -81,6 +82,14 @@ class ShardedBackend(BackendOverRanks):
         mlp = self._limits.mixture is None or self._train_mlp_of_mixtures == "train"
         return tuple(trained_targets(self._targets, spec, mlp=mlp))
 
+    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
+        return kinds_of(self._targets_of(spec))
+
+    def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
+        """As `Backend.create_probe`."""
+        self._check_new(model_id, spec, self._train_mlp_of_mixtures)
+        self._put(model_id, random_adapter(spec, self._targets_of(spec), kinds, size, HOST))
+
     def delete_model(self, model_id: str) -> None:
         if self._models.pop(model_id, None) is not None:
             self._call("delete", model_id)
@@ -117,7 +126,10 @@ class ShardedBackend(BackendOverRanks):
         self._load(model_id, empty, directory, optimizer=True)
 
     def _load(self, model_id: str, empty: Adapter, directory: Path, *, optimizer: bool) -> None:
-        adapter = state.load_state(empty, directory, self._targets, optimizer=optimizer)
+        self._put(model_id, state.load_state(empty, directory, self._targets, optimizer=optimizer))
+
+    def _put(self, model_id: str, adapter: Adapter) -> None:
+        """Give all ranks this adapter as the model's."""
         parts = (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
         weights, exp_avg, exp_avg_sq, gradient = (None if part is None else part.numpy() for part in parts)
         assert weights is not None

@@ -1,0 +1,103 @@
+"""The comparison of a sampler with the trainer: do random adapters change logprobs in both alike?
+
+An inference server may ignore adapters on some layers without a word, or may have been given other weights. Then a model
+would be trained that nobody samples from. Each adapter is loaded into the server by the ordinary route, and the server
+computes logprobs of the tokens for which the trainer has computed them (`trainer_probes`); `agreement` judges.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+
+from skyrl.base.config.server import ConfigError
+from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
+from skyrl.inference.vllm_client import VllmClient, VllmError
+from skyrl.runtime.processes.startup import NotLoaded
+from skyrl.training.engine.agreement import Logprobs, compare_base, compare_change
+from skyrl.training.engine.trainer_probes import Probe, TrainerProbes
+
+logger = logging.getLogger(__name__)
+
+LEAVE_OUT = "generator.inference_engine.compare_with_trainer = false leaves this comparison out"
+
+
+class SamplerCheck:
+    """The check of one start. `run` compares one server: the others are started with the same options."""
+
+    def __init__(self, trainer: TrainerProbes, client: VllmClient, host: AdapterHost, base_model: str) -> None:
+        """`base_model`: its name in the server, which is ready."""
+        self._trainer = trainer
+        self._client = client
+        self._host = host
+        self._base_model = base_model
+        self._base: Logprobs = np.zeros(0, np.float32)
+
+    async def run(self) -> str:
+        """Returns the figures in a sentence. Raises ConfigError when the server computes something else or refuses an
+        adapter, and NotLoaded when it gives no answer."""
+        began = time.monotonic()
+        with _answers("the base model"):
+            self._base = await self._logprobs(self._base_model)
+        base = compare_base(self._trainer.base, self._base)
+        if not base.agrees:
+            raise ConfigError(
+                f"base_model: vLLM's logprobs of the base model differ from the trainer's by {base.difference:.2g} (a "
+                f"median over {len(self._base)} tokens; {base.allowed:.2g} is allowed), so vLLM serves other weights or "
+                f"computes another model; {LEAVE_OUT}"
+            )
+        parts = {probe.layers: await self._part(probe) for probe in self._trainer.probes}
+        figures = f"the base model's logprobs are at most {base.largest:.2g} apart"
+        if compared := {layers: part for layers, part in parts.items() if part is not None}:
+            least = min(compared, key=compared.__getitem__)
+            figures += (
+                f", and of the changes by {len(compared)} adapters at least {compared[least]:.1%} is the same ({least})"
+            )
+        return f"{figures}; the comparison took {time.monotonic() - began:.2f} s"
+
+    async def _part(self, probe: Probe) -> float | None:
+        """Which part of an adapter's change of logprobs is the same in both; None if it changes too little to tell."""
+        name = probe.adapter.name
+        with _answers(f"an adapter on {probe.layers}"):
+            await self._client.load_adapter(name, await self._host.bring(probe.adapter))
+            sampled = await self._logprobs(name)
+            await self._client.unload_adapter(name)
+        change = compare_change(self._trainer.base, probe.logprobs, self._base, sampled)
+        if not change.decides:
+            logger.warning(
+                "the comparison of vLLM with the trainer does not cover %s: a random adapter on it changes the "
+                "trainer's logprobs by %.2g, which rounding hides",
+                probe.layers,
+                change.in_trainer,
+            )
+            return None
+        if not change.agrees:
+            how = "ignores it" if change.is_ignored else f"adds something else, {change.difference:.2g} apart"
+            raise ConfigError(
+                f"base_model: a random adapter on {probe.layers} changes the trainer's logprobs by "
+                f"{change.in_trainer:.2g} and vLLM's by {change.in_sampler:.2g} (medians over {len(sampled)} tokens): "
+                f"vLLM {how}, so nobody would sample what these layers learn; {LEAVE_OUT}"
+            )
+        return change.part
+
+    async def _logprobs(self, model: str) -> Logprobs:
+        return np.asarray(await self._client.prompt_logprobs(model, self._trainer.tokens.tolist()), np.float32)
+
+
+@contextmanager
+def _answers(what: str) -> Iterator[None]:
+    """Raise ConfigError when vLLM refuses what the block asks for, and NotLoaded when it cannot answer now."""
+    try:
+        yield
+    except VllmError as error:
+        if error.status < 500:
+            raise ConfigError(f"base_model: {error}, for {what}; {LEAVE_OUT}") from error
+        raise NotLoaded(f"vLLM fails when it is compared with the trainer ({what}): {error}") from error
+    except (httpx.HTTPError, AdapterMissing, AdapterUnavailable) as error:
+        cause = str(error) or type(error).__name__
+        raise NotLoaded(f"vLLM gives no answer when it is compared with the trainer ({what}): {cause}") from error

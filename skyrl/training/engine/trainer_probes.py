@@ -1,0 +1,142 @@
+"""What the trainer computes for the comparison with the sampler: random adapters, saved, and logprobs with each.
+
+One adapter for each kind of layer that adapters train, on that kind alone, and one on all kinds. Knows no architecture:
+the kinds are the backend's. Knows nothing of the sampler. Changes no row of the database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
+from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.checkpoint_store.directories import atomic_directory, remove
+from skyrl.training.backends.base import Backend, Datum, TrainingPass
+from skyrl.training.engine.agreement import Logprobs, size
+
+TOKENS = 64
+RANK, SEED = 2, 20
+TARGET_CHANGE, NEAR = 1.0, 3.0
+"""The change of logprobs, in nats, to which updates are sized: far above rounding, and small enough to leave a working
+model. A change within this factor of it is taken."""
+LEAST_CHANGE = 1e-9
+TRIES, LARGEST_STEP = 4, 30.0
+"""How often an update is sized anew, and by which factor at most. Some layers change little however large they are."""
+_FLAGS = ("train_attn", "train_mlp", "train_unembed")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One saved adapter, and the trainer's logprobs with it."""
+
+    layers: str
+    """Its layers, for people."""
+    adapter: AdapterVersion
+    logprobs: Logprobs
+
+
+def probe_tokens(vocab_size: int, max_context: int) -> npt.NDArray[np.int64]:
+    """The same tokens at each start. They are from the middle of the vocabulary: tokens that stand for pictures or for
+    turns of a chat are at its ends. One place of the context is left for the token that vLLM must generate."""
+    rng = np.random.default_rng(SEED)
+    return rng.integers(vocab_size // 8, max(vocab_size // 2, 1), min(TOKENS, max_context - 1))
+
+
+class TrainerProbes:
+    """What the trainer computes and saves. Must run before any model is created."""
+
+    def __init__(self, config: ServerConfig, backend: Backend, store: CheckpointStore) -> None:
+        self._config = config
+        self._backend = backend
+        self._store = store
+        self._model_id = f"start-check-{secrets.randbelow(10**12)}"
+        """A new name at each start: a server that has loaded a name never loads other files by it. Digits, because two
+        causes of a failed start are compared without their numbers."""
+        self.tokens = probe_tokens(backend.limits.vocab_size, backend.limits.max_context)
+        self.base: Logprobs = np.zeros(0, np.float32)
+        self.probes: list[Probe] = []
+
+    def run(self) -> None:
+        """To be called on the backend thread. Raises the backend's errors, OSError and StoreError."""
+        if self._config.full_finetuning:
+            whole = LoraSpec(0, self._config.backend_config.lora.alpha, SEED)
+            with self._model(whole):
+                self.base = self._logprobs()
+            return
+        kinds = {flag: self._backend.kinds_of_layers(self._spec({flag})) for flag in _FLAGS}
+        trained = {flag for flag in _FLAGS if kinds[flag]}
+        with self._model(self._spec(trained)):
+            self.base = self._logprobs()
+        for flag in sorted(trained):
+            for kind in kinds[flag]:
+                self._add(kind, self._spec({flag}), [kind])
+        self._add("all layers", self._spec(trained), [kind for flag in trained for kind in kinds[flag]])
+
+    def remove(self) -> None:
+        """Delete the files of all probes."""
+        for probe in self.probes:
+            if self._config.weights_travel:
+                self._store.delete(adapter_key(probe.adapter))
+            else:
+                remove(directory := adapter_directory(self._config.state_dir, probe.adapter))
+                with contextlib.suppress(OSError):
+                    directory.parent.rmdir()
+
+    def _add(self, layers: str, spec: LoraSpec, kinds: Collection[str]) -> None:
+        """Save an adapter on these kinds of layers, of the size that changes logprobs about as wanted."""
+        adapter = AdapterVersion.of(self._model_id, len(self.probes) + 1)
+        best: tuple[float, float] | None = None
+        of_update = 0.5 * spec.rank**0.5 / spec.alpha  # an update's output is then about half of its layer's own
+        for _ in range(TRIES):
+            with self._model(spec, kinds, of_update):
+                logprobs = self._logprobs()
+                change = max(size(logprobs - self.base), LEAST_CHANGE)
+                away = abs(math.log(change / TARGET_CHANGE))
+                if away <= math.log(NEAR):
+                    self._save(layers, adapter, logprobs)
+                    return
+            best = min(best or (away, of_update), (away, of_update))
+            of_update *= min(max(TARGET_CHANGE / change, 1 / LARGEST_STEP), LARGEST_STEP)
+        assert best is not None
+        with self._model(spec, kinds, best[1]):
+            self._save(layers, adapter, self._logprobs())
+
+    def _save(self, layers: str, adapter: AdapterVersion, logprobs: Logprobs) -> None:
+        """Save the model's adapter where saves write this version: see `Saves.for_sampler`."""
+        if self._config.weights_travel:
+            writing = self._store.writing(adapter_key(adapter))
+        else:
+            writing = atomic_directory(adapter_directory(self._config.state_dir, adapter))
+        with writing as directory:
+            self._backend.save_adapter(self._model_id, directory, dtype=self._config.adapter_dtype)
+        self.probes.append(Probe(layers, adapter, logprobs))
+
+    def _spec(self, flags: Collection[str]) -> LoraSpec:
+        lora = self._config.backend_config.lora
+        return LoraSpec(min(RANK, lora.max_lora_rank), lora.alpha, SEED, *(flag in flags for flag in _FLAGS))
+
+    @contextmanager
+    def _model(self, spec: LoraSpec, kinds: Collection[str] = (), of_update: float = 0.0) -> Iterator[None]:
+        self._backend.create_probe(self._model_id, spec, kinds, of_update)
+        try:
+            yield
+        finally:
+            self._backend.delete_model(self._model_id)
+
+    def _logprobs(self) -> Logprobs:
+        datum = Datum(self.tokens[:-1], {"target_tokens": self.tokens[1:]})
+        (outcome,) = self._backend.run([TrainingPass(self._model_id, [datum], "cross_entropy", backward=False)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome.logprobs[0]
