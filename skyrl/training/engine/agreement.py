@@ -26,7 +26,7 @@ IGNORED_PART = 0.05
 """Only in words: a sampler's change below this part of the trainer's is called none."""
 
 
-def size(values: Logprobs) -> float:
+def size(values: npt.NDArray[np.floating]) -> float:
     """The median of the absolute values."""
     return float(np.median(np.abs(values)))
 

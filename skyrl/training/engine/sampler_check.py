@@ -1,7 +1,7 @@
 """The comparison of a sampler with the trainer: do random adapters change logprobs in both alike?
 
-An inference server may ignore adapters on some layers without a word, or may have been given other weights. Then a model
-would be trained that nobody samples from. Each adapter is loaded into the server by the ordinary route, and the server
+An inference server may ignore adapters on some layers without a word, or may have been given other weights. Then nobody
+would sample what a client trains. Each adapter is loaded into the server by the ordinary route, and the server
 computes logprobs of the tokens for which the trainer has computed them (`trainer_probes`); `agreement` judges.
 """
 
@@ -48,8 +48,8 @@ class SamplerCheck:
         if not base.agrees:
             raise ConfigError(
                 f"base_model: vLLM's logprobs of the base model differ from the trainer's by {base.difference:.2g} (a "
-                f"median over {len(self._base)} tokens; {base.allowed:.2g} is allowed), so vLLM serves other weights or "
-                f"computes another model; {LEAVE_OUT}"
+                f"median over {len(self._base)} tokens; {base.allowed:.2g} is allowed), so vLLM serves other "
+                f"weights or computes another model; {LEAVE_OUT}"
             )
         parts = {probe.layers: await self._part(probe) for probe in self._trainer.probes}
         figures = f"the base model's logprobs are at most {base.largest:.2g} apart"
