@@ -258,14 +258,14 @@ async def run(runtime: Runtime) -> None:
         await check.prepare(unfenced)
         await asyncio.to_thread(state.training, ready=False, reason="restoring the models in training")
         await parts.recovery.run()
-        await signals.unless_stopped(check.run(lambda why: state.training(ready=False, reason=why)))
+        watches = [watch for watch in (activity_watch, inference_watch, ranks_watch) if watch is not None]
+        await signals.unless_stopped(check.run(lambda why: state.training(ready=False, reason=why)), watches)
         if not signals.is_stopped:
             limits = _sampling_limits(runtime, backend.limits)
             await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
             if died_at:
                 metrics.phases.recovered(died_at)
-        watches = (activity_watch, inference_watch, ranks_watch)
-        await run_until_stopped(parts, [watch for watch in watches if watch is not None])
+        await run_until_stopped(parts, watches)
     if fence.lost:
         raise Displaced("the claim to the database was lost while nothing ran")
 

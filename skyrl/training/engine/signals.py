@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any
 
 
@@ -32,13 +32,15 @@ class EngineSignals:
     def is_stopped(self) -> bool:
         return self.stopped.is_set()
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for `work`, and raise its error. It is cancelled if the engine is stopped before it ends."""
+    async def unless_stopped(self, work: Coroutine[Any, Any, None], watches: Collection[asyncio.Task[None]]) -> None:
+        """Wait for `work`, and raise its error, or that of a watch. `work` is cancelled if the engine is stopped or a
+        watch ends before."""
         working, stopping = asyncio.create_task(work), asyncio.create_task(self.stopped.wait())
         try:
-            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                await working
+            await asyncio.wait({working, stopping, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (working, *watches):
+                if task.done():
+                    await task
         finally:
             working.cancel()
             stopping.cancel()
