@@ -36,6 +36,8 @@ def test_a_killed_engine_loses_no_training_and_no_samples(
     assert greedy(sampler, prompt) == expected
     after = train(trainer, data, 4, 1e-2)
     assert before + after == uninterrupted
+    said = (server.state_dir / "logs" / "engine.log").read_text()
+    assert said.count("vLLM and the trainer agree") == 1, "compared at the server's start, and not by the next engine"
 
 
 @pytest.mark.slow

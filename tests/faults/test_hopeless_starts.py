@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
+from skyrl.inference.placement import ServerSpec
+from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
+from tests.families import save_random
 from tests.servers import SLOW_START_S
 
 BERT = {
@@ -80,3 +88,75 @@ def test_serve_ends_with_a_reason_if_vllm_refuses_an_option(tmp_path: Path) -> N
     assert "\rLoading" not in (tmp_path / "logs" / "engine.log").read_text(), (
         "the log has no progress bars of libraries"
     )
+
+
+IGNORED = "o_proj"
+KEY = "key-of-the-external-vllm"
+
+
+@pytest.fixture(scope="module")
+def external(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSpec]:
+    """A vLLM that somebody else runs, in bfloat16, with adapters on fewer layers than the trainer trains."""
+    directory = tmp_path_factory.mktemp("external")
+    options = {"generator.inference_engine.engine_init_kwargs": {"dtype": "bfloat16"}}
+    config = load_config({"base_model": "tiny", "state_dir": directory, "backend_config": options})
+    spec = vllm_spec(config, free_port(), KEY, cuda=False)
+    argv = [word for word in spec.argv if word != IGNORED]
+    assert len(argv) == len(spec.argv) - 1
+    with (directory / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(argv, env=os.environ | spec.env, stdout=log, stderr=log)
+    try:
+        with httpx.Client(base_url=spec.url, trust_env=False) as http:
+            deadline = time.monotonic() + SLOW_START_S
+            while not answers(http):
+                assert process.poll() is None, (directory / "vllm.log").read_text()[-3000:]
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        yield spec
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def serve_with(external: ServerSpec, directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    file = directory / "skyrl.toml"
+    file.write_text(f'external_inference_url = "{external.url}"\nexternal_inference_api_key = "{KEY}"\n')
+    compared = {"generator.inference_engine.compare_with_trainer": True}
+    return serve(free_port(), directory / "state", "--config", str(file), *options, **compared)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_serve_ends_with_a_reason_if_vllm_ignores_adapters_on_a_layer_that_is_trained(
+    external: ServerSpec, tmp_path: Path
+) -> None:
+    done = serve_with(external, tmp_path)
+    assert done.returncode == 2, done.stderr
+    sentence = (
+        rf"\nskyrl serve: base_model: a random adapter on self_attn\.{IGNORED} changes the trainer's logprobs by "
+    )
+    assert re.search(rf"{sentence}[\d.]+ and vLLM's by 0 \(.*\): vLLM ignores it, so ", done.stderr), done.stderr
+    log = (tmp_path / "state" / "logs" / "engine.log").read_text()
+    assert log.count("engine: start") == 1
+    assert "Traceback" not in log
+    assert not [*(tmp_path / "state" / "adapters").iterdir()], "the adapters of the comparison are deleted"
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_serve_ends_with_a_reason_if_vllm_serves_other_weights(external: ServerSpec, tmp_path: Path) -> None:
+    shape = json.loads((model_path() / "config.json").read_text())
+    other = Path(save_random(shape, tmp_path / "other"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_path() / name, other / name)
+    done = serve_with(external, tmp_path, "--base-model", str(other), "--served-model-name", "tiny")
+    assert done.returncode == 2, done.stderr
+    assert "\nskyrl serve: base_model: vLLM's logprobs of the base model differ from the trainer's by " in done.stderr
+    assert ", so vLLM serves other weights or computes another model; " in done.stderr

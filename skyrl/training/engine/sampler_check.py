@@ -11,29 +11,40 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import httpx
 import numpy as np
 
 from skyrl.base.config.server import ConfigError
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
-from skyrl.inference.vllm_client import VllmClient, VllmError
+from skyrl.inference.vllm_client import VllmError
 from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.training.engine.agreement import Logprobs, compare_base, compare_change
-from skyrl.training.engine.trainer_probes import Probe, TrainerProbes
+from skyrl.training.engine.trainer_probes import Expected, Probe
 
 logger = logging.getLogger(__name__)
 
 LEAVE_OUT = "generator.inference_engine.compare_with_trainer = false leaves this comparison out"
 
 
+class Sampler(Protocol):
+    """What is asked of `VllmClient`, with its errors."""
+
+    async def load_adapter(self, name: str, directory: str) -> None: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    async def prompt_logprobs(self, model: str, tokens: list[int]) -> list[float]: ...
+
+
 class SamplerCheck:
     """The check of one start. `run` compares one server: the others are started with the same options."""
 
-    def __init__(self, trainer: TrainerProbes, client: VllmClient, host: AdapterHost, base_model: str) -> None:
-        """`base_model`: its name in the server, which is ready."""
+    def __init__(self, trainer: Expected, sampler: Sampler, host: AdapterHost, base_model: str) -> None:
+        """`base_model`: its name in the sampler, which is ready."""
         self._trainer = trainer
-        self._client = client
+        self._sampler = sampler
         self._host = host
         self._base_model = base_model
         self._base: Logprobs = np.zeros(0, np.float32)
@@ -64,9 +75,9 @@ class SamplerCheck:
         """Which part of an adapter's change of logprobs is the same in both; None if it changes too little to tell."""
         name = probe.adapter.name
         with _answers(f"an adapter on {probe.layers}"):
-            await self._client.load_adapter(name, await self._host.bring(probe.adapter))
+            await self._sampler.load_adapter(name, await self._host.bring(probe.adapter))
             sampled = await self._logprobs(name)
-            await self._client.unload_adapter(name)
+            await self._sampler.unload_adapter(name)
         change = compare_change(self._trainer.base, probe.logprobs, self._base, sampled)
         if not change.decides:
             logger.warning(
@@ -86,7 +97,7 @@ class SamplerCheck:
         return change.part
 
     async def _logprobs(self, model: str) -> Logprobs:
-        return np.asarray(await self._client.prompt_logprobs(model, self._trainer.tokens.tolist()), np.float32)
+        return np.asarray(await self._sampler.prompt_logprobs(model, self._trainer.tokens.tolist()), np.float32)
 
 
 @contextmanager

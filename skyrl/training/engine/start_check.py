@@ -24,7 +24,7 @@ from skyrl.storage.db.database import Database
 from skyrl.training.backends.base import Backend, OutOfMemory
 from skyrl.training.engine.sampler_check import SamplerCheck
 from skyrl.training.engine.threads import EngineThreads
-from skyrl.training.engine.trainer_probes import TrainerProbes
+from skyrl.training.engine.trainer_probes import Expected, TrainerProbes
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,12 @@ class StartCheck:
         group: EngineGroup | None,
     ) -> None:
         self._runtime = runtime
-        self._backend = backend
         self._threads = threads
-        self._store = store
         self._host = host
         self._group = group
         self._passed = runtime.directory / COMPARED
-        self._trainer: TrainerProbes | None = None
+        self._trainer = TrainerProbes(runtime.config, backend, store)
+        self._expected: Expected | None = None
         self._took_s = 0.0
 
     async def prepare(self, database: Database) -> None:
@@ -66,10 +65,10 @@ class StartCheck:
             logger.info("vLLM is not compared with the trainer: it serves a model in training, not the base model")
             return
         began = time.monotonic()
-        trainer = self._trainer = TrainerProbes(self._runtime.config, self._backend, self._store)
         try:
-            await self._threads.on_backend(trainer.run)
+            self._expected = await self._threads.on_backend(self._trainer.run)
         except (OutOfMemory, OSError, StoreError) as error:
+            await self._threads.on_files(self._trainer.remove)
             raise NotLoaded(f"the trainer cannot make adapters to compare vLLM with it: {error}") from error
         self._took_s = time.monotonic() - began
 
@@ -84,7 +83,7 @@ class StartCheck:
     async def run(self, publish: Callable[[str], None]) -> None:
         """Wait for a server, and compare it. `publish` writes what the engine waits for. Raises as
         `SamplerCheck.run`."""
-        if self._trainer is None:
+        if self._expected is None:
             return
         config, runtime = self._runtime.config, self._runtime
         await asyncio.to_thread(publish, "waiting for vLLM, to compare it with the trainer")
@@ -92,7 +91,7 @@ class StartCheck:
         client = VllmClient(await self._ready_url(key or ""), key or "", timeout_s=ANSWER_S)
         try:
             await asyncio.to_thread(publish, "comparing vLLM with the trainer")
-            found = await SamplerCheck(self._trainer, client, self._host, config.served_names[0]).run()
+            found = await SamplerCheck(self._expected, client, self._host, config.served_names[0]).run()
         finally:
             await client.close()
             await self._threads.on_files(self._trainer.remove)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -46,6 +46,15 @@ class Probe:
     logprobs: Logprobs
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What the trainer has computed: logprobs of `tokens`, int64 [N], with the base model and with each probe."""
+
+    tokens: npt.NDArray[np.int64]
+    base: Logprobs
+    probes: Sequence[Probe]
+
+
 def probe_tokens(vocab_size: int, max_context: int) -> npt.NDArray[np.int64]:
     """The same tokens at each start. They are from the middle of the vocabulary: tokens that stand for pictures or for
     turns of a chat are at its ends. One place of the context is left for the token that vLLM must generate."""
@@ -54,7 +63,7 @@ def probe_tokens(vocab_size: int, max_context: int) -> npt.NDArray[np.int64]:
 
 
 class TrainerProbes:
-    """What the trainer computes and saves. Must run before any model is created."""
+    """Lets the trainer compute and save what a sampler is compared with. Must run before any model is created."""
 
     def __init__(self, config: ServerConfig, backend: Backend, store: CheckpointStore) -> None:
         self._config = config
@@ -63,29 +72,30 @@ class TrainerProbes:
         self._model_id = f"start-check-{secrets.randbelow(10**12)}"
         """A new name at each start: a server that has loaded a name never loads other files by it. Digits, because two
         causes of a failed start are compared without their numbers."""
-        self.tokens = probe_tokens(backend.limits.vocab_size, backend.limits.max_context)
-        self.base: Logprobs = np.zeros(0, np.float32)
-        self.probes: list[Probe] = []
+        self._tokens = probe_tokens(backend.limits.vocab_size, backend.limits.max_context)
+        self._base: Logprobs = np.zeros(0, np.float32)
+        self._probes: list[Probe] = []
 
-    def run(self) -> None:
+    def run(self) -> Expected:
         """To be called on the backend thread. Raises the backend's errors, OSError and StoreError."""
         if self._config.full_finetuning:
             whole = LoraSpec(0, self._config.backend_config.lora.alpha, SEED)
             with self._model(whole):
-                self.base = self._logprobs()
-            return
+                self._base = self._logprobs()
+            return Expected(self._tokens, self._base, [])
         kinds = {flag: self._backend.kinds_of_layers(self._spec({flag})) for flag in _FLAGS}
         trained = {flag for flag in _FLAGS if kinds[flag]}
         with self._model(self._spec(trained)):
-            self.base = self._logprobs()
+            self._base = self._logprobs()
         for flag in sorted(trained):
             for kind in kinds[flag]:
                 self._add(kind, self._spec({flag}), [kind])
         self._add("all layers", self._spec(trained), [kind for flag in trained for kind in kinds[flag]])
+        return Expected(self._tokens, self._base, self._probes)
 
     def remove(self) -> None:
         """Delete the files of all probes."""
-        for probe in self.probes:
+        for probe in self._probes:
             if self._config.weights_travel:
                 self._store.delete(adapter_key(probe.adapter))
             else:
@@ -95,13 +105,13 @@ class TrainerProbes:
 
     def _add(self, layers: str, spec: LoraSpec, kinds: Collection[str]) -> None:
         """Save an adapter on these kinds of layers, of the size that changes logprobs about as wanted."""
-        adapter = AdapterVersion.of(self._model_id, len(self.probes) + 1)
+        adapter = AdapterVersion.of(self._model_id, len(self._probes) + 1)
         best: tuple[float, float] | None = None
         of_update = 0.5 * spec.rank**0.5 / spec.alpha  # an update's output is then about half of its layer's own
         for _ in range(TRIES):
             with self._model(spec, kinds, of_update):
                 logprobs = self._logprobs()
-                change = max(size(logprobs - self.base), LEAST_CHANGE)
+                change = max(size(logprobs - self._base), LEAST_CHANGE)
                 away = abs(math.log(change / TARGET_CHANGE))
                 if away <= math.log(NEAR):
                     self._save(layers, adapter, logprobs)
@@ -120,7 +130,7 @@ class TrainerProbes:
             writing = atomic_directory(adapter_directory(self._config.state_dir, adapter))
         with writing as directory:
             self._backend.save_adapter(self._model_id, directory, dtype=self._config.adapter_dtype)
-        self.probes.append(Probe(layers, adapter, logprobs))
+        self._probes.append(Probe(layers, adapter, logprobs))
 
     def _spec(self, flags: Collection[str]) -> LoraSpec:
         lora = self._config.backend_config.lora
@@ -135,7 +145,7 @@ class TrainerProbes:
             self._backend.delete_model(self._model_id)
 
     def _logprobs(self) -> Logprobs:
-        datum = Datum(self.tokens[:-1], {"target_tokens": self.tokens[1:]})
+        datum = Datum(self._tokens[:-1], {"target_tokens": self._tokens[1:]})
         (outcome,) = self._backend.run([TrainingPass(self._model_id, [datum], "cross_entropy", backward=False)])
         if isinstance(outcome, Exception):
             raise outcome

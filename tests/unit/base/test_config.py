@@ -73,6 +73,7 @@ SERVER_KEYS = {
     "tokenizer_id",
 }
 BACKEND_KEYS = {
+    "generator.inference_engine.compare_with_trainer",
     "generator.inference_engine.engine_init_kwargs",
     "generator.inference_engine.gpu_memory_utilization",
     "generator.inference_engine.health_timeout_s",

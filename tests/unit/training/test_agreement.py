@@ -28,7 +28,7 @@ def test_rounding_is_no_disagreement(rounding: float) -> None:
 
 
 def test_a_few_positions_with_other_experts_are_no_disagreement() -> None:
-    flips = np.where(np.arange(TOKENS) % 5 == 0, drawn(4, 3.0), 0)
+    flips = np.where(np.arange(TOKENS) % 5 == 0, drawn(4, 3.0), np.float32(0))
     sampler = BASE + flips + drawn(2, 0.02)
     assert compare_base(BASE, sampler).agrees
     assert compare_change(BASE, BASE + CHANGE, sampler, BASE + CHANGE + flips[::-1]).agrees
@@ -59,7 +59,7 @@ def test_another_change_is_found_and_not_called_ignored(other: np.ndarray) -> No
 
 def test_a_change_that_rounding_hides_decides_nothing() -> None:
     sampler = BASE + drawn(2, 0.1)
-    assert not compare_change(BASE, BASE + 0.1 * CHANGE, sampler, sampler).decides
+    assert not compare_change(BASE, BASE + np.float32(0.1) * CHANGE, sampler, sampler).decides
 
 
 @pytest.mark.parametrize("spread", [0.2, 1.5, 4.0])

@@ -298,3 +298,17 @@ def test_a_load_that_fails_changes_nothing_on_any_rank(tmp_path: Path, make: Mak
     with pytest.raises(expected):
         backend.load_state("m", bad, optimizer=True)
     assert_same(files_saved(backend, "m", tmp_path / "after"), now)
+
+
+def test_a_probe_on_ranks_is_the_base_model_as_it_was_loaded(make: Make) -> None:
+    forward = TrainingPass("m", sft(5, 24), "cross_entropy", backward=False)
+    results = []
+    for backend in (make(), make(ranks=2)):
+        backend.create_probe("m", WHOLE)
+        (probe,) = ok(backend.run([forward]))
+        backend.delete_model("m")
+        backend.create_model("m", WHOLE)
+        (created,) = ok(backend.run([forward]))
+        results += [probe.logprobs[0], created.logprobs[0]]
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], rtol=TOLERANCE, atol=TOLERANCE)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch_lora_support import VOCAB, base_path, make_backend, make_full, make_ranks, ok, sft, spec
+from torch_lora_support import VOCAB, base_path, make_backend, make_full, ok, sft, spec
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.lora import LoraSpec
@@ -90,34 +90,17 @@ def test_another_size_gives_a_multiple_of_the_same_update(mixture: Backend, tmp_
         torch.testing.assert_close(four[key], tensor * (4 if ".lora_B." in key else 1))
 
 
-def test_ranks_have_the_probes_of_one_device(tmp_path: Path) -> None:
-    alone, ranks = make_backend(), make_ranks(2)
-    try:
-        assert ranks.kinds_of_layers(spec()) == alone.kinds_of_layers(spec())
-        for backend in (alone, ranks):
-            backend.create_probe("p", spec(2), ["mlp.down_proj"], 0.05)
-        np.testing.assert_allclose(logprobs(ranks, "p"), logprobs(alone, "p"), rtol=1e-5, atol=1e-5)
-        ranks.delete_model("p")
-    finally:
-        ranks.close()
-
-
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_a_probe_of_a_whole_model_is_the_base_model_as_it_was_loaded(ranks: int | None) -> None:
-    expected = make_backend()
+def test_a_probe_of_a_whole_model_is_the_base_model_as_it_was_loaded() -> None:
+    expected, full = make_backend(), make_full()
     expected.create_model("base", spec(2))
-    full = make_full(ranks=ranks)
-    try:
-        assert full.kinds_of_layers(WHOLE) == []
+    assert full.kinds_of_layers(WHOLE) == []
+    full.create_probe("p", WHOLE)
+    np.testing.assert_allclose(logprobs(full, "p"), logprobs(expected, "base"), rtol=1e-5, atol=1e-5)
+    full.delete_model("p")
+    full.create_model("m", WHOLE)
+    np.testing.assert_allclose(logprobs(full, "m"), logprobs(expected, "base"), rtol=1e-5, atol=1e-5)
+    with pytest.raises(PlaceTaken):
         full.create_probe("p", WHOLE)
-        np.testing.assert_allclose(logprobs(full, "p"), logprobs(expected, "base"), rtol=1e-5, atol=1e-5)
-        full.delete_model("p")
-        full.create_model("m", WHOLE)
-        np.testing.assert_allclose(logprobs(full, "m"), logprobs(expected, "base"), rtol=1e-5, atol=1e-5)
-        with pytest.raises(PlaceTaken):
-            full.create_probe("p", WHOLE)
-    finally:
-        full.close()
 
 
 def test_every_choice_of_layers_changes_the_trainers_logprobs_far_above_rounding(tmp_path: Path) -> None:
@@ -125,10 +108,10 @@ def test_every_choice_of_layers_changes_the_trainers_logprobs_far_above_rounding
     config = load_config(flags | {"adapter_dtype": "bfloat16"})
     backend = make_backend("mixture-with-dense-layer")
     probes = TrainerProbes(config, backend, open_store(config))
-    probes.run()
-    assert [each.layers for each in probes.probes] == [*ATTENTION, *MLP, *EXPERTS, "lm_head", "all layers"]
-    for each in probes.probes:
-        assert 0.2 < size(each.logprobs - probes.base) < 3, each.layers
+    expected = probes.run()
+    assert [each.layers for each in expected.probes] == [*ATTENTION, *MLP, *EXPERTS, "lm_head", "all layers"]
+    for each in expected.probes:
+        assert 0.2 < size(each.logprobs - expected.base) < 3, each.layers
         saved = load_file(adapter_directory(tmp_path, each.adapter) / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     probes.remove()

@@ -277,6 +277,17 @@ def test_loads_saves_and_exports_are_those_of_one_device(tmp_path: Path, ranks: 
             two.optim_step(unknown, STEP)
 
 
+def test_ranks_have_the_probes_of_one_device(ranks: Ranks) -> None:
+    results = []
+    for backend in (make_backend(), ranks(2)):
+        backend.create_probe("p", spec(2), ["mlp.down_proj"], 0.05)
+        (result,) = ok(backend.run([TrainingPass("p", sft(5, 24), "cross_entropy", backward=False)]))
+        backend.delete_model("p")
+        results.append((backend.kinds_of_layers(spec()), result.logprobs[0]))
+    assert results[0][0] == results[1][0]
+    np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-5, atol=1e-5)
+
+
 def test_bad_passes_are_refused_before_they_reach_a_rank(ranks: Ranks) -> None:
     backend = ranks(2)
     backend.create_model("all", SPECS["all"])
