@@ -18,10 +18,10 @@ from skyrl.inference.replica import ReplicaState
 from skyrl.inference.vllm_client import VllmClient
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.processes.startup import NotLoaded
-from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
+from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database
-from skyrl.training.backends.base import Backend, OutOfMemory
+from skyrl.training.backends.base import Backend
 from skyrl.training.engine.sampler_check import SamplerCheck
 from skyrl.training.engine.threads import EngineThreads
 from skyrl.training.engine.trainer_probes import Expected, TrainerProbes
@@ -57,8 +57,8 @@ class StartCheck:
         self._took_s = 0.0
 
     async def prepare(self, database: Database) -> None:
-        """Let the trainer compute and save what is compared, if a comparison is due. Raises NotLoaded when it cannot
-        now."""
+        """Let the trainer compute and save what is compared, if a comparison is due. Raises NotLoaded when it cannot:
+        another start may have more memory or disk space."""
         if not self._is_wanted or self._passed.exists():
             return
         if not isinstance(await database.read_async(full_weights.current), BaseWeights):
@@ -67,9 +67,11 @@ class StartCheck:
         began = time.monotonic()
         try:
             self._expected = await self._threads.on_backend(self._trainer.run)
-        except (OutOfMemory, OSError, StoreError) as error:
+        except Exception as error:
+            logger.exception("making adapters for the comparison with vLLM failed")
             await self._threads.on_files(self._trainer.remove)
-            raise NotLoaded(f"the trainer cannot make adapters to compare vLLM with it: {error}") from error
+            cause = f"{type(error).__name__}: {error}"
+            raise NotLoaded(f"the trainer cannot make adapters to compare vLLM with it: {cause}") from error
         self._took_s = time.monotonic() - began
 
     @property

@@ -7,6 +7,7 @@ the kinds are the backend's. Knows nothing of the sampler. Changes no row of the
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import secrets
 from collections.abc import Collection, Iterator, Sequence
@@ -20,10 +21,12 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
-from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import atomic_directory, remove
 from skyrl.training.backends.base import Backend, Datum, TrainingPass
 from skyrl.training.engine.agreement import Logprobs, size
+
+logger = logging.getLogger(__name__)
 
 TOKENS = 64
 RANK, SEED = 2, 20
@@ -84,24 +87,28 @@ class TrainerProbes:
                 self._base = self._logprobs()
             return Expected(self._tokens, self._base, [])
         kinds = {flag: self._backend.kinds_of_layers(self._spec({flag})) for flag in _FLAGS}
-        trained = {flag for flag in _FLAGS if kinds[flag]}
+        trained = [flag for flag in _FLAGS if kinds[flag]]
         with self._model(self._spec(trained)):
             self._base = self._logprobs()
-        for flag in sorted(trained):
+        for flag in trained:
             for kind in kinds[flag]:
                 self._add(kind, self._spec({flag}), [kind])
         self._add("all layers", self._spec(trained), [kind for flag in trained for kind in kinds[flag]])
         return Expected(self._tokens, self._base, self._probes)
 
     def remove(self) -> None:
-        """Delete the files of all probes."""
-        for probe in self._probes:
-            if self._config.weights_travel:
-                self._store.delete(adapter_key(probe.adapter))
-            else:
-                remove(directory := adapter_directory(self._config.state_dir, probe.adapter))
-                with contextlib.suppress(OSError):
-                    directory.parent.rmdir()
+        """Delete the files of all probes. A failure is logged: the sweeper deletes adapters that nobody uses."""
+        try:
+            for probe in self._probes:
+                if self._config.weights_travel:
+                    self._store.delete(adapter_key(probe.adapter))
+                else:
+                    directory = adapter_directory(self._config.state_dir, probe.adapter)
+                    remove(directory)
+                    with contextlib.suppress(OSError):  # others of this start are in it
+                        directory.parent.rmdir()
+        except (OSError, StoreError) as error:
+            logger.warning("the adapters of the comparison with vLLM could not be deleted yet: %s", error)
 
     def _add(self, layers: str, spec: LoraSpec, kinds: Collection[str]) -> None:
         """Save an adapter on these kinds of layers, of the size that changes logprobs about as wanted."""
