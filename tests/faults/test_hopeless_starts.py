@@ -106,7 +106,7 @@ def external(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSpec]:
     with (directory / "vllm.log").open("wb") as log:
         process = subprocess.Popen(argv, env=os.environ | spec.env, stdout=log, stderr=log)
     try:
-        with httpx.Client(base_url=spec.url, trust_env=False) as http:
+        with httpx.Client(base_url=spec.url, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False) as http:
             deadline = time.monotonic() + SLOW_START_S
             while not answers(http):
                 assert process.poll() is None, (directory / "vllm.log").read_text()[-3000:]
