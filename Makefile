@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 5
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz screenshots release-check audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-gpu gpu-wheels test-postgres check lint format types imports docs compat architectures family-figures bench soak chaos fuzz screenshots release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -91,6 +91,14 @@ docs: setup
 
 compat: setup
 	$(PY) -m tests.e2e.sdk.table
+
+# docs/reference/architectures.md, from kept figures and the cookbook's models
+architectures: setup
+	$(PY) -m tests.architectures
+
+# The same with new figures; FAMILIES="-k olmo" measures those of some families, the other figures stay.
+family-figures: setup
+	$(PY) -m tests.architectures --measure $(FAMILIES)
 
 bench: setup
 	$(PY) -m benchmarks $(BENCH)

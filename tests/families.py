@@ -54,6 +54,7 @@ VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [0],
 }
 """The vision tower of models that see. The numbers above are then those of their text part."""
+VISION_OF_KIMI = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -146,6 +147,19 @@ _SHARED: dict[str, Any] = {
 }
 """Experts of the hybrids of Qwen, with a shared expert and its gate."""
 
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
+"""Latent attention of DeepSeek's kind, and a first layer without experts."""
+
 _SCALED: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "n_routed_experts": 8,
@@ -189,19 +203,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "layer_types": _MIXED,
         "rope_parameters": _YARN,
     },
-    "deepseek-v3": {
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "head_dim": None,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 24,
-        **_SCALED,
-    },
+    "deepseek-v3": {"model_type": "deepseek_v3", **_LATENT, **_SCALED},
+    "kimi-k2.5": {"model_type": "kimi_k25", **_LATENT, **_SCALED},
     "glm-4.5": {
         "model_type": "glm4_moe",
         "num_hidden_layers": 3,
@@ -268,7 +271,8 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
     model_type = settings["model_type"]
     if model_type in SEEING:
         tied = given.get("tie_word_embeddings", False)
-        config = AutoConfig.for_model(model_type, text_config=given, vision_config=VISION, tie_word_embeddings=tied)
+        vision = VISION_OF_KIMI if model_type == "kimi_k25" else VISION
+        config = AutoConfig.for_model(model_type, text_config=given, vision_config=vision, tie_word_embeddings=tied)
     else:
         config = AutoConfig.for_model(model_type, **given)
     with torch.random.fork_rng():

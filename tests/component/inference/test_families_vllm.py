@@ -25,6 +25,7 @@ from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
 from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from tests.architectures.figures import record
 from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -100,6 +101,7 @@ async def test_vllm_and_the_trainer_agree_on_base_model_and_adapters(tmp_path: P
             }
             print(f"{model}: largest gap of a logprob", *(f"{name} {gap:.1e}" for name, gap in gaps.items()))
             assert max(gaps.values()) <= BOUND
+            record(model, vllm={"gaps": gaps, "dtype": "float32"})
             for name in ("m", "unembed"):
                 assert np.abs(_of_trainer(backend, name) - _of_trainer(backend, "base")).max() > 0.01
     finally:

@@ -1,6 +1,6 @@
 """Every architecture of docs/reference/architectures.md against transformers (eager attention) and PEFT.
 
-`pytest -s` shows the differences, which the page lists.
+`pytest -s` shows the differences. `make family-figures` keeps them for the page.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.text_part import model_class
+from tests.architectures.facts import facts_of
+from tests.architectures.figures import record
 from tests.families import FAMILIES, OPT, make_family, save_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
@@ -56,6 +58,7 @@ def test_logprobs_and_gradients_equal_transformers_and_peft(tmp_path: Path, fami
     assert all(bool(tensor.any()) for tensor in ours.values())
     of_gradients = max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours)
     print(f"{family}: largest difference of a logprob {of_logprobs:.0e}, of a gradient {of_gradients:.0e}")
+    record(family, logprob=of_logprobs, gradient=of_gradients, **facts_of(backend))
 
 
 def test_full_finetuning_of_learned_positions_equals_transformers(tmp_path: Path) -> None:

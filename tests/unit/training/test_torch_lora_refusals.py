@@ -26,6 +26,7 @@ from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.model import load_base_model
 from skyrl.training.backends.torch_lora.output_layer import LogitTransform
 from skyrl.training.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
+from tests.architectures.figures import record
 from tests.families import make_family, save_random
 
 SMALL: dict[str, Any] = {
@@ -61,6 +62,19 @@ INKLING: dict[str, Any] = {
     "rel_extent": 8,
 }
 """Its attention has position biases."""
+GLM_5: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "num_key_value_heads": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "mlp_layer_types": ["dense", "dense"],
+}
+"""Its attention is sparse beyond 2,048 tokens."""
 FALCON: dict[str, Any] = {"model_type": "falcon", "alibi": True, "head_dim": None}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "olmoe": (
@@ -81,6 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "falcon": (FALCON, r"FalconForCausalLM.*: no linear layers of a known name found"),
     "inkling": (INKLING, "InklingForCausalLM.*: the projections of model.layers.0 are none that LoRA can train"),
+    "glm-5": (GLM_5, r"\(glm_moe_dsa\) has sparse attention to the 2048 tokens that an indexer chooses"),
     "stablelm": ({"model_type": "stablelm"}, "the model does not pass the layout of the rows on to its attention"),
     "phi-3 with longrope": (
         {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
@@ -101,8 +116,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_an_architecture_is_refused_with_what_is_missing(tmp_path: Path, name: str) -> None:
     settings, words = REFUSED[name]
     path = save_random({**SMALL, **settings}, tmp_path / "model")
-    with pytest.raises(ConfigError, match=f"^base_model: .*{words}"):
+    with pytest.raises(ConfigError, match=f"^base_model: .*{words}") as refusal:
         TorchLoraBackend(load_config({"base_model": path}))
+    record("refused", **{settings["model_type"]: str(refusal.value).removeprefix(f"base_model: {path} ")})
 
 
 REFUSED_IN_FULL: dict[str, tuple[dict[str, Any], str]] = {
@@ -114,6 +130,7 @@ REFUSED_IN_FULL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "qwen3-vl": ({"model_type": "qwen3_vl"}, r"\(qwen3_vl\) also sees pictures: full fine-tuning trains"),
     "inkling": (INKLING, "keeps a state along a sequence in a way that is not known"),
+    "glm-5": (GLM_5, r"\(glm_moe_dsa\) has sparse attention to the 2048 tokens that an indexer chooses"),
 }
 
 
@@ -122,8 +139,9 @@ REFUSED_IN_FULL: dict[str, tuple[dict[str, Any], str]] = {
 def test_full_finetuning_refuses_an_architecture_with_what_is_missing(tmp_path: Path, name: str) -> None:
     settings, words = REFUSED_IN_FULL[name]
     path = save_random({**SMALL, **settings}, tmp_path / "model")
-    with pytest.raises(ConfigError, match=f"^base_model: .*{words}"):
+    with pytest.raises(ConfigError, match=f"^base_model: .*{words}") as refusal:
         TorchFullBackend(load_config({"base_model": path, "backend_config": {"trainer.full_finetuning": True}}))
+    record("refused", **{settings["model_type"]: str(refusal.value).removeprefix(f"base_model: {path} ")})
 
 
 @pytest.mark.parametrize("full", [False, True])

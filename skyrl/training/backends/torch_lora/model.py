@@ -151,8 +151,17 @@ def _align(model: torch.nn.Module) -> None:
 
 
 def check_config(path: str, config: Any) -> None:
-    """Raise ConfigError for a model whose position embeddings depend on the batch."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    """Raise ConfigError for a model whose position embeddings depend on the batch, or with sparse attention.
+
+    Sparse attention would pass the comparison of logits: in it, sequences of up to `index_topk` tokens see all of
+    theirs."""
+    text_config = config.get_text_config()
+    if (tokens := getattr(text_config, "index_topk", None)) is not None:
+        raise ConfigError(
+            f"base_model: {path} ({text_config.model_type}) has sparse attention to the {tokens} tokens that an "
+            "indexer chooses (index_topk), which is not supported"
+        )
+    rope = getattr(text_config, "rope_parameters", None) or {}
     for kind in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # Gemma 3 has one for each kind
         if kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
             raise ConfigError(

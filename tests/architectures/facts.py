@@ -1,0 +1,26 @@
+"""What the trainer says of a base model: which layers the SDK's flags train, and whether it replays routed experts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+
+_FLAGS = ("train_attn", "train_mlp")
+_PLACE = re.compile(r"^.*\blayers\.\d+\.\w+\.")
+"""Of a layer's projection: the decoder layer, and its attention or MLP."""
+
+
+def facts_of(backend: TorchLoraBackend) -> dict[str, Any]:
+    """`adapted`: the layers' names behind their place, by flag, in the order of the model. `replay`: whether data may
+    name routed experts."""
+    adapted = {flag: _names(backend, flag) for flag in _FLAGS}
+    return {"adapted": adapted, "replay": backend.limits.mixture is not None}
+
+
+def _names(backend: TorchLoraBackend, flag: str) -> list[str]:
+    only = {each: each == flag for each in (*_FLAGS, "train_unembed")}
+    backend.create_model(flag, LoraSpec(rank=1, alpha=1.0, seed=0, **only))
+    return list(dict.fromkeys(_PLACE.sub("", target.name) for target in backend._adapters[flag].targets))

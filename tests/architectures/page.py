@@ -1,0 +1,187 @@
+"""docs/reference/architectures.md: made from the families of `tests.families`, the figures that their tests measured,
+the cookbook's models, and `page.md`, which has the text that is written by hand.
+
+Equal inputs give an equal page. Measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from skyrl.base.config.server import ConfigError
+from skyrl.training.backends.torch_lora.model import check_config
+from tests.architectures.cookbook import Cookbook, model_type_of
+from tests.architectures.rows import ROWS, Row
+from tests.environments import ROOT
+from tests.families import FAMILIES, MIXTURES
+
+PAGE = ROOT / "docs" / "reference" / "architectures.md"
+TEMPLATE = Path(__file__).with_name("page.md")
+TRIED = FAMILIES | MIXTURES
+REFUSED = "refused"
+"""In the figures: what the trainer says of the architectures that it refuses, by `model_type`."""
+UNKNOWN = "unknown to this page"
+SAME_CLASS = {"kimi_k2": "deepseek_v3"}
+"""Types without a class of their own in transformers."""
+
+Figures = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a model of the cookbook trains here, and why not."""
+
+    model: str
+    renderer: str
+    model_type: str
+    trains: bool
+    why: str
+
+
+def render(figures: Figures, cookbook: Cookbook) -> str:
+    """The whole page."""
+    measured = {family: figures[family] for family in TRIED if family in figures}
+    found = verdicts(figures, cookbook)
+    parts = {
+        "families": _families(measured),
+        "adapted": _adapted(measured),
+        "cookbook": _cookbook(found),
+        "release": cookbook.version,
+        "models": str(len(found)),
+        "trained": str(sum(verdict.trains for verdict in found)),
+        "logprob": _largest(each.get("logprob") for each in measured.values()),
+        "gradient": _largest(each.get("gradient") for each in measured.values()),
+        "vllm": _largest(_gap(each) for each in measured.values() if _dtype(each) == "float32"),
+    }
+    text = TEMPLATE.read_text()
+    for name, part in parts.items():
+        text = text.replace(f"{{{{{name}}}}}", part)
+    return text
+
+
+def needed(figures: Figures, cookbook: Cookbook) -> dict[str, dict[str, Any]]:
+    """The figures without those that the page does not use: of families that are gone, and of refused architectures
+    that no model of the cookbook has."""
+    parts = {text_part(each.model_type) for each in verdicts(figures, cookbook) if not each.trains}
+    refused = {part: said for part, said in figures.get(REFUSED, {}).items() if part in parts}
+    return {family: dict(figures[family]) for family in TRIED if family in figures} | {REFUSED: refused}
+
+
+def verdicts(figures: Figures, cookbook: Cookbook) -> list[Verdict]:
+    """One for each model of the cookbook, in its order. A model trains if the tests of a family with its `model_type`
+    have left their figures."""
+    taken = {TRIED[family]["model_type"] for family in TRIED if "logprob" in figures.get(family, {})}
+    refused = figures.get(REFUSED, {})
+    found = []
+    for model, renderers in cookbook.models.items():
+        model_type = model_type_of(model)
+        if model_type is None:
+            found.append(Verdict(model, renderers[0], "", False, UNKNOWN))
+            continue
+        trains = SAME_CLASS.get(model_type, model_type) in taken
+        found.append(Verdict(model, renderers[0], model_type, trains, "" if trains else _why(model_type, refused)))
+    return found
+
+
+def family_of(model_type: str) -> str | None:
+    """The first family whose tiny model has this type."""
+    known = SAME_CLASS.get(model_type, model_type)
+    return next((family for family, settings in TRIED.items() if settings["model_type"] == known), None)
+
+
+def _why(model_type: str, refused: Mapping[str, str]) -> str:
+    """Why the trainer does not take models of this type."""
+    known = SAME_CLASS.get(model_type, model_type)
+    if known not in CONFIG_MAPPING:
+        return f"transformers {transformers.__version__} has no class for it"
+    part = text_part(model_type)
+    try:
+        check_config("", AutoConfig.for_model(known))
+    except ConfigError as error:
+        return str(error).removeprefix(f"base_model:  ({part}) ")
+    return refused.get(part, "no test tries it")
+
+
+def text_part(model_type: str) -> str:
+    """The `model_type` of the language model in a model of this type, as transformers has it."""
+    known = SAME_CLASS.get(model_type, model_type)
+    return AutoConfig.for_model(known).get_text_config().model_type if known in CONFIG_MAPPING else known
+
+
+def _families(measured: Figures) -> str:
+    cells = ["family", "`model_type`", "what it tries", "logprob", "gradient", "R3", "vLLM"]
+    rows = []
+    for family, each in measured.items():
+        row = ROWS.get(family, Row(family, ""))
+        numbers = [_shown(each.get("logprob")), _shown(each.get("gradient")), _replay(each), _vllm(each)]
+        rows.append([row.title, f"`{TRIED[family]['model_type']}`", row.tries, *numbers])
+    return _table(cells, rows)
+
+
+def _adapted(measured: Figures) -> str:
+    """One row for families that adapt the same layers."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for family, each in measured.items():
+        adapted = each.get("adapted", {})
+        cells = (_names(adapted.get("train_attn", ())), _names(adapted.get("train_mlp", ())))
+        alike.setdefault(cells, []).append(ROWS.get(family, Row(family, "")).plain)
+    rows = [[", ".join(dict.fromkeys(names)), *cells] for cells, names in alike.items()]
+    return _table(["families", "`train_attn`", "`train_mlp`"], rows)
+
+
+def _cookbook(found: Sequence[Verdict]) -> str:
+    rows = [
+        [f"`{each.model}`", f"`{each.model_type}`" if each.model_type else "?", f"`{each.renderer}`", _answer(each)]
+        for each in found
+    ]
+    return _table(["model", "`model_type`", "renderer", "trains"], rows)
+
+
+def _answer(verdict: Verdict) -> str:
+    return "yes" if verdict.trains else f"no: {verdict.why}"
+
+
+def _replay(each: Mapping[str, Any]) -> str:
+    return _shown(each.get("replayed")) if each.get("replay") else "–"
+
+
+def _gap(each: Mapping[str, Any]) -> float | None:
+    gaps = each.get("vllm", {}).get("gaps", {})
+    return max(gaps.values()) if gaps else None
+
+
+def _dtype(each: Mapping[str, Any]) -> str | None:
+    return each.get("vllm", {}).get("dtype")
+
+
+def _vllm(each: Mapping[str, Any]) -> str:
+    if _gap(each) is None:
+        return each.get("vllm", {}).get("why", "–")
+    dtype = _dtype(each)
+    return _shown(_gap(each)) + ("" if dtype == "float32" else f" in {dtype}")
+
+
+def _names(leaves: Iterable[str]) -> str:
+    return ", ".join(f"`{leaf}`" for leaf in leaves) or "–"
+
+
+def _shown(number: float | None) -> str:
+    """One digit: the second one changes with the processor."""
+    return "–" if number is None else f"{number:.0e}".replace("e-0", "e-")
+
+
+def _largest(numbers: Iterable[float | None]) -> str:
+    return _shown(max((number for number in numbers if number is not None), default=None))
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = f"|{'---|' * len(header)}"
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([first, rule, *others])

@@ -1,0 +1,14 @@
+"""docs/reference/architectures.md lists the models of the cookbook that is installed."""
+
+from __future__ import annotations
+
+from tests.architectures import cookbook
+
+
+def test_the_page_is_made_from_the_installed_cookbook() -> None:
+    assert cookbook.installed() == cookbook.listed(), "make architectures writes the page anew"
+
+
+def test_each_model_has_a_renderer_that_is_recommended_first() -> None:
+    assert len(cookbook.listed().models) >= 46
+    assert all(cookbook.listed().models.values())
