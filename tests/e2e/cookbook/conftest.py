@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tinker
 
+from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer
 from tests.environments import ROOT, environment
 
@@ -14,7 +15,7 @@ from .workspace import KEY, Run, Workspace
 @pytest.fixture(scope="package")
 def workspace(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     python = environment(ROOT / "requirements" / "cookbook.txt")
-    return Workspace(tmp_path_factory.mktemp("cookbook"), python, server.url)
+    return Workspace(tmp_path_factory.mktemp("cookbook"), python, server.url, model_path())
 
 
 @pytest.fixture(scope="package")

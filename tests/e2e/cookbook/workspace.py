@@ -10,12 +10,11 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl.base.tiny import model_path
 from skyrl.runtime.processes.supervision import dies_with_parent
 from tests.sdk_programs import TRACED, succeeded
 
@@ -55,8 +54,10 @@ class Run:
 class Workspace:
     """Model and data sets in relative directories with the names of their hub ids, where the cookbook looks first."""
 
-    def __init__(self, root: Path, python: Path, url: str) -> None:
+    def __init__(self, root: Path, python: Path, url: str, model: Path, names: Sequence[str] = (ALIAS,)) -> None:
+        """`model`: the directory that the server serves as each of `names`."""
         self.root = root
+        self._model = names[0]
         self._python = python
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._env = (
@@ -72,7 +73,8 @@ class Workspace:
                 "OMP_NUM_THREADS": "1",
             }
         )
-        shutil.copytree(model_path(), root / ALIAS)
+        for name in names:
+            shutil.copytree(model, root / name)
         chats, preferences = [], []
         for question in QUESTIONS:
             for place in PLACES:
@@ -85,11 +87,14 @@ class Workspace:
         for split in ("train", "test"):
             _write(root / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", preferences)
 
-    def start(self, recipe: str, name: str, *options: str) -> tuple[Run, subprocess.Popen[bytes]]:
-        """Start the recipe's process; its log directory is `runs/<name>`, its output goes to `runs/<name>.log`."""
+    def start(
+        self, recipe: str, name: str, *options: str, model: str | None = None
+    ) -> tuple[Run, subprocess.Popen[bytes]]:
+        """Start the recipe's process; its log directory is `runs/<name>`, its output goes to `runs/<name>.log`.
+        `model`: the first of the workspace's names unless given."""
         run = Run(self.root / "runs" / name)
         run.path.parent.mkdir(exist_ok=True)
-        fixed = (f"model_name={ALIAS}", f"log_path={run.path}")
+        fixed = (f"model_name={model or self._model}", f"log_path={run.path}")
         command = [str(self._python), "-m", f"tinker_cookbook.recipes.{recipe}", *fixed, *options]
         with run.path.with_suffix(".log").open("ab") as log:
             process = subprocess.Popen(
@@ -97,9 +102,9 @@ class Workspace:
             )
         return run, process
 
-    def run(self, recipe: str, name: str, *options: str, fails: bool = False) -> Run:
+    def run(self, recipe: str, name: str, *options: str, model: str | None = None, fails: bool = False) -> Run:
         """Run the recipe to its end. Raises AssertionError unless it succeeds in time (or, with `fails`, fails)."""
-        run, process = self.start(recipe, name, *options)
+        run, process = self.start(recipe, name, *options, model=model)
         try:
             code = process.wait(TIME_BOUND_S)
         finally:
