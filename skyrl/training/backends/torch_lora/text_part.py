@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-SEEING = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "kimi_k25"})
+SEEING = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "nemotron_h_omni"})
 """Model types with a vision tower whose class computes text alone as its text model does."""
 
 
@@ -23,7 +23,10 @@ def drop_vision(model: Any) -> None:
     """Free what computes pictures, so that the rest is the language model and its output layer."""
     if model.config.model_type not in SEEING:
         return
-    inner: nn.Module = model.model
+    inner: nn.Module = getattr(model, "model", model)
     for name, _ in list(inner.named_children()):
-        if name != "language_model":
+        if name not in ("language_model", "lm_head"):
             delattr(inner, name)
+    if inner is model:  # the output layer is in the language model, where transformers does not look for it
+        text = model.language_model
+        model.get_decoder, model.get_output_embeddings = text.get_decoder, text.get_output_embeddings
