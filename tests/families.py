@@ -54,7 +54,12 @@ VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [0],
 }
 """The vision tower of models that see. The numbers above are then those of their text part."""
-VISION_OF_KIMI = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+_LAYERS = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+VISION_OF: dict[str, dict[str, Any]] = {
+    "kimi_k25": {**_LAYERS, "intermediate_size": 48},
+    "nemotron_h_omni": {**_LAYERS, "image_size": 32, "max_img_size": 64, "video_temporal_patch_size": 2},
+}
+"""The vision towers that have other settings."""
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -160,6 +165,20 @@ _LATENT: dict[str, Any] = {
 }
 """Latent attention of DeepSeek's kind, and a first layer without experts."""
 
+_MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "chunk_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
+"""Each kind of layers of Nemotron-3."""
+
 _SCALED: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "n_routed_experts": 8,
@@ -220,20 +239,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "rotary_dim": 16,
         "use_qk_norm": True,
     },
-    "nemotron-h": {
-        "model_type": "nemotron_h",
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 32,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "conv_kernel": 4,
-        "use_conv_bias": True,
-        "chunk_size": 32,
-        "moe_shared_expert_intermediate_size": 48,
-        **_SCALED,
-    },
+    "nemotron-h": {"model_type": "nemotron_h", **_MAMBA, **_SCALED},
+    "nemotron-h that sees": {"model_type": "nemotron_h_omni", **_MAMBA, **_SCALED},
     "kimi-linear": {
         "model_type": "kimi_linear",
         "num_hidden_layers": 3,
@@ -271,7 +278,7 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
     model_type = settings["model_type"]
     if model_type in SEEING:
         tied = given.get("tie_word_embeddings", False)
-        vision = VISION_OF_KIMI if model_type == "kimi_k25" else VISION
+        vision = VISION_OF.get(model_type, VISION)
         config = AutoConfig.for_model(model_type, text_config=given, vision_config=vision, tie_word_embeddings=tied)
     else:
         config = AutoConfig.for_model(model_type, **given)

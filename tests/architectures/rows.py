@@ -53,6 +53,9 @@ ROWS = {
     ),
     "kimi-k2.5": Row("Kimi-K2.5", "DeepSeek-V3 as its text part; pictures are not taken"),
     "glm-4.5": Row("GLM-4.5", "sigmoid routers in groups, shared experts, a first dense layer"),
+    "nemotron-h": Row("Nemotron-3", "Mamba-2, experts without a gate, sigmoid routers in groups, shared experts"),
+    "nemotron-h that sees": Row("Nemotron-3.5 (that sees)", "its text part; pictures are not taken"),
+    "kimi-linear": Row("Kimi-Linear", "the delta rule with a decay for each channel, latent attention without rope"),
     "minimax-m2": Row("MiniMax-M2", "sigmoid routers, partial rotary, norms of whole queries and keys"),
 }
 """By the family's name in `tests.families`."""

@@ -22,6 +22,10 @@ def test_every_family_has_a_row_and_figures() -> None:
     assert [family for family in TRIED if "logprob" not in KEPT.get(family, {})] == [], NEW
 
 
+def test_most_models_of_the_cookbook_train() -> None:
+    assert sum(each.trains for each in verdicts(KEPT, LISTED)) >= 38
+
+
 def verdict(model: str, kept: Figures) -> Verdict:
     return verdicts(kept, Cookbook("1.0", {model: ["qwen3"]}))[0]
 

@@ -183,6 +183,7 @@ neither that of a layer without experts, nor that of a shared expert."""
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys .*vision_model:UserWarning")  # they do nothing
 @pytest.mark.parametrize("family", [family for family in TRIED if family not in PEFT_LACKS])
 def test_peft_loads_a_saved_adapter_and_computes_the_same_with_it(tmp_path: Path, family: str) -> None:
     backend = _trained(family)
