@@ -148,7 +148,11 @@ def test_a_block_computed_with_new_weights_has_their_rows(engine: Engine) -> Non
 
 
 def test_vllms_checks_see_the_configuration_with_another_runner() -> None:
-    config = _AsVersion2(SimpleNamespace(use_v2_model_runner=False, other=1))
+    config = _AsVersion2(
+        SimpleNamespace(
+            use_v2_model_runner=False, other=1, scheduler_config=SimpleNamespace(enable_chunked_prefill=True)
+        )
+    )
     assert (config.use_v2_model_runner, config.other) == (True, 1)
 
 

@@ -1,10 +1,12 @@
-"""The memory of the host that new work can have: what the kernel has left, within the limits of this process's cgroups.
+"""The memory of the host that new work can have: what the kernel has left, within the limits of this process's cgroups;
+and whether this process keeps what it has freed.
 
-Knows the files of /proc and /sys/fs/cgroup. Knows nothing of models or of the work.
+Knows the files of /proc and /sys/fs/cgroup, and glibc. Knows nothing of models or of the work.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,22 @@ _FILES = {
 }
 """Of cgroups of version 2 and 1, by the controllers in /proc/self/cgroup: where they are mounted, the files with the
 limit and with what is used, and a line of memory.stat."""
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""Of glibc's mallopt."""
+_AT_ONCE, _LATER = 2**20, 32 * 2**20
+"""Bytes: larger blocks go back to the kernel when they are freed. Smaller ones may leave gaps that nothing fits in."""
+
+
+def give_back_freed(*, at_once: bool) -> None:
+    """Whether blocks from 1 MiB on go back to the kernel as soon as they are freed, or from 32 MiB on. On a CPU a layer
+    of Qwen3.5's kind with 4,224 rows then needs 0.65 instead of 1.1 GB, and 10 to 20 % more time. Without glibc nothing
+    happens."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+            mallopt(option, _AT_ONCE if at_once else _LATER)
 
 
 def free_host_bytes(root: Path = Path("/")) -> float:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.torch_lora.host_memory import free_host_bytes
+from skyrl.training.backends.torch_lora.host_memory import free_host_bytes, give_back_freed
 from skyrl.training.backends.torch_lora.routing import router_of
 
 Setting = bool | Literal["auto"]
@@ -29,6 +29,8 @@ FREE_ANYHOW = 64 * 2**20
 """Activations of at most these bytes are kept without a look at the memory, which takes 50 µs."""
 MEASURED_ROWS = 64
 """A micro-batch of at least so many rows tells how much a row needs."""
+LARGE_ROWS = 4096
+"""On a CPU recomputed micro-batches with more rows give back to the kernel what they free."""
 MEASURED_AGAIN = 4
 """So does each micro-batch that has so many times the rows of the largest one that was measured."""
 MORE_COPIES = 0.5
@@ -88,6 +90,8 @@ class Recomputation:
             yield
             return
         self._recomputes = self._forced or self.pays(rows)
+        if self._device.type == "cpu":
+            give_back_freed(at_once=self._recomputes and rows > LARGE_ROWS)
         if self._recomputes:
             with self._recomputed():
                 yield
