@@ -143,8 +143,8 @@ ALIGNMENT = 64
 
 
 def _align(model: torch.nn.Module) -> None:
-    """Copy the parameters that lie elsewhere. On a CPU they lie in the mapped file, behind a header of any length. On
-    processors without AVX-512 the last bits of a product depend on where its matrices begin."""
+    """Copy the parameters that lie elsewhere, as those may that come from a file without a copy. On processors without
+    AVX-512 the last bits of a product depend on where its matrices begin."""
     for parameter in model.parameters():
         if parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
