@@ -45,4 +45,5 @@ def test_loading_takes_the_model_and_the_experts_of_one_layer(tmp_path: Path, fo
     model, above = map(int, done.stdout.split())
     gate_and_up = 4 * WIDE["num_experts"] * 2 * WIDE["moe_intermediate_size"] * WIDE["hidden_size"]
     assert model > 200 * MIB
-    assert model * 0.9 < above < model + 2 * gate_and_up + 24 * MIB, (model / MIB, above / MIB)
+    # twice while they are joined, and what the allocator keeps of tensors of single experts
+    assert model * 0.9 < above < model + 4 * gate_and_up + 24 * MIB, (model / MIB, above / MIB)
