@@ -173,10 +173,16 @@ def test_another_head_is_found_where_the_files_have_other_names(tmp_path: Path) 
         load_model(str(path), torch.float32)
 
 
-def test_equal_tied_tensors_and_tensors_that_the_class_ignores_are_read(tmp_path: Path) -> None:
+def test_equal_tied_tensors_and_tensors_that_no_model_uses_are_read(tmp_path: Path) -> None:
     path = Path(make_family("qwen3", tmp_path, tie_word_embeddings=True))
     tensors = load_file(path / "model.safetensors")
+    further = ("mtp.fc.weight", "model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight")
     more = {HEAD: tensors[EMBED].clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    more |= {name: torch.ones(2) for name in further}
     save_file(tensors | more, path / "model.safetensors", metadata={"format": "pt"})
     model = load_model(str(path), torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    del more[further[1]]
+    save_file(tensors | more, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"the files hold {further[2]}, which the model of config.json does not have"):
+        load_model(str(path), torch.float32)

@@ -7,6 +7,7 @@ nothing of packed rows, adapters or passes.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from skyrl.training.backends.torch_lora.model_config import (
 from skyrl.training.backends.torch_lora.stored_weights import StoredWeights, weight_files
 from skyrl.training.backends.torch_lora.text_part import SEEING
 
+_FURTHER_TOKENS = re.compile(r"(.*\.layers\.\d+\.)eh_proj\.weight$")
+"""DeepSeek's and GLM's files have such layers behind the model's."""
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 """A variable of transformers. Without it four threads read ahead of the thread that joins experts: the whole model may
 then be in memory twice."""
@@ -111,8 +114,14 @@ def _check_found(path: str, config: Any, info: Any) -> None:
         raise cannot_load(
             path, f"the files hold {name} with shape {list(found)}, and config.json makes it {list(expected)}"
         )
-    if others := sorted(info["unexpected_keys"]):
+    if others := _without_further_tokens(sorted(info["unexpected_keys"])):
         raise cannot_load(path, f"the files hold {_some(others)}, which the model of config.json does not have")
+
+
+def _without_further_tokens(names: list[str]) -> list[str]:
+    """Without layers that predict the tokens after the next one: neither training nor the model's logits use them."""
+    layers = tuple(found[1] for name in names if (found := _FURTHER_TOKENS.match(name)))
+    return [name for name in names if not name.startswith(("mtp.", *layers))]
 
 
 def _check_tied(path: str, tied: dict[str, str], equal: dict[str, str]) -> None:
