@@ -82,7 +82,8 @@ def read_config(path: str) -> ModelConfig:
     if nested is None:
         _check_needed(path, described, CONFIG_MAPPING[known])
     try:
-        config = CONFIG_MAPPING[known].from_dict(described | {"model_type": known})
+        decoded, _ = CONFIG_MAPPING[known].get_config_dict(path)  # infinity has a form of its own in the file
+        config = CONFIG_MAPPING[known].from_dict(decoded | {"model_type": known})
         text = config.get_text_config()
     except _CONFIG_ERRORS as error:
         raise cannot_load(path, f"config.json describes no {kind} model: {one_line(error)}") from None
@@ -117,7 +118,8 @@ def _check_needed(path: str, described: Mapping[str, Any], kind: Any) -> None:
     default, aliases = kind(), kind.attribute_map
     for field in _NEEDED:
         names = {field, aliases.get(field)} | {name for name, of in aliases.items() if of == field}
-        if getattr(default, field, None) is not None and not names & described.keys():
+        is_computed = isinstance(getattr(kind, field, None), property)
+        if not is_computed and getattr(default, field, None) is not None and not names & described.keys():
             raise cannot_load(path, f"config.json lacks {aliases.get(field, field)}")
 
 
