@@ -246,6 +246,11 @@ def test_other_formats_are_refused_by_their_field(tmp_path: Path, config: dict[s
         load_model(str(path), torch.float32)
 
 
+def test_an_order_of_calibration_that_stores_nothing_is_read() -> None:
+    for order in ("weight", "static", None):
+        assert quantization.format_of(_int4(actorder=order), "qwen3") == quantization.PackedInt4((GROUP,))
+
+
 def test_files_that_are_quantized_in_another_way_than_config_json_says_are_refused(tmp_path: Path) -> None:
     q = "model.layers.0.mlp.down_proj.weight"
 

@@ -214,7 +214,7 @@ def _packed_int4(described: Mapping[str, Any]) -> Format:
                 "symmetric": (True,),
                 "strategy": ("group", "channel"),
                 "dynamic": (False, None),
-                "actorder": (None, False),
+                "actorder": (None, False, "weight", "static"),  # other orders store which group a column is in
             },
             f"{field}.weights",
         )
