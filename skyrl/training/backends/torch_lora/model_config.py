@@ -104,7 +104,7 @@ def _read(path: str) -> dict[str, Any]:
     except LOADING_ERRORS as error:
         raise cannot_load(path, one_line(error)) from error
     try:
-        described = json.loads(text)
+        described = json.loads(text, object_hook=_special_float)
     except ValueError as error:
         raise cannot_load(path, f"config.json is no JSON: {one_line(error)}") from None
     if not isinstance(described, dict):
@@ -112,11 +112,18 @@ def _read(path: str) -> dict[str, Any]:
     return described
 
 
+def _special_float(found: dict[str, Any]) -> Any:
+    """transformers writes infinity and NaN as an object with one field."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
 def _check_needed(path: str, described: Mapping[str, Any], kind: Any) -> None:
     """`kind`: transformers' class of the configuration. A configuration inside of a larger one is not checked: its file
     states what differs from the class."""
     default, aliases = kind(), kind.attribute_map
     for field in _NEEDED:
+        if isinstance(getattr(kind, field, None), property):  # computed from other fields
+            continue
         names = {field, aliases.get(field)} | {name for name, of in aliases.items() if of == field}
         is_computed = isinstance(getattr(kind, field, None), property)
         if not is_computed and getattr(default, field, None) is not None and not names & described.keys():
