@@ -38,7 +38,8 @@ from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.adapter import Adapter
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.routing import Routing, own_experts, routers_of
+from skyrl.training.backends.torch_lora.loading import load_model
+from skyrl.training.backends.torch_lora.routing import CORRECTION, Routing, own_experts, routers_of
 from skyrl.training.backends.torch_lora.text_part import model_class
 from tests.architectures.facts import facts_of
 from tests.architectures.figures import record
@@ -302,3 +303,14 @@ def test_full_fine_tuning_equals_autograd_and_saves_the_whole_model(tmp_path: Pa
     for datum, logprobs in zip(data, result.logprobs, strict=True):
         lp = _logprobs(again(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0], datum)
         np.testing.assert_allclose(logprobs, lp.detach(), atol=LOGPROB_BOUND)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "minimax-m2", "kimi-linear"])
+def test_corrections_of_scores_stay_float32_in_a_model_of_bfloat16(family: str) -> None:
+    """transformers keeps those of the first family alone."""
+    found = [
+        {name: one for name, one in load_model(_path(family), dtype).named_buffers() if name.endswith(CORRECTION)}
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert found[0]
+    assert_same(found[0], found[1])

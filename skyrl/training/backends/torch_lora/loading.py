@@ -23,6 +23,7 @@ from skyrl.training.backends.torch_lora.model_config import (
     one_line,
     read_config,
 )
+from skyrl.training.backends.torch_lora.routing import CORRECTION
 from skyrl.training.backends.torch_lora.stored_weights import StoredWeights, weight_files
 from skyrl.training.backends.torch_lora.text_part import SEEING
 
@@ -90,6 +91,7 @@ def check_weights(path: str, config: Any, model_class: Any, stored: StoredWeight
 
 
 def _load(model_class: Any, config: Any, weights: Any, dtype: torch.dtype, **options: Any) -> Any:
+    model_class._keep_in_fp32_modules_strict = {*(model_class._keep_in_fp32_modules_strict or ()), CORRECTION}
     return model_class.from_pretrained(
         None,
         config=config,

@@ -91,6 +91,12 @@ def routers_of(model: nn.Module) -> list[Any]:
     return routers
 
 
+CORRECTION = "e_score_correction_bias"
+"""A buffer of some routers, or of the module around them: what they add to scores for their choice. Its numbers are as
+large as the scores, and differ little from each other: in bfloat16 other experts would be chosen. vLLM has it in
+float32; transformers keeps it so for some families alone."""
+
+
 class Routing:
     """What the routers of one base model are told, and what they have chosen."""
 

@@ -27,6 +27,7 @@ from skyrl.training.backends.torch_lora.model import BaseModel, check_config, wr
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, read_config
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
+from skyrl.training.backends.torch_lora.routing import CORRECTION
 from skyrl.training.backends.torch_lora.shards import rows_of
 from skyrl.training.backends.torch_lora.stored_weights import INDEX, ONE_FILE, StoredWeights, weight_files
 from skyrl.training.backends.torch_lora.text_part import drop_vision, model_class
@@ -154,11 +155,10 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) ->
 
 
 def _keep_in_float32(model: Any) -> None:
-    """The buffers that from_pretrained keeps in float32, whatever the model's dtype: a router's correction of its
-    scores would choose other experts with fewer bits."""
+    """The corrections of routers' scores, as in `load_model`, whatever the model's dtype."""
     for module in model.modules():
-        for name in module._buffers.keys() & (model._keep_in_fp32_modules_strict or ()):
-            module._buffers[name] = module._buffers[name].float()
+        if (buffer := module._buffers.get(CORRECTION)) is not None:
+            module._buffers[CORRECTION] = buffer.float()
 
 
 def _sum_gradients(packed: PackedModel, device: torch.device) -> None:
