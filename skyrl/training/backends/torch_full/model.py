@@ -26,7 +26,7 @@ from skyrl.training.backends.torch_lora.model import BaseModel, check_config
 from skyrl.training.backends.torch_lora.output_layer import OutputLayer
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
-from skyrl.training.backends.torch_lora.routing import Routing, routers_of
+from skyrl.training.backends.torch_lora.routing import CORRECTION, Routing, routers_of
 from skyrl.training.backends.torch_lora.text_part import SEEING
 
 
@@ -69,12 +69,9 @@ def plain(path: str, model: Any) -> PlainModel:
         raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error
 
 
-CORRECTION = "e_score_correction_bias"
-"""What a router adds to scores for its choice. It gets no gradient: training keeps it as it is."""
-
-
 def check_all_trained(path: str, model: Any) -> None:
-    """Raise ConfigError for a model whose files hold more than its parameters, and its routers' corrections."""
+    """Raise ConfigError for a model whose files hold more than its parameters, and its routers' corrections: these get no
+    gradient, and training keeps them as they are."""
     others = [name for name in kept_weights(model) if name.rpartition(".")[2] != CORRECTION]
     if others:
         raise ConfigError(
