@@ -29,7 +29,8 @@ def _adapter_bytes(config: ServerConfig, model: dict[str, Any], parallel: int = 
     if lora.train_mlp_of_mixtures != "train" or config.full_finetuning:
         return 0
     try:
-        layers, width = layers_with_experts(model), model["hidden_size"] + model["moe_intermediate_size"] / parallel
+        size = model.get("moe_intermediate_size") or model["intermediate_size"]
+        layers, width = layers_with_experts(model), model["hidden_size"] + size / parallel
     except KeyError:
         return 0
     return int(2 * layers * experts_of(model) * lora.max_lora_rank * 3 * width)

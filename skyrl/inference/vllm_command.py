@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import sys
@@ -19,9 +18,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from skyrl.base.config.mixtures import experts_of, model_config
+from skyrl.base.config.mixtures import experts_of, model_config, whole_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.expert_adapters import check_layers
+from skyrl.inference.model_options import check_served, cpu_options, lora_targets, text_options
 from skyrl.inference.placement import ServerSpec
 from skyrl.inference.remote.middleware import StoredAdapterLoads
 from skyrl.inference.vllm_plugin.incarnation import IncarnationHeader
@@ -29,23 +29,7 @@ from skyrl.inference.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
 from skyrl.runtime.tracing.spans import traces_url
 
 HOST = "127.0.0.1"
-CPU_LORA_TARGETS = (
-    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense"),
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"),
-    *("f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"),
-    *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2"),
-    "lm_head",
-)
-"""The layers that the trainer's adapters change, in all architectures."""
-MIXTURE_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
-"""Where adapters do not train experts. With more, vLLM keeps room for adapters on every expert, in each slot: many
-times the memory of the rest."""
-TRAINED_MIXTURE_LORA_TARGETS = (*MIXTURE_LORA_TARGETS, "experts", "gate_proj", "up_proj", "down_proj")
-"""The last three are the MLPs of layers without experts."""
 CPU_CONTEXT = 4096
-CPU_BLOCK_TOKENS = 128
-CPU_KV_BYTES = 256 * 2**20
 MAX_LOGPROBS = 64
 GRAMMARS = {"backend": "xgrammar"}
 """By default vLLM takes another library for what xgrammar refuses, and keeps the first library for all later requests:
@@ -126,8 +110,8 @@ def vllm_spec(
     endpoints, because the plugin does not protect them with the API key there. `logging_config` is a file that the
     caller writes, by which the server writes lines of JSON if the configuration says so.
 
-    Raises ConfigError for options of vLLM that skyrl sets itself, and for adapters that vLLM does not load
-    (`check_layers`); without GPUs, also for tensor parallelism.
+    Raises ConfigError for options of vLLM that skyrl sets itself, for models that vLLM does not serve (`check_served`),
+    and for adapters that vLLM does not load (`check_layers`); without GPUs, also for tensor parallelism.
     """
     inference = config.backend_config.inference
     passed_through = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
@@ -153,8 +137,10 @@ def vllm_spec(
         env |= OFFLINE
     seed = _seed(f"{api_key}:{host}:{port}:{directory or ''}")
     options = _common_options(config, port) | {"host": host, "seed": seed}
-    model = model_config(config.base_model_path)
+    whole, model = whole_config(config.base_model_path), model_config(config.base_model_path)
     mixture = experts_of(model) > 0
+    check_served(config.base_model_path, model, cuda=cuda)
+    options |= text_options(whole)
     if config.full_finetuning:
         options |= WEIGHT_UPDATES
         if mixture and cuda:
@@ -162,12 +148,14 @@ def vllm_spec(
         env[TELL_VERSIONS_VARIABLE] = "1"
     else:
         check_layers(config, model)
-        options |= _lora_options(config, _lora_targets(config, mixture=mixture, cuda=cuda))
+        trains_experts = config.backend_config.lora.train_mlp_of_mixtures == "train"
+        targets = lora_targets(mixture=mixture, trains_experts=trains_experts, cuda=cuda)
+        options |= _lora_options(config, targets)
     if cuda:
         options |= _gpu_options(config)
     else:
-        cpu_options, kv_gib = _cpu_options(config, read_model_config(config.base_model_path))
-        options |= cpu_options
+        of_cpu, kv_gib = _cpu_options(config, read_model_config(config.base_model_path))
+        options |= of_cpu
         threads = str(config.threads)
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
     argv = (sys.executable, "-m", START, SERVER, *render(options | passed_through))
@@ -305,17 +293,6 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
     }
 
 
-def _lora_targets(config: ServerConfig, *, mixture: bool, cuda: bool) -> Sequence[str] | None:
-    """The layers that adapters may change; None for all that vLLM knows. A mixture whose config.json is not on this
-    machine is not known to be one."""
-    trains_experts = config.backend_config.lora.train_mlp_of_mixtures == "train"
-    if mixture:
-        return TRAINED_MIXTURE_LORA_TARGETS if trains_experts else MIXTURE_LORA_TARGETS
-    if cuda:
-        return None
-    return (*CPU_LORA_TARGETS, "experts") if trains_experts else CPU_LORA_TARGETS
-
-
 def _lora_options(config: ServerConfig, targets: Sequence[str] | None) -> dict[str, Any]:
     """`targets`: the layers that adapters may change; None for all that vLLM knows."""
     lora = config.backend_config.lora
@@ -345,34 +322,12 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str,
         raise ConfigError("generator.inference_engine.tensor_parallel_size: more than 1 needs GPUs")
     length = context_length(config, cuda=False)
     assert length is not None
-    blocks, kv_gib = _kv_cache(model, length, inference.max_num_seqs)
-    return {
-        "dtype": "float32",
+    options, kv_gib = cpu_options(model, length, inference.max_num_seqs)
+    return options | {
         "enforce_eager": True,
         "max_model_len": length,
         # A seeded request whose prompt is split kills the engine ("CPU Generator does not use offset").
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, length),
         "distributed_executor_backend": "uni",
-        "num_gpu_blocks_override": blocks,
     }, kv_gib
-
-
-def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
-    """The number of blocks of the key-value cache, and its size in GiB. With None, vLLM divides the GiB into blocks and
-    touches all of that memory.
-
-    The cache holds all `sequences` at full length if they fit into 256 MiB, else as many blocks as fit. If fewer than 8
-    sequences fit, the cache has whole GiB: at least 4, and enough for one sequence.
-    """
-    try:
-        heads = model.get("num_key_value_heads") or model["num_attention_heads"]
-        width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-        block_bytes = 2 * 4 * CPU_BLOCK_TOKENS * model["num_hidden_layers"] * heads * width
-    except KeyError:
-        return None, 4
-    per_sequence = math.ceil(length / CPU_BLOCK_TOKENS)
-    fitting = CPU_KV_BYTES // block_bytes
-    if fitting < 8 * per_sequence:
-        return None, max(4, math.ceil(per_sequence * block_bytes / 2**30))
-    return min(fitting, per_sequence * sequences) + 1, 1

@@ -33,8 +33,13 @@ def is_mixture(base_model: str) -> bool:
 
 
 def model_config(base_model: str) -> dict[str, Any]:
-    """The text model's part of the config.json of a directory, or of a model of the hub that is on this machine. Empty
-    if it cannot be read."""
+    """The text model's part of `whole_config`."""
+    values = whole_config(base_model)
+    return values.get("text_config") or values
+
+
+def whole_config(base_model: str) -> dict[str, Any]:
+    """The config.json of a directory, or of a model of the hub that is on this machine. Empty if it cannot be read."""
     path: Any = Path(base_model) / "config.json"
     if not Path(base_model).is_dir():
         from huggingface_hub import try_to_load_from_cache  # takes 0.14 s, which most commands need not wait
@@ -44,7 +49,7 @@ def model_config(base_model: str) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(Path(path).read_text())
     except (OSError, TypeError, ValueError):
         return {}
-    return values.get("text_config") or values
+    return values
 
 
 def experts_of(config: dict[str, Any]) -> int:

@@ -1,9 +1,10 @@
 """Installs skyrl's changes to vLLM 0.32 that a CPU needs: the LoRA wrapper, routed experts, kernels of experts,
-routers, and the forked engine core.
+routers, rotary embeddings, and the forked engine core.
 
 Knows two places inside vLLM: where the platform names its LoRA wrapper, and where it sets the start method of
 processes. The modules that it calls know other places: `punica_cpu` has the LoRA arithmetic, `routed_experts_cpu` the
-routed experts, `experts_cpu` the kernels of experts, `routers_cpu` the routers.
+routed experts, `experts_cpu` the kernels of experts, `routers_cpu` the routers,
+`rotary_cpu` the rotary embeddings.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from skyrl.inference.vllm_plugin.experts_cpu import choose_cpu_kernels
 from skyrl.inference.vllm_plugin.routed_experts_cpu import return_routed_experts
+from skyrl.inference.vllm_plugin.rotary_cpu import turn_all_heads
 from skyrl.inference.vllm_plugin.routers_cpu import route_without_groups
 
 WRAPPER = "skyrl.inference.vllm_plugin.punica_cpu.GroupedPunicaWrapperCPU"
@@ -28,6 +30,7 @@ def apply(*, fork_engine: bool) -> None:
     return_routed_experts()
     choose_cpu_kernels()
     route_without_groups()
+    turn_all_heads()
     if fork_engine:
         _patch_start_method()
 

@@ -13,6 +13,7 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference import vllm_command
 from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.expert_adapters import host_memory_warning, memory_hint, room_bytes
+from skyrl.inference.model_options import MIXTURE_LORA_TARGETS
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.inference.remote.placed_sidecar import ADMIN_KEY, PlacedSidecar
 from skyrl.inference.remote.settings import NodeSettings
@@ -371,7 +372,8 @@ def mixture(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_vllm_keeps_room_for_adapters_on_experts_only_where_the_trainer_trains_them(mixture: Path, cuda: bool) -> None:
-    others = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
+    others = list(MIXTURE_LORA_TARGETS)
+    assert not {"experts", "gate_proj", "up_proj", "down_proj"} & set(others)
     for mode in ("refuse", "leave_out"):
         server = spec(mixture, cuda=cuda, trainer__policy__model__lora__train_mlp_of_mixtures=mode)
         assert option(server, "lora-target-modules") == others

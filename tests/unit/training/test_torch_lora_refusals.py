@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.inference.vllm_command import CPU_LORA_TARGETS
+from skyrl.inference.model_options import CPU_LORA_TARGETS
 from skyrl.training.backends.torch_full.backend import TorchFullBackend
 from skyrl.training.backends.torch_lora.attention_checks import AttentionCall
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend

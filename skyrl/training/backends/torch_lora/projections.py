@@ -43,12 +43,12 @@ FORMS = (
             ("q_proj", "k_proj", "v_proj", "o_proj"),
             ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # the gated delta rule of Qwen3.5
             ("in_proj_qkvz", "in_proj_ba", "out_proj"),  # of Qwen3-Next
-            ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),  # latent attention of DeepSeek
-            ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+            ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),  # latent attention of DeepSeek
+            ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
             (*("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj"), *("b_proj", "g_a_proj", "g_b_proj", "o_proj")),
         ),  # the last one: the delta rule of Kimi-Linear
         ("gate_proj", "up_proj", "down_proj"),
-        frozen=("shared_expert_gate",),
+        frozen=("shared_expert_gate", "kv_b_proj"),
     ),
     Form((("qkv_proj", "o_proj"),), ("gate_up_proj", "down_proj")),  # Phi-3
     Form((("q_proj", "k_proj", "v_proj", "dense"),), ("fc1", "fc2")),  # Phi

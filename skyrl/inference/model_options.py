@@ -1,0 +1,136 @@
+"""The options of vLLM that depend on the architecture of the base model.
+
+Knows the settings in config.json by which architectures differ, and what vLLM's kernels for CPUs take. Reads no file,
+imports neither vLLM nor torch. In all functions `model` is the text model's part of config.json; empty if unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl.base.config.server import ConfigError
+
+_DELTA_RULE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+CPU_LORA_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense"),
+    *(*_DELTA_RULE, *_LATENT, "in_proj"),
+    *("f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"),
+    *(*_MLP, "gate_up_proj", "fc1", "fc2"),
+    "lm_head",
+)
+"""The layers that the trainer's adapters change, in all architectures."""
+MIXTURE_LORA_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *(*_DELTA_RULE, *_LATENT, "in_proj"),
+    "lm_head",
+)
+"""Where adapters do not train experts. With more, vLLM keeps room for adapters on every expert, in each slot: many
+times the memory of the rest."""
+TRAINED_MIXTURE_LORA_TARGETS = (*MIXTURE_LORA_TARGETS, "experts", *_MLP)
+"""The last three are the MLPs of layers without experts, and shared experts."""
+
+CPU_KV_BYTES = 256 * 2**20
+_BLOCK_TOKENS, _LATENT_BLOCK_TOKENS = 128, 16
+_GPT_OSS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+
+def lora_targets(*, mixture: bool, trains_experts: bool, cuda: bool) -> Sequence[str] | None:
+    """The layers that adapters may change; None for all that vLLM knows. A mixture whose config.json is not on this
+    machine is not known to be one."""
+    if mixture:
+        return TRAINED_MIXTURE_LORA_TARGETS if trains_experts else MIXTURE_LORA_TARGETS
+    if cuda:
+        return None
+    return (*CPU_LORA_TARGETS, "experts") if trains_experts else CPU_LORA_TARGETS
+
+
+def text_options(whole: dict[str, Any]) -> dict[str, Any]:
+    """For a model that sees, when it is used for text: vLLM loads no vision tower and makes no pictures to measure its
+    memory. `whole`: all of config.json."""
+    return {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision_config" in whole else {}
+
+
+def check_served(path: str, model: dict[str, Any], *, cuda: bool) -> None:
+    """Raise ConfigError for models that vLLM would end at, after half a minute, or compute otherwise than the trainer:
+    each with the setting in config.json that is in the way."""
+    if "gpt_oss" in model.get("model_type", ""):
+        for name, value in _GPT_OSS.items():
+            if model.get(name, value) != value:
+                raise ConfigError(f"base_model: {path}/config.json has {name} {model[name]}, and vLLM computes {value}")
+    if cuda:
+        return
+    if model.get("model_type") == "kimi_linear":
+        raise ConfigError(f"base_model: {path}/config.json has model_type {model['model_type']}: vLLM needs a GPU")
+    needed = {}
+    if has_delta_rule(model):
+        needed |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    if has_latent_attention(model):
+        needed |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    for name, value in needed.items():
+        if model[name] != value:
+            raise ConfigError(
+                f"base_model: {path}/config.json has {name} {model[name]}, and on a CPU vLLM serves {value} alone"
+            )
+
+
+def has_delta_rule(model: dict[str, Any]) -> bool:
+    """Whether some layers are a gated delta rule: Qwen3.5 and Qwen3-Next."""
+    return "linear_key_head_dim" in model and "linear_value_head_dim" in model
+
+
+def has_latent_attention(model: dict[str, Any]) -> bool:
+    """Whether attention keeps one latent vector for each token: DeepSeek and Kimi-K2."""
+    return "kv_lora_rank" in model and "qk_rope_head_dim" in model
+
+
+def cpu_options(model: dict[str, Any], length: int, sequences: int) -> tuple[dict[str, Any], int]:
+    """vLLM's options on a CPU for sequences of `length` tokens, of which `sequences` run at a time; and the size of the
+    key-value cache in GiB. The delta rule's kernel takes bfloat16 alone. A prefix cache of its states would need
+    prompts that are split, which a CPU cannot do with seeds."""
+    blocks, kv_gib = _kv_cache(model, length, sequences)
+    hybrid = has_delta_rule(model)
+    return {
+        "dtype": "bfloat16" if hybrid else "float32",
+        "enable_prefix_caching": False if hybrid else None,
+        "num_gpu_blocks_override": blocks,
+    }, kv_gib
+
+
+def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
+    """The number of blocks of the key-value cache, and its size in GiB. With None, vLLM divides the GiB into blocks and
+    touches all of that memory.
+
+    The cache holds all `sequences` at full length if they fit into 256 MiB, else as many blocks as fit. If fewer than 8
+    sequences fit, the cache has whole GiB: at least 4, and enough for one sequence.
+    """
+    try:
+        block_bytes, per_sequence = _blocks(model, length)
+    except KeyError:
+        return None, 4
+    fitting = CPU_KV_BYTES // block_bytes
+    if fitting < 8 * per_sequence:
+        return None, max(4, math.ceil(per_sequence * block_bytes / 2**30))
+    return min(fitting, per_sequence * sequences) + 1, 1
+
+
+def _blocks(model: dict[str, Any], length: int) -> tuple[int, int]:
+    """The bytes of a block, and how many blocks a sequence has. Raises KeyError if config.json lacks a size."""
+    layers = model["num_hidden_layers"]
+    if has_latent_attention(model):
+        width = model["kv_lora_rank"] + model["qk_rope_head_dim"]
+        return 4 * _LATENT_BLOCK_TOKENS * layers * width, math.ceil(length / _LATENT_BLOCK_TOKENS)
+    heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+    width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    attention = 2 * _BLOCK_TOKENS * heads * width
+    per_sequence = math.ceil(length / _BLOCK_TOKENS)
+    if not has_delta_rule(model):
+        return 4 * layers * attention, per_sequence
+    # vLLM keeps a layer's state in one block, which is as large for attention. Layers share blocks in groups, each with
+    # as many layers as have attention.
+    full = model.get("layer_types", ()).count("full_attention") or layers // (model.get("full_attention_interval") or 4)
+    state = 4 * model["linear_num_value_heads"] * model["linear_key_head_dim"] * model["linear_value_head_dim"]
+    return max(1, full) * max(state, 2 * attention), per_sequence + math.ceil(layers / max(1, full))
