@@ -1,7 +1,7 @@
 """Each architecture of docs/reference/architectures.md in a real vLLM on a CPU: base model and a trained adapter.
 
-The adapter trains what the SDK asks for by default: all layers, the unembedding too. vLLM's logprobs of given tokens
-are compared with the trainer's. One start of vLLM for each family: about 15 s.
+The adapter trains what the SDK asks for by default: all layers, the unembedding too. vLLM's logprobs of given tokens,
+and of tokens that it sampled, are compared with the trainer's. One start of vLLM for each family: about 15 s.
 """
 
 from __future__ import annotations
@@ -31,10 +31,31 @@ from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 KEY = "test-key"
-BOUNDS = {"float32": 1e-4, "bfloat16": 0.1}
-"""Of the difference between a logprob of vLLM and the trainer's, which computes in float32; by vLLM's dtype."""
+BOUND = 1e-4
+"""Of the difference between a logprob of vLLM and the trainer's."""
+BOUNDS = {"nemotron-h": 5e-3}
+"""vLLM's scan of Mamba-2 for CPUs rounds more."""
+MEAN_IN_BFLOAT16, OF_THE_CHANGE = 0.06, 0.15
+"""Where vLLM serves bfloat16 alone, single logprobs differ by much: a router then takes another expert. Bounded are the
+mean difference, and by how much of itself an adapter's change of the logprobs is smaller or larger than the trainer's.
+"""
+NEW_TOKENS = 8
+UNSERVED = ("kimi-linear",)
+"""Those that vLLM has for GPUs alone."""
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in (*FAMILIES, *MIXTURES)},
+    **{family: (family, {}) for family in (*FAMILIES, *MIXTURES) if family not in UNSERVED},
+    # vLLM's kernels for CPUs take these sizes.
+    "deepseek-v3": ("deepseek-v3", _LATENT),
+    "kimi-k2.5": ("kimi-k2.5", _LATENT),
+    # Released models have yarn with these settings.
+    "deepseek-v3, yarn": ("deepseek-v3", {**_LATENT, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    # vLLM reads these settings and has its own bound of the activation.
+    "gpt-oss": (
+        "gpt-oss",
+        {"rope_parameters": _YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}, "swiglu_limit": 7.0},
+    ),
     # vLLM's window of Cohere2 is one token longer than transformers'. Within the window they agree.
     "command-a": ("command-a", {"sliding_window": 64}),
     # That of released models. vLLM's own bound for adapters on lm_head is lower.
@@ -62,20 +83,35 @@ def _datum(seed: int, length: int = 40) -> Datum:
     return Datum(text[:-1], {"target_tokens": text[1:], "weights": np.ones(length - 1, np.float32)})
 
 
-def _of_trainer(backend: TorchLoraBackend, name: str) -> npt.NDArray[np.float32]:
-    (result,) = backend.run([TrainingPass(name, [_datum(2)], "cross_entropy", backward=False)])
+Tokens = list[int]
+Logprobs = npt.NDArray[np.float32]
+
+
+def _of_trainer(backend: TorchLoraBackend, name: str, tokens: Tokens) -> Logprobs:
+    text = np.array(tokens)
+    datum = Datum(text[:-1], {"target_tokens": text[1:], "weights": np.ones(len(tokens) - 1, np.float32)})
+    (result,) = backend.run([TrainingPass(name, [datum], "cross_entropy", backward=False)])
     assert not isinstance(result, Exception), result
     return result.logprobs[0]
 
 
-async def _of_vllm(http: httpx.AsyncClient, name: str) -> npt.NDArray[np.float32]:
+def _prompt() -> Tokens:
     datum = _datum(2)
-    prompt = [*datum.tokens.tolist(), int(datum.loss_inputs["target_tokens"][-1])]
-    body = {"model": name, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1}
-    answer = await http.post("/v1/completions", json=body)
+    return [*datum.tokens.tolist(), int(datum.loss_inputs["target_tokens"][-1])]
+
+
+async def _of_vllm(http: httpx.AsyncClient, name: str) -> tuple[Tokens, Logprobs]:
+    """The prompt with what vLLM samples after it, and the logprobs of all tokens but the first."""
+    body = {"model": name, "prompt": _prompt(), "max_tokens": NEW_TOKENS, "ignore_eos": True, "temperature": 1}
+    more = {"prompt_logprobs": 0, "logprobs": 0, "return_token_ids": True, "seed": 5}
+    answer = await http.post("/v1/completions", json=body | more)
     assert answer.status_code == 200, answer.text
-    rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
-    return np.array([row[str(token)]["logprob"] for row, token in zip(rows, prompt[1:], strict=True)], np.float32)
+    (choice,) = answer.json()["choices"]
+    rows = zip(choice["prompt_logprobs"][1:], _prompt()[1:], strict=True)
+    of_prompt = [row[str(token)]["logprob"] for row, token in rows]
+    new = choice["token_ids"]
+    assert len(new) == NEW_TOKENS
+    return [*_prompt(), *new], np.array([*of_prompt, *choice["logprobs"]["token_logprobs"]], np.float32)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -87,6 +123,7 @@ async def test_vllm_and_the_trainer_agree_on_base_model_and_adapters(tmp_path: P
     backend = _trained(path, tmp_path / "adapters")
     config = load_config({"base_model": path})
     spec = vllm_spec(config, free_port(), KEY, cuda=False)
+    dtype = spec.argv[spec.argv.index("--dtype") + 1]
     server = LocalPlacement(tmp_path).run(spec)
     try:
         async with httpx.AsyncClient(base_url=spec.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as http:
@@ -95,18 +132,28 @@ async def test_vllm_and_the_trainer_agree_on_base_model_and_adapters(tmp_path: P
                 loaded = await _load(http, name, tmp_path / "adapters" / name)
                 assert loaded.status_code == 200, loaded.text
             served = {"base": config.served_names[0], "m": "m", "unembed": "unembed"}
-            gaps = {
-                name: float(np.abs(await _of_vllm(http, at_vllm) - _of_trainer(backend, name)).max())
-                for name, at_vllm in served.items()
-            }
-            print(f"{model}: largest gap of a logprob", *(f"{name} {gap:.1e}" for name, gap in gaps.items()))
-            dtype = spec.argv[spec.argv.index("--dtype") + 1]
-            assert max(gaps.values()) <= BOUNDS[dtype]
-            record(model, vllm={"gaps": gaps, "dtype": dtype})
-            for name in ("m", "unembed"):
-                assert np.abs(_of_trainer(backend, name) - _of_trainer(backend, "base")).max() > 0.01
+            sampled = {name: await _of_vllm(http, at_vllm) for name, at_vllm in served.items()}
     finally:
         await server.stop()
+    expected = {name: _of_trainer(backend, name, tokens) for name, (tokens, _) in sampled.items()}
+    found = {name: logprobs for name, (_, logprobs) in sampled.items()}
+    gaps = {name: float(np.abs(found[name] - expected[name]).max()) for name in found}
+    means = {name: float(np.abs(found[name] - expected[name]).mean()) for name in found}
+    prompt = slice(len(_prompt()) - 1)
+    changes = {name: expected[name][prompt] - expected["base"][prompt] for name in ("m", "unembed")}
+    parts = {
+        name: float((found[name][prompt] - found["base"][prompt]) @ change / (change @ change))
+        for name, change in changes.items()
+    }
+    print(f"{model}, {dtype}: largest gap of a logprob", *(f"{name} {gap:.1e}" for name, gap in gaps.items()))
+    print("mean gap", *(f"{name} {gap:.1e}" for name, gap in means.items()), "part of the change", parts)
+    if dtype == "float32":
+        assert max(gaps.values()) <= BOUNDS.get(family, BOUND)
+    else:
+        assert max(means.values()) <= MEAN_IN_BFLOAT16
+        assert all(abs(part - 1) <= OF_THE_CHANGE for part in parts.values())
+    assert all(np.abs(change).max() > 0.01 for change in changes.values())
+    record(model, vllm={"gaps": gaps, "dtype": dtype})
 
 
 async def _load(http: httpx.AsyncClient, name: str, directory: Path) -> httpx.Response:

@@ -1,0 +1,88 @@
+"""vLLM's options by the architecture of the base model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
+from skyrl.inference.model_options import CPU_KV_BYTES, cpu_options
+from skyrl.inference.vllm_command import vllm_spec
+
+SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
+DELTA_RULE: dict[str, Any] = {
+    **SIZES,
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+LATENT = {**SIZES, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "n_routed_experts": 8}
+GPT_OSS = {**SIZES, "model_type": "gpt_oss", "num_local_experts": 4, "swiglu_limit": 7.0}
+
+
+def _argv(directory: Path, config: dict[str, Any], *, cuda: bool = False) -> tuple[str, ...]:
+    (directory / "config.json").write_text(json.dumps(config))
+    return vllm_spec(load_config({"base_model": str(directory)}), 9123, "secret", cuda=cuda).argv
+
+
+def _after(argv: tuple[str, ...], option: str) -> str:
+    return argv[argv.index(option) + 1]
+
+
+def test_the_delta_rule_is_served_in_bfloat16_and_without_a_prefix_cache_on_a_cpu(tmp_path: Path) -> None:
+    argv = _argv(tmp_path, DELTA_RULE)
+    assert _after(argv, "--dtype") == "bfloat16"
+    assert "--no-enable-prefix-caching" in argv
+    assert {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"} <= set(argv)
+    assert "--no-enable-prefix-caching" not in _argv(tmp_path, DELTA_RULE, cuda=True)
+    assert _after(_argv(tmp_path, SIZES), "--dtype") == "float32"
+
+
+def test_a_block_of_the_delta_rules_cache_holds_a_state_and_a_sequence_has_one_of_each_group() -> None:
+    # One of four layers has attention: groups of one layer. A state is 4 heads * 128 * 128 * 4 bytes = 262,144.
+    options, gib = cpu_options(DELTA_RULE, 256, 16)
+    assert options["num_gpu_blocks_override"] == 16 * (2 + 4) + 1
+    assert gib == 1
+    assert cpu_options(DELTA_RULE, 256, 10_000)[0]["num_gpu_blocks_override"] == CPU_KV_BYTES // 262_144 + 1
+    by_interval = {name: value for name, value in DELTA_RULE.items() if name != "layer_types"}
+    assert cpu_options(by_interval | {"full_attention_interval": 4}, 256, 16) == (options, gib)
+
+
+def test_latent_attention_has_small_blocks(tmp_path: Path) -> None:
+    assert cpu_options(LATENT, 64, 8)[0]["num_gpu_blocks_override"] == 8 * 4 + 1
+    assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "experts"} <= set(_argv(tmp_path, LATENT))
+
+
+def test_a_model_that_sees_is_served_for_text(tmp_path: Path) -> None:
+    seeing = {"model_type": "qwen3_5", "text_config": DELTA_RULE, "vision_config": {"depth": 2}}
+    argv = _argv(tmp_path, seeing)
+    assert json.loads(_after(argv, "--limit-mm-per-prompt")) == {"image": 0, "video": 0}
+    assert _after(argv, "--dtype") == "bfloat16"
+    assert "--limit-mm-per-prompt" not in _argv(tmp_path, DELTA_RULE)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (DELTA_RULE | {"linear_key_head_dim": 64}, "linear_key_head_dim 64, and on a CPU vLLM serves 128 alone"),
+        (LATENT | {"kv_lora_rank": 256}, "kv_lora_rank 256, and on a CPU vLLM serves 512 alone"),
+        (SIZES | {"model_type": "kimi_linear"}, "model_type kimi_linear: vLLM needs a GPU"),
+    ],
+)
+def test_what_vllm_serves_on_gpus_alone_is_refused_on_a_cpu(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"base_model: .*config.json has {words}"):
+        _argv(tmp_path, config)
+    _argv(tmp_path, config, cuda=True)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_an_activation_of_gpt_oss_that_vllm_computes_otherwise_is_refused(tmp_path: Path, cuda: bool) -> None:
+    _argv(tmp_path, GPT_OSS, cuda=cuda)
+    with pytest.raises(ConfigError, match=r"config.json has swiglu_limit 5.0, and vLLM computes 7.0"):
+        _argv(tmp_path, GPT_OSS | {"swiglu_limit": 5.0}, cuda=cuda)
