@@ -15,8 +15,8 @@ from typing import Any
 from vllm.platforms.cpu import CpuPlatform
 
 from skyrl.inference.vllm_plugin.experts_cpu import choose_cpu_kernels
-from skyrl.inference.vllm_plugin.routed_experts_cpu import return_routed_experts
 from skyrl.inference.vllm_plugin.rotary_cpu import turn_all_heads
+from skyrl.inference.vllm_plugin.routed_experts_cpu import return_routed_experts
 from skyrl.inference.vllm_plugin.routers_cpu import route_without_groups
 
 WRAPPER = "skyrl.inference.vllm_plugin.punica_cpu.GroupedPunicaWrapperCPU"

@@ -50,7 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek-v3", _LATENT),
     "kimi-k2.5": ("kimi-k2.5", _LATENT),
     # Released models have yarn with these settings.
-    "deepseek-v3, yarn": ("deepseek-v3", {**_LATENT, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek-v3, yarn": (
+        "deepseek-v3",
+        {**_LATENT, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     # vLLM reads these settings and has its own bound of the activation.
     "gpt-oss": (
         "gpt-oss",

@@ -1,0 +1,76 @@
+"""What the plugin corrects in vLLM's kernels and routers for CPUs, against plain torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch, for what vLLM imports
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    from skyrl.inference.vllm_plugin.rotary_cpu import turn_all_heads
+    from skyrl.inference.vllm_plugin.routers_cpu import route_without_groups
+
+TOKENS, HEADS, SIZE, EXPERTS, PER_ROW = 7, 4, 64, 6, 2
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)  # put back after the test
+    monkeypatch.setattr(CPURouter, "__init__", CPURouter.__init__)
+    turn_all_heads()
+    route_without_groups()
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("by_head", [False, True], ids=["rows of all heads", "views of heads"])
+def test_rotary_embeddings_turn_all_heads_of_queries_and_keys(by_head: bool) -> None:
+    settings = {"rope_type": "default", "rope_theta": 1e4}
+    layer: Any = get_rope(SIZE, 128, is_neox_style=False, rope_parameters=settings, dtype=torch.float32)
+    query, key = torch.randn(TOKENS, HEADS, SIZE + 32)[..., 32:], torch.randn(TOKENS, 1, SIZE + 16)[..., 16:]
+    expected = [_turned(each) for each in (query, key)]
+    given = (query.clone(), key.clone()) if by_head else (query.flatten(1).clone(), key.flatten(1).clone())
+    if by_head:  # views of wider rows, as latent attention has them
+        given = (query, key)
+    found = layer.forward_cpu(torch.arange(TOKENS), *given)
+    for each, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(each.view(wanted.shape), wanted)
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """Pairs of neighbouring numbers as complex ones, turned by their angles."""
+    angles = torch.arange(TOKENS)[:, None] / 1e4 ** (torch.arange(0, SIZE, 2) / SIZE)
+    pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_sigmoid_scores_choose_experts_without_groups(has_bias: bool) -> None:
+    bias = torch.tensor([0.0, 0.9, -0.9, 0.3, 0.0, 0.6]) if has_bias else None
+    router: Any = CPURouter(PER_ROW, EXPERTS, scoring_func="sigmoid", e_score_correction_bias=bias)
+    logits = torch.randn(TOKENS, EXPERTS)
+    weights, chosen = router._compute_routing(logits, logits, None)
+    scores = logits.sigmoid()
+    best = (scores if bias is None else scores + bias).topk(PER_ROW).indices
+    assert [set(row) for row in chosen.tolist()] == [set(row) for row in best.tolist()]
+    of_chosen = scores.gather(1, chosen.long())
+    torch.testing.assert_close(weights, of_chosen / of_chosen.sum(-1, keepdim=True))
+
+
+@pytest.mark.usefixtures("patched")
+def test_other_routers_keep_their_settings() -> None:
+    router: Any = CPURouter(PER_ROW, EXPERTS, use_grouped_topk=True, num_expert_group=3, topk_group=2)
+    assert (router.use_grouped_topk, router.num_expert_group, router.topk_group) == (True, 3, 2)
+    softmax: Any = CPURouter(PER_ROW, EXPERTS)
+    assert not softmax.use_grouped_topk
