@@ -51,7 +51,7 @@ def lora_targets(*, mixture: bool, trains_experts: bool, cuda: bool) -> Sequence
 def text_options(whole: dict[str, Any]) -> dict[str, Any]:
     """For a model that sees, when it is used for text: vLLM loads no vision tower and makes no pictures to measure its
     memory. `whole`: all of config.json."""
-    return {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision_config" in whole else {}
+    return {"language_model_only": True} if "vision_config" in whole else {}
 
 
 def check_served(path: str, model: dict[str, Any], *, cuda: bool) -> None:
