@@ -14,12 +14,13 @@ import torch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, for what vLLM imports
     import vllm._custom_ops as ops
+    from vllm.model_executor.layers.attention import mla_attention
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.inference.vllm_plugin.weights.forms import forms_of, number_of, plain, ready
+from skyrl.inference.vllm_plugin.weights.forms import forms_of, keep_projections, number_of, plain, ready
 
 EXPERTS, HIDDEN, SIZE = 3, 64, 32
 NAME = "model.layers.5.mlp.experts"
@@ -177,6 +178,20 @@ def test_what_latent_attention_makes_of_its_projection_is_made_anew() -> None:
     [(made, dtype)] = layer.made
     assert (made == 3).all()
     assert dtype == torch.bfloat16
+
+
+def test_latent_attention_keeps_what_it_packs_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = mla_attention.MLAAttention
+    monkeypatch.setattr(kind, "process_weights_after_loading", kind.process_weights_after_loading)
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    packing: Any = SimpleNamespace(process_weights_after_loading=lambda dtype: None)
+    layer.impl, layer.is_amx_bmm_enabled, layer.kv_b_proj = packing, True, torch.nn.Linear(4, 6)
+    weight = layer.kv_b_proj.weight
+    keep_projections()
+    for _ in range(2):
+        layer.process_weights_after_loading(torch.float32)
+        assert layer.kv_b_proj.weight is weight
 
 
 def test_experts_with_plain_weights_have_no_form() -> None:

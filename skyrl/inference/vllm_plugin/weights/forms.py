@@ -111,6 +111,21 @@ def _form_of_experts(name: str, module: Any) -> Form | None:
     return PackedExperts(name, module, kernel)
 
 
+def keep_projections() -> None:
+    """Patch this process, before a model is loaded: latent attention keeps `kv_b_proj` on a CPU with AMX, too, where it
+    drops what it has packed."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    original = MLAAttention.process_weights_after_loading
+
+    def patched(self: Any, act_dtype: torch.dtype) -> None:
+        weight = self.kv_b_proj.weight
+        original(self, act_dtype)
+        self.kv_b_proj.weight = weight
+
+    MLAAttention.process_weights_after_loading = patched  # type: ignore[method-assign]
+
+
 class AbsorbedProjection:
     """Latent attention. The plain tensor, `kv_b_proj`, stays in the model beside what is made of it."""
 
@@ -275,6 +290,6 @@ def _can_be_undone(isa: str, rows: int, shape: tuple[int, int], dtype: torch.dty
 
     if dtype.itemsize not in (2, 4) or shape[0] % rows:
         return False
-    matrix = torch.randn(1, *shape).to(dtype)
+    matrix = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     packed = ops.cpu_prepack_moe_weight(matrix, isa)
     return torch.equal(_undo(packed, _order(isa, rows, shape[1], dtype)), matrix)

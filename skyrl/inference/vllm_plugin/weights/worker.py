@@ -14,6 +14,7 @@ import vllm.model_executor.layers.utils as layers
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
+from skyrl.inference.vllm_plugin.weights.forms import keep_projections
 from skyrl.inference.vllm_plugin.weights.model import ServedModel
 from skyrl.inference.vllm_plugin.weights.receiver import Receiver
 
@@ -22,6 +23,7 @@ if current_platform.is_cpu():
     custom_ops._supports_onednn = False
     # Another kernel keeps a packed copy beside the tensor, of the head too: an update would not reach the copy.
     layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    keep_projections()
 
 
 class WeightUpdates:
