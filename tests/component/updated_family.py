@@ -22,12 +22,16 @@ from vllm import LLM, SamplingParams
 
 from skyrl.inference.vllm_command import WEIGHT_UPDATES
 from skyrl.training.backends.torch_lora.routing import own_experts
-from tests.families import CONTEXT, VOCAB, make_family
+from tests.families import CONTEXT, MIXTURES, VOCAB, make_family
 
 SERVED: dict[str, dict[str, Any]] = {
-    "deepseek-v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    "deepseek-v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    "gpt-oss": {
+        "rope_parameters": MIXTURES["gpt-oss"]["rope_parameters"]
+        | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    },
 }
-"""Where vLLM's kernels for CPUs take other shapes than those of `tests.families`."""
+"""Where vLLM takes other shapes than those of `tests.families`, or needs settings that transformers does not."""
 FILE = "model.safetensors"
 PROMPT = [(7 * n * n + 3 * n) % VOCAB for n in range(40)]
 EVERY = 5

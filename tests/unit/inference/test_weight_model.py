@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -241,3 +242,35 @@ def test_a_checkpoint_with_a_head_of_its_own_needs_it(tmp_path: Path) -> None:
     one = served(TinyModel(), tmp_path, tied=False)
     save_file(tensors(0.0) | {HEAD: torch.zeros(5, 4)}, tmp_path / "model.safetensors")
     assert HEAD in one.needed().shapes
+
+
+class Wrapper(torch.nn.Module):
+    """As vLLM wraps a layer for adapters."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_loaders_see_the_model_without_wrappers_for_adapters(tmp_path: Path) -> None:
+    model: Any = TinyModel()
+    one = served(model, tmp_path)
+    wrapper: Any
+    wrapper = model.attn.qk = Wrapper(model.attn.qk)
+    model.also = wrapper
+    wrapper.lora_base_layer_prefix = "base_layer."
+    loads, seen = model.load_weights, []
+
+    def load_weights(given: Any) -> None:
+        seen.append((model.attn.qk, model.also, wrapper.lora_base_layer_prefix))
+        loads(given)
+
+    model.load_weights = load_weights
+    one.apply(tensors(3.0), full=True)
+    assert seen == [(wrapper.base_layer, wrapper.base_layer, "")]
+    model.raises_at = KEY
+    with pytest.raises(Broken):
+        one.apply(tensors(4.0), full=True)
+    assert model.attn.qk is model.also is wrapper
+    assert wrapper.lora_base_layer_prefix == "base_layer."
+    assert "attn.qk.weight" in one.digests()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from skyrl.inference.vllm_plugin.weights.staging import Needed, is_finite, named
 from skyrl.weights.digests import digests
 
 LORA_INFIX = "base_layer."
+PREFIX = "lora_base_layer_prefix"
+"""An attribute of vLLM's experts: what it expects in a checkpoint's names once they are wrapped for adapters."""
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 MOST_SHOWN = 1 << 20
@@ -102,12 +105,13 @@ class ServedModel:
         """With `keep`, the elements that `tensors` lacks stay. Layers that vLLM keeps in another form are loaded one
         after the other, so that only one of them takes memory in both forms."""
         if not self._forms:
-            self._model.load_weights(iter(tensors.items()))
+            with without_adapters(self._model):
+                self._model.load_weights(iter(tensors.items()))
             return
         by_number: dict[int | None, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             by_number.setdefault(number_of(name), {})[name] = tensor
-        with ready(self._forms):
+        with without_adapters(self._model), ready(self._forms):
             for number, of_layer in by_number.items():
                 with plain([form for form in self._forms if form.number == number], keep=keep):
                     self._model.load_weights(iter(of_layer.items()))
@@ -172,3 +176,28 @@ class ServedModel:
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name.replace(LORA_INFIX, ""), tensor) for name, tensor in self._model.named_buffers())
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Layers that vLLM has wrapped for adapters are in the model without their wrappers, as when it loaded its first
+    weights: loaders look for tensors by names, and some skip a tensor of a wrapped layer and say nothing."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and "base_layer" in child._modules
+    ]
+    experts: list[Any] = [module for module in model.modules() if getattr(module, PREFIX, "")]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    prefixes = [getattr(module, PREFIX) for module in experts]
+    try:
+        for module in experts:
+            setattr(module, PREFIX, "")
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
+        for module, prefix in zip(experts, prefixes, strict=True):
+            setattr(module, PREFIX, prefix)
