@@ -32,6 +32,11 @@ SERVED: dict[str, dict[str, Any]] = {
     },
 }
 """Where vLLM takes other shapes than those of `tests.families`, or needs settings that transformers does not."""
+WRITTEN = {
+    "deepseek-v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "minimax-m2": {"scoring_func": "sigmoid"},
+}
+"""What released models have in config.json, vLLM reads, and transformers does not write."""
 FILE = "model.safetensors"
 PROMPT = [(7 * n * n + 3 * n) % VOCAB for n in range(40)]
 EVERY = 5
@@ -125,10 +130,8 @@ def same(one: Answer, other: Answer) -> bool:
 def main() -> None:
     family, dtype, root = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     old = Path(make_family(family, root, **SERVED.get(family, {})))
-    config = json.loads((old / "config.json").read_text())
-    if family == "deepseek-v3":  # settings of vLLM that transformers does not write
-        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-        (old / "config.json").write_text(json.dumps(config))
+    config = json.loads((old / "config.json").read_text()) | WRITTEN.get(family, {})
+    (old / "config.json").write_text(json.dumps(config))
     new = changed(old, root / "new", 1)
     mixed = Path(shutil.copytree(new, root / "mixed"))
     part = {name: tensor for n, (name, tensor) in enumerate(load_file(old / FILE).items()) if n % EVERY == 0}
