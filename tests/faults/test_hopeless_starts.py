@@ -94,9 +94,11 @@ IGNORED = "o_proj"
 KEY = "key-of-the-external-vllm"
 
 
-@pytest.fixture(scope="module")
-def external(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSpec]:
-    """A vLLM that somebody else runs, in bfloat16, with adapters on fewer layers than the trainer trains."""
+@pytest.fixture(scope="module", params=["with skyrl's plugin", "stock"])
+def external(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSpec]:
+    """A vLLM that somebody else runs, in bfloat16, with adapters on fewer layers than the trainer trains. The plugin
+    refuses adapters on the others; without it vLLM ignores that part of an adapter."""
+    plugins = {} if request.param != "stock" else {"VLLM_PLUGINS": ""}
     directory = tmp_path_factory.mktemp("external")
     options = {"generator.inference_engine.engine_init_kwargs": {"dtype": "bfloat16"}}
     config = load_config({"base_model": "tiny", "state_dir": directory, "backend_config": options})
@@ -104,7 +106,7 @@ def external(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSpec]:
     argv = [word for word in spec.argv if word != IGNORED]
     assert len(argv) == len(spec.argv) - 1
     with (directory / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(argv, env=os.environ | spec.env, stdout=log, stderr=log)
+        process = subprocess.Popen(argv, env=os.environ | spec.env | plugins, stdout=log, stderr=log)
     try:
         with httpx.Client(base_url=spec.url, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False) as http:
             deadline = time.monotonic() + SLOW_START_S
@@ -134,15 +136,19 @@ def serve_with(external: ServerSpec, directory: Path, *options: str) -> subproce
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_serve_ends_with_a_reason_if_vllm_ignores_adapters_on_a_layer_that_is_trained(
-    external: ServerSpec, tmp_path: Path
+def test_serve_ends_with_a_reason_if_vllm_has_no_adapters_on_a_layer_that_is_trained(
+    external: ServerSpec, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     done = serve_with(external, tmp_path)
     assert done.returncode == 2, done.stderr
-    sentence = (
-        rf"\nskyrl serve: base_model: a random adapter on self_attn\.{IGNORED} changes the trainer's logprobs by "
-    )
-    assert re.search(rf"{sentence}[\d.]+ and vLLM's by 0 \(.*\): vLLM ignores it, so ", done.stderr), done.stderr
+    said = re.search(r"\nskyrl serve: base_model: (.*)", done.stderr)
+    assert said is not None, done.stderr
+    if "stock" in request.node.name:
+        start = rf"a random adapter on self_attn\.{IGNORED} changes the trainer's logprobs"
+        assert re.match(rf"{start} by [\d.]+ and vLLM's by 0 \(.*\): vLLM ignores it, so ", said[1]), said[1]
+    else:
+        assert said[1].startswith("vLLM refuses what clients would ask it for (an adapter on self_attn.")
+        assert f"self_attn.{IGNORED}, which vLLM computes without adapters; generator." in said[1]
     log = (tmp_path / "state" / "logs" / "engine.log").read_text()
     assert log.count("engine: start") == 1
     assert "Traceback" not in log

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import httpx
@@ -30,6 +30,8 @@ LEAVE_OUT = "generator.inference_engine.compare_with_trainer = false leaves this
 
 class Sampler(Protocol):
     """What is asked of `VllmClient`, with its errors."""
+
+    async def health(self) -> object | None: ...
 
     async def load_adapter(self, name: str, directory: str) -> None: ...
 
@@ -53,7 +55,7 @@ class SamplerCheck:
         """Returns the figures in a sentence. Raises ConfigError when the server computes something else or refuses an
         adapter, and NotLoaded when it gives no answer."""
         began = time.monotonic()
-        with _answers("the base model"):
+        async with self._answers("the base model"):
             self._base = await self._logprobs(self._base_model)
         base = compare_base(self._trainer.base, self._base)
         if not base.agrees:
@@ -74,7 +76,7 @@ class SamplerCheck:
     async def _part(self, probe: Probe) -> float | None:
         """Which part of an adapter's change of logprobs is the same in both; None if it changes too little to tell."""
         name = probe.adapter.name
-        with _answers(f"an adapter on {probe.layers}"):
+        async with self._answers(f"an adapter on {probe.layers}"):
             await self._sampler.load_adapter(name, await self._host.bring(probe.adapter))
             sampled = await self._logprobs(name)
             await self._sampler.unload_adapter(name)
@@ -99,16 +101,18 @@ class SamplerCheck:
     async def _logprobs(self, model: str) -> Logprobs:
         return np.asarray(await self._sampler.prompt_logprobs(model, self._trainer.tokens.tolist()), np.float32)
 
-
-@contextmanager
-def _answers(what: str) -> Iterator[None]:
-    """Raise ConfigError when vLLM refuses what the block asks for, and NotLoaded when it cannot answer now."""
-    try:
-        yield
-    except VllmError as error:
-        if error.status < 500:
-            raise ConfigError(f"base_model: {error}, for {what}; {LEAVE_OUT}") from error
-        raise NotLoaded(f"vLLM fails when it is compared with the trainer ({what}): {error}") from error
-    except (httpx.HTTPError, AdapterMissing, AdapterUnavailable) as error:
-        cause = str(error) or type(error).__name__
-        raise NotLoaded(f"vLLM gives no answer when it is compared with the trainer ({what}): {cause}") from error
+    @asynccontextmanager
+    async def _answers(self, what: str) -> AsyncIterator[None]:
+        """Raise ConfigError when vLLM refuses what the block asks for, and NotLoaded when it cannot answer now. vLLM
+        sends 500 for adapters that it cannot load, too; then it works on."""
+        try:
+            yield
+        except VllmError as error:
+            if error.status < 500 or await self._sampler.health() is not None:
+                raise ConfigError(
+                    f"base_model: vLLM refuses what clients would ask it for ({what}): {error}; {LEAVE_OUT}"
+                ) from error
+            raise NotLoaded(f"vLLM fails when it is compared with the trainer ({what}): {error}") from error
+        except (httpx.HTTPError, AdapterMissing, AdapterUnavailable) as error:
+            cause = str(error) or type(error).__name__
+            raise NotLoaded(f"vLLM gives no answer when it is compared with the trainer ({what}): {cause}") from error

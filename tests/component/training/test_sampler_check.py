@@ -45,6 +45,8 @@ class ScriptedSampler:
     base: np.ndarray = field(default_factory=lambda: BASE + np.float32(0.01))
     failure: Exception | None = None
     fails_at: str = ""
+    is_alive: bool = False
+    """Whether it works on after the failure."""
     loaded: dict[str, str] = field(default_factory=dict)
 
     def _layers(self, name: str) -> str:
@@ -53,6 +55,9 @@ class ScriptedSampler:
     def _fail(self, layers: str) -> None:
         if self.failure is not None and self.fails_at == layers:
             raise self.failure
+
+    async def health(self) -> object | None:
+        return object() if self.is_alive else None
 
     async def load_adapter(self, name: str, directory: str) -> None:
         self._fail(self._layers(name))
@@ -118,10 +123,14 @@ async def test_a_change_that_rounding_hides_is_named_and_refuses_nothing(caplog:
     assert "does not cover self_attn.q_proj: a random adapter on it changes the trainer's logprobs by" in caplog.text
 
 
-async def test_an_adapter_that_vllm_refuses_is_a_reason_not_to_start() -> None:
-    failure = VllmError("load adapter 'x'", 400, "expected target modules in {'k_proj'}")
-    with pytest.raises(ConfigError, match=r"400 expected target modules in .*, for an adapter on lm_head; generator"):
-        await run(ScriptedSampler(failure=failure, fails_at="lm_head"))
+@pytest.mark.parametrize("status", [400, 500])
+async def test_an_adapter_that_vllm_refuses_is_a_reason_not_to_start(status: int) -> None:
+    failure = VllmError("load adapter 'x'", status, "the adapter changes what vLLM computes without adapters")
+    sentence = (
+        r"^base_model: vLLM refuses what clients would ask it for \(an adapter on lm_head\): .*: [45]00 the adapter"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        await run(ScriptedSampler(failure=failure, fails_at="lm_head", is_alive=True))
 
 
 @pytest.mark.parametrize(
