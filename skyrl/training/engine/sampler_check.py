@@ -108,7 +108,7 @@ class SamplerCheck:
         try:
             yield
         except VllmError as error:
-            if error.status < 500 or await self._sampler.health() is not None:
+            if await self._is_refusal(error.status):
                 raise ConfigError(
                     f"base_model: vLLM refuses what clients would ask it for ({what}): {error}; {LEAVE_OUT}"
                 ) from error
@@ -116,3 +116,9 @@ class SamplerCheck:
         except (httpx.HTTPError, AdapterMissing, AdapterUnavailable) as error:
             cause = str(error) or type(error).__name__
             raise NotLoaded(f"vLLM gives no answer when it is compared with the trainer ({what}): {cause}") from error
+
+    async def _is_refusal(self, status: int) -> bool:
+        """Whether the same request would be answered with this status again."""
+        if status == httpx.codes.INTERNAL_SERVER_ERROR:
+            return await self._sampler.health() is not None
+        return status < 500 and status not in (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS)

@@ -87,20 +87,29 @@ class StartCheck:
         `SamplerCheck.run`."""
         if self._expected is None:
             return
-        config, runtime = self._runtime.config, self._runtime
-        await asyncio.to_thread(publish, "waiting for vLLM, to compare it with the trainer")
-        key = runtime.inference_api_key if self._group is not None else config.external_inference_api_key
-        client = VllmClient(await self._ready_url(key or ""), key or "", timeout_s=ANSWER_S)
         try:
+            await asyncio.to_thread(publish, "waiting for vLLM, to compare it with the trainer")
+            url = await self._ready_url()
             await asyncio.to_thread(publish, "comparing vLLM with the trainer")
-            found = await SamplerCheck(self._expected, client, self._host, config.served_names[0]).run()
+            found = await self._compared(url, self._expected)
         finally:
-            await client.close()
             await self._threads.on_files(self._trainer.remove)
         logger.info("vLLM and the trainer agree: %s; the trainer's part took %.2f s", found, self._took_s)
         await asyncio.to_thread(self._passed.touch)
 
-    async def _ready_url(self, key: str) -> str:
+    async def _compared(self, url: str, expected: Expected) -> str:
+        client = VllmClient(url, self._key, timeout_s=ANSWER_S)
+        try:
+            return await SamplerCheck(expected, client, self._host, self._runtime.config.served_names[0]).run()
+        finally:
+            await client.close()
+
+    @property
+    def _key(self) -> str:
+        own, external = self._runtime.inference_api_key, self._runtime.config.external_inference_api_key
+        return (own if self._group is not None else external) or ""
+
+    async def _ready_url(self) -> str:
         """The URL of a server that is ready, as soon as there is one."""
         if self._group is not None:
             while not self._group.ready:  # noqa: ASYNC110 - the group sets no event
@@ -108,7 +117,7 @@ class StartCheck:
             return next(each for each in self._group.replicas if each.state is ReplicaState.READY).addresses.admin
         url = self._runtime.config.external_inference_url
         assert url is not None
-        client = VllmClient(url, key)
+        client = VllmClient(url, self._key)
         try:
             while await client.health() is None:  # noqa: ASYNC110 - a server that somebody else runs sets no event
                 await asyncio.sleep(LOOK_S)

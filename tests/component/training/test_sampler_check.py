@@ -142,6 +142,13 @@ async def test_a_sampler_without_an_answer_is_tried_again_by_another_start(failu
         await run(ScriptedSampler(failure=failure, fails_at=fails_at))
 
 
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_busy_server_and_a_store_that_is_away_are_no_refusal(status: int) -> None:
+    failure = VllmError("load adapter 'x'", status, "later")
+    with pytest.raises(NotLoaded, match=rf"{status} later"):
+        await run(ScriptedSampler(failure=failure, fails_at="lm_head", is_alive=True))
+
+
 async def test_the_same_failure_in_two_starts_ends_the_server() -> None:
     starts = FirstStarts()
     hopeless = []
