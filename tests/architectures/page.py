@@ -152,20 +152,21 @@ def _replay(each: Mapping[str, Any]) -> str:
     return _shown(each.get("replayed")) if each.get("replay") else "–"
 
 
-def _gap(each: Mapping[str, Any]) -> float | None:
-    gaps = each.get("vllm", {}).get("gaps", {})
-    return max(gaps.values()) if gaps else None
-
-
 def _dtype(each: Mapping[str, Any]) -> str | None:
+    """The type that vLLM computes the family in; None if it does not serve the family here."""
     return each.get("vllm", {}).get("dtype")
 
 
+def _gap(each: Mapping[str, Any]) -> float | None:
+    return max(each["vllm"]["gaps"].values()) if _dtype(each) else None
+
+
 def _vllm(each: Mapping[str, Any]) -> str:
-    if _gap(each) is None:
-        return each.get("vllm", {}).get("why", "–")
     dtype = _dtype(each)
-    return _shown(_gap(each)) + ("" if dtype == "float32" else f" in {dtype}")
+    if dtype in (None, "float32"):
+        return _shown(_gap(each))
+    mean = max(each["vllm"]["means"].values())
+    return f"{_shown(mean)} on average, {_shown(_gap(each))} at most, in {dtype}"
 
 
 def _names(leaves: Iterable[str]) -> str:
@@ -174,7 +175,9 @@ def _names(leaves: Iterable[str]) -> str:
 
 def _shown(number: float | None) -> str:
     """One digit: the second one changes with the processor."""
-    return "–" if number is None else f"{number:.0e}".replace("e-0", "e-")
+    if number is None:
+        return "–"
+    return f"{number:.1g}" if number >= 0.01 else f"{number:.0e}".replace("e-0", "e-")
 
 
 def _largest(numbers: Iterable[float | None]) -> str:
