@@ -6,7 +6,7 @@ Usage: python -m benchmarks.trainer [--models tiny 0.6b] [--rows ROW ...] [--way
 
 A row is a batch; a step is its forward_backward and optim_step, from arrays to results. On a CPU everything is float32;
 on CUDA, where there is one, bfloat16 with float32 adapters. 0.6b has random weights in Qwen3-0.6B's shape, quarter 7 of
-its 28 layers; hybrid and hybrid-0.3b have three layers of Qwen3.5's delta rule and one of
+its 28 layers; hybrid and large-hybrid have three layers of Qwen3.5's delta rule and one of
 attention. On a CPU 0.6b trains smaller batches of the same kinds.
 """
 
@@ -44,7 +44,7 @@ MODELS = {
     "quarter": make_quarter,
     "0.6b": make_large,
     "hybrid": make_hybrid,
-    "hybrid-0.3b": make_large_hybrid,
+    "large-hybrid": make_large_hybrid,
 }
 BASELINE = "peft"
 WAYS: dict[str, Callable[..., Way]] = {
