@@ -92,6 +92,14 @@ def test_weights_are_those_that_the_formats_own_library_reads(
             assert torch.equal(parameter, expected[name].float().bfloat16()), f"{name} is rounded once"
 
 
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    path = Path(_release("deepseek-v3", tmp_path, INT4, int4()))
+    expected = _tensors(load_model(str(path), torch.float32))
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(described | {"model_type": "kimi_k2"}))
+    assert_same(_tensors(load_model(str(path), torch.float32)), expected)
+
+
 def test_the_last_block_of_a_dimension_may_be_cut(tmp_path: Path) -> None:
     """DeepSeek's kv_a_proj_with_mqa has 576 rows. transformers refuses it; it reads 192 rows as two blocks of 96."""
     path = quantize(make_family("qwen3", tmp_path, hidden_size=192), tmp_path / "release", FP8, block_fp8())
