@@ -70,8 +70,8 @@ def plain(path: str, model: Any) -> PlainModel:
 
 
 def check_all_trained(path: str, model: Any) -> None:
-    """Raise ConfigError for a model whose files hold more than its parameters, and its routers' corrections: these get no
-    gradient, and training keeps them as they are."""
+    """Raise ConfigError for a model whose files hold more than its parameters, and its routers' corrections: these get
+    no gradient, and training keeps them as they are."""
     others = [name for name in kept_weights(model) if name.rpartition(".")[2] != CORRECTION]
     if others:
         raise ConfigError(
