@@ -165,8 +165,9 @@ def _vllm(each: Mapping[str, Any]) -> str:
     dtype = _dtype(each)
     if dtype in (None, "float32"):
         return _shown(_gap(each))
-    mean = max(each["vllm"]["means"].values())
-    return f"{_shown(mean)} on average, {_shown(_gap(each))} at most, in {dtype}"
+    means = each["vllm"].get("means", {})
+    average = f"{_shown(max(means.values()))} on average, " if means else ""
+    return f"{average}{_shown(_gap(each))} at most, in {dtype}"
 
 
 def _names(leaves: Iterable[str]) -> str:
