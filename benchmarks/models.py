@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from skyrl.base.tiny import model_path
 
@@ -54,32 +55,28 @@ def _make(directory: Path, *, layers: int, vocabulary: int) -> str:
 def make_hybrid(directory: Path) -> str:
     """Three layers of the gated delta rule and one of attention, as Qwen3.5 has them: heads of 128, a hidden size of
     256, a vocabulary of 8,192. Returns the path."""
-    return _make_hybrid(directory, hidden=256, between=768, vocabulary=8192, heads=4)
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "head_dim": 64}
+    return _make_hybrid(directory, vocab_size=8192, linear_num_key_heads=2, linear_num_value_heads=4, **sizes)
 
 
 def make_large_hybrid(directory: Path) -> str:
-    """The same with a hidden size of 1,280 and Qwen3's vocabulary: 0.3 billion parameters. Returns the path."""
-    return _make_hybrid(directory, hidden=1280, between=3584, vocabulary=151_936, heads=16)
+    """Four layers and the vocabulary of Qwen3.5-0.8B: 0.3 billion parameters. Returns the path."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "head_dim": 256}
+    return _make_hybrid(directory, vocab_size=248_320, linear_num_key_heads=16, linear_num_value_heads=16, **sizes)
 
 
-def _make_hybrid(directory: Path, *, hidden: int, between: int, vocabulary: int, heads: int) -> str:
+def _make_hybrid(directory: Path, **sizes: Any) -> str:
     import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     config = Qwen3_5TextConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=between,
         num_hidden_layers=4,
-        num_attention_heads=heads,
         num_key_value_heads=2,
-        head_dim=64,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
-        linear_num_key_heads=heads // 2,
-        linear_num_value_heads=heads,
         max_position_embeddings=40_960,
         tie_word_embeddings=True,
+        **sizes,
     )
     torch.manual_seed(0)
     Qwen3_5ForCausalLM(config).save_pretrained(directory)
