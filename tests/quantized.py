@@ -53,7 +53,8 @@ def quantize(plain: str | Path, out: Path, config: dict[str, Any], stored: Calla
         if file.is_file() and ".safetensors" not in file.name:
             shutil.copyfile(file, out / file.name)
     description = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(description | {"quantization_config": config}))
+    released = {"quantization_config": config, "dtype": "bfloat16"}
+    (out / "config.json").write_text(json.dumps(description | released))
     tensors: Stored = {}
     for file in sorted(Path(plain).glob("*.safetensors")):
         for name, tensor in load_file(file).items():
