@@ -40,8 +40,11 @@ CALM, MEAN_OF_CALM, OF_THE_CHANGE = 0.2, 0.04, 0.1
 Of nine tenths of the tokens it differs by less than the first number. The others bound the mean difference of these
 tokens, and by how much of itself an adapter's change of their logprobs is smaller or larger than the trainer's."""
 NEW_TOKENS = 8
-UNSERVED = ("kimi-linear",)
-"""Those that vLLM has for GPUs alone."""
+UNSERVED = {
+    "kimi-linear": "vLLM has it for GPUs alone",
+    "kimi-k2.5": "needs a processor, also for text, which only its releases have; its text part is DeepSeek-V3's",
+    "nemotron-h that sees": "as kimi-k2.5; its text part is Nemotron-H's",
+}
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 _PARTIAL = {
@@ -52,7 +55,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in (*FAMILIES, *MIXTURES) if family not in UNSERVED},
     # vLLM's kernels for CPUs take these sizes.
     "deepseek-v3": ("deepseek-v3", _LATENT),
-    "kimi-k2.5": ("kimi-k2.5", _LATENT),
     # Released models have yarn with these settings.
     "deepseek-v3, yarn": (
         "deepseek-v3",
@@ -60,6 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # vLLM reads these settings.
     "minimax-m2": ("minimax-m2", {"scoring_func": "sigmoid", "use_routing_bias": True, "num_mtp_modules": 0}),
+    "qwen3-vl-moe": ("qwen3-vl-moe", {"norm_topk_prob": True}),
     "qwen3.5 that sees": ("qwen3.5 that sees", {"rope_parameters": _PARTIAL}),
     "qwen3.5-moe that sees": ("qwen3.5-moe that sees", {"rope_parameters": _PARTIAL}),
     # It also has its own bound of the activation.
