@@ -82,6 +82,11 @@ def has_delta_rule(model: dict[str, Any]) -> bool:
     return "linear_key_head_dim" in model and "linear_value_head_dim" in model
 
 
+def has_mamba(model: dict[str, Any]) -> bool:
+    """Whether some layers are Mamba-2: Nemotron-H."""
+    return "mamba_num_heads" in model
+
+
 def has_latent_attention(model: dict[str, Any]) -> bool:
     """Whether attention keeps one latent vector for each token: DeepSeek and Kimi-K2."""
     return "kv_lora_rank" in model and "qk_rope_head_dim" in model
@@ -89,13 +94,12 @@ def has_latent_attention(model: dict[str, Any]) -> bool:
 
 def cpu_options(model: dict[str, Any], length: int, sequences: int) -> tuple[dict[str, Any], int]:
     """vLLM's options on a CPU for sequences of `length` tokens, of which `sequences` run at a time; and the size of the
-    key-value cache in GiB. The delta rule's kernel takes bfloat16 alone. A prefix cache of its states would need
-    prompts that are split, which a CPU cannot do with seeds."""
+    key-value cache in GiB. The delta rule's kernel takes bfloat16 alone. A prefix cache of states would need prompts
+    that are split, which a CPU cannot do with seeds."""
     blocks, kv_gib = _kv_cache(model, length, sequences)
-    hybrid = has_delta_rule(model)
     return {
-        "dtype": "bfloat16" if hybrid else "float32",
-        "enable_prefix_caching": False if hybrid else None,
+        "dtype": "bfloat16" if has_delta_rule(model) else "float32",
+        "enable_prefix_caching": False if has_delta_rule(model) or has_mamba(model) else None,
         "num_gpu_blocks_override": blocks,
     }, kv_gib
 
@@ -127,10 +131,20 @@ def _blocks(model: dict[str, Any], length: int) -> tuple[int, int]:
     width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     attention = 2 * _BLOCK_TOKENS * heads * width
     per_sequence = math.ceil(length / _BLOCK_TOKENS)
-    if not has_delta_rule(model):
+    if has_delta_rule(model):
+        attention *= 2
+        full = model.get("layer_types", ()).count("full_attention")
+        full = full or layers // (model.get("full_attention_interval") or 4)
+        state = 4 * model["linear_num_value_heads"] * model["linear_key_head_dim"] * model["linear_value_head_dim"]
+    elif has_mamba(model):
+        attention *= 4
+        kinds = [*(model.get("layers_block_type") or model["hybrid_override_pattern"])]
+        full = sum(kinds.count(name) for name in ("attention", "full_attention", "*"))
+        layers = full + sum(kinds.count(name) for name in ("mamba", "linear_attention", "M"))
+        state = 4 * model["mamba_num_heads"] * model["mamba_head_dim"] * model["ssm_state_size"]
+    else:
         return 4 * layers * attention, per_sequence
     # vLLM keeps a layer's state in one block, which is as large for attention. Layers share blocks in groups, each with
     # as many layers as have attention.
-    full = model.get("layer_types", ()).count("full_attention") or layers // (model.get("full_attention_interval") or 4)
-    state = 4 * model["linear_num_value_heads"] * model["linear_key_head_dim"] * model["linear_value_head_dim"]
-    return max(1, full) * max(state, 2 * attention), per_sequence + math.ceil(layers / max(1, full))
+    full = max(1, full)
+    return full * max(state, attention), per_sequence + math.ceil(layers / full)

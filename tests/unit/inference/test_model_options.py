@@ -54,6 +54,19 @@ def test_a_block_of_the_delta_rules_cache_holds_a_state_and_a_sequence_has_one_o
     assert cpu_options(by_interval | {"full_attention_interval": 4}, 256, 16) == (options, gib)
 
 
+def test_mamba_has_no_prefix_cache_on_a_cpu_and_blocks_of_a_state(tmp_path: Path) -> None:
+    mamba = SIZES | {"model_type": "nemotron_h", "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
+    by_name = mamba | {"layers_block_type": ["mamba", "moe", "mamba", "attention"]}
+    argv = _argv(tmp_path, by_name)
+    assert _after(argv, "--dtype") == "float32"
+    assert "--no-enable-prefix-caching" in argv
+    # A state is 64 * 64 * 128 * 4 bytes = 2 MiB; the three layers with a cache are in groups of one.
+    expected = 2 * (2 + 3) + 1
+    assert cpu_options(by_name, 256, 2)[0]["num_gpu_blocks_override"] == expected
+    assert cpu_options(mamba | {"hybrid_override_pattern": "MEM*"}, 256, 2)[0]["num_gpu_blocks_override"] == expected
+    assert cpu_options(mamba, 256, 2) == cpu_options({"mamba_num_heads": 64}, 256, 2)  # nothing tells the layers
+
+
 def test_latent_attention_has_small_blocks(tmp_path: Path) -> None:
     assert cpu_options(LATENT, 64, 8)[0]["num_gpu_blocks_override"] == 8 * 4 + 1
     assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "experts"} <= set(_argv(tmp_path, LATENT))
