@@ -23,7 +23,7 @@ from tests.plane.running import RunningPlane
 from tests.plane.trainer import Reference, save_variant
 from tests.plane.workers import Worker, in_buckets, paused_amid, tensors_of, trainer_group
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = [265, 296, 83, 315]
 EXACT = 5e-5

@@ -153,6 +153,8 @@ def test_a_packed_convolution_is_replaced_with_its_plain_copy() -> None:
                 layer.weight.data[32:].copy_(new[32:])
         assert torch.equal(layer.weight, wanted.weight)
         assert torch.equal(layer._cpu_unpacked_conv_weight, plain_new)
+    with pytest.raises(RuntimeError, match="size"), ready(forms):
+        layer.weight.data.copy_(new)
     found = form.read("model.layers.0.conv1d.weight")
     assert found is not None
     assert torch.equal(found, new)
