@@ -34,7 +34,7 @@ SERVED: dict[str, dict[str, Any]] = {
 """Where vLLM takes other shapes than those of `tests.families`, or needs settings that transformers does not."""
 WRITTEN = {
     "deepseek-v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "minimax-m2": {"scoring_func": "sigmoid"},
+    "minimax-m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """What released models have in config.json, vLLM reads, and transformers does not write."""
 FILE = "model.safetensors"

@@ -48,7 +48,7 @@ def mixture_variants(mixture: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def mixture_references(mixture: Path, mixture_variants: list[Path]) -> list[Reference]:
-    return [Reference(path) for path in (mixture, *mixture_variants)]
+    return [Reference(path, torch.float32) for path in (mixture, *mixture_variants)]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ async def test_one_expert_is_replaced(
     save_variant(mixture, whole, 1)
     kept = {name: tensor.float() for name, tensor in tensors_of(mixture).items()} | {EXPERT: new[EXPERT]}
     save_file(kept, whole / "model.safetensors", {"format": "pt"})
-    await serves(worker, Reference(whole), "part")
+    await serves(worker, Reference(whole, torch.float32), "part")
     status, shown = await worker.post("/get_weights_by_name", {"name": EXPERT, "truncate_size": 2})
     assert (status, shown) == (200, new[EXPERT][:2].tolist())
 

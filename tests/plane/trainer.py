@@ -36,10 +36,10 @@ def save_variant(source: Path, directory: Path, seed: int) -> None:
 
 
 class Reference:
-    """The model of a checkpoint in transformers, in float64."""
+    """The model of a checkpoint in transformers, in float64; mixtures of experts have kernels for float32."""
 
-    def __init__(self, directory: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float64) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
     def logprobs(self, tokens: list[int]) -> list[float]:
         """Of each token but the first, given those before it."""
