@@ -144,7 +144,10 @@ async def test_an_update_that_does_not_fit_changes_nothing(
     wrong = [
         (new | {EXPERT: new[EXPERT][:-1]}, f"shapes: {EXPERT} has the shape"),
         ({name: tensor for name, tensor in new.items() if name != EXPERT}, f"lacks {EXPERT}"),
-        (new | {EXPERT.replace(".3.", ".8."): new[EXPERT]}, "the model has no model.layers.1.mlp.experts.8.up_proj"),
+        (
+            new | {EXPERT.replace(".3.", ".8."): new[EXPERT].clone()},
+            "the model has no model.layers.1.mlp.experts.8.up_proj",
+        ),
         (new | {EXPERT: torch.full_like(new[EXPERT], torch.nan)}, f"{EXPERT} has a value that is not a finite"),
     ]
     before = await worker.checksum()

@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.inference.vllm_plugin.weights.forms import forms_of, keep_projections, number_of, plain, ready
+from skyrl.inference.vllm_plugin.weights.forms import forms_of, keep_projections, number_of, plain, plain_expert, ready
 
 EXPERTS, HIDDEN, SIZE = 3, 64, 32
 NAME = "model.layers.5.mlp.experts"
@@ -196,9 +196,23 @@ def test_latent_attention_keeps_what_it_packs_for_amx(monkeypatch: pytest.Monkey
         assert layer.kv_b_proj.weight is weight
 
 
-def test_experts_with_plain_weights_have_no_form() -> None:
+def test_experts_with_plain_weights_have_no_form_and_are_read() -> None:
     layer = RoutedExperts(torch.float32, backend="TRITON")
-    assert forms_of(loaded(layer)) == []
+    model = loaded(layer)
+    assert forms_of(model) == []
+    gate, up = layer.w13_weight.data[2].chunk(2)
+    for name, matrix in (("w1", gate), ("up_proj", up), ("down_proj", layer.w2_weight.data[2])):
+        found = plain_expert(model, f"{NAME}.2.{name}.weight")
+        assert found is not None
+        assert torch.equal(found, matrix)
+    layer.moe_config.is_act_and_mul = False
+    found = plain_expert(model, f"{NAME}.2.up_proj.weight")
+    assert found is not None
+    assert torch.equal(found, layer.w13_weight.data[2])
+    for name in (f"{NAME}.gate.weight", "model.layers.4.mlp.experts.2.w1.weight"):
+        assert plain_expert(model, name) is None
+    layer.expert_map = torch.arange(3)
+    assert plain_expert(model, f"{NAME}.2.up_proj.weight") is None
     layer.quant_method = SimpleNamespace(old_quant_method=layer.quant_method)
     assert forms_of(loaded(layer)) == [], "with adapters on experts"
 

@@ -15,7 +15,7 @@ Knows these layers of vLLM. Knows nothing of checkpoints, and nothing of how a m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
@@ -81,13 +81,17 @@ def plain(forms: Iterable[Form], *, keep: bool) -> Iterator[None]:
         yield
 
 
+def _is(thing: object, kind: str) -> bool:
+    """By the name of a class of vLLM's."""
+    return kind in {each.__name__ for each in type(thing).__mro__}
+
+
 def _form(name: str, module: Any) -> Form | None:
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    if "MLAAttention" in kinds:
+    if _is(module, "MLAAttention"):
         return AbsorbedProjection(name, module)
     if hasattr(module, "_cpu_unpacked_conv_weight"):
         return PackedConvolution(name, module)
-    if "RoutedExperts" in kinds:
+    if _is(module, "RoutedExperts"):
         return _form_of_experts(name, module)
     return None
 
@@ -99,14 +103,13 @@ def _form_of_experts(name: str, module: Any) -> Form | None:
     if backend in PLAIN_BACKENDS:
         return None
     kernel: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    kinds = {kind.__name__ for kind in type(kernel).__mro__}
-    if backend != "CPU" or "CPUUnquantizedExperts" not in kinds:
+    if backend != "CPU" or not _is(kernel, "CPUUnquantizedExperts"):
         raise WeightsError(
             f"vLLM keeps the weights of {name} in a form of its kernel ({backend}), which an update would not reach: "
             "on GPUs start vLLM with --moe-backend triton",
             501,
         )
-    if "AdaptedExperts" in kinds or kernel._use_zentorch:
+    if _is(kernel, "AdaptedExperts") or kernel._use_zentorch:
         return None
     return PackedExperts(name, module, kernel)
 
@@ -228,16 +231,10 @@ class PackedExperts:
             self._take_out()
 
     def read(self, name: str) -> torch.Tensor | None:
-        found = _EXPERT.search(name)
-        if found is None:
-            return None
-        expert, projection = int(found[1]), found[2]
-        each = "w2_weight" if projection in ("down_proj", "w2") else "w13_weight"
-        matrix = self._undone(each, getattr(self._module, each).data[expert : expert + 1])[0]
-        if each == "w2_weight":
-            return matrix
-        gate, up = matrix.chunk(2)
-        return gate if projection in ("gate_proj", "w1") else up
+        def matrix(each: str, expert: int) -> torch.Tensor:
+            return self._undone(each, getattr(self._module, each).data[expert : expert + 1])[0]
+
+        return _of_expert(self._module, name, matrix)
 
     def _pack(self, experts: slice) -> None:
         """By the kernel's own method. A few experts at a time, which takes no memory worth mentioning."""
@@ -260,6 +257,30 @@ class PackedExperts:
             return whole[:, :, :size]
         padded = whole.shape[1] // 2
         return torch.cat([whole[:, :size], whole[:, padded : padded + size]], dim=1)
+
+
+def plain_expert(model: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """The matrix that a checkpoint has under this name, of an expert that the kernel uses as it was loaded; None if
+    there is none."""
+    for place, module in model.named_modules():
+        if _is(module, "RoutedExperts") and number_of(place) == number_of(name):
+            return _of_expert(module, name, lambda each, expert, of=module: getattr(of, each).data[expert])
+    return None
+
+
+def _of_expert(module: Any, name: str, matrix: Callable[[str, int], torch.Tensor]) -> torch.Tensor | None:
+    """`matrix` gives w13 or w2 of one expert, by the tensor's name and the expert's number."""
+    found = _EXPERT.search(name)
+    if found is None or getattr(module, "expert_map", None) is not None:  # the map is for experts on several ranks
+        return None
+    expert, projection = int(found[1]), found[2]
+    if projection in ("down_proj", "w2"):
+        return matrix("w2_weight", expert)
+    joined = matrix("w13_weight", expert)
+    if not module.moe_config.is_act_and_mul:  # without a gate
+        return joined
+    gate, up = joined.chunk(2)
+    return gate if projection in ("gate_proj", "w1") else up
 
 
 @cache

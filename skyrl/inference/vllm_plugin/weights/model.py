@@ -12,7 +12,7 @@ import torch
 
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.inference.vllm_plugin.weights.forms import Form, forms_of, number_of, plain, ready
+from skyrl.inference.vllm_plugin.weights.forms import Form, forms_of, number_of, plain, plain_expert, ready
 from skyrl.inference.vllm_plugin.weights.staging import Needed, is_finite, named
 from skyrl.weights.digests import digests
 
@@ -169,6 +169,8 @@ class ServedModel:
                     before = parts[: parts.index(part)]
                     start = sum(shapes[name.replace(f".{part}.", f".{one}.")][0] for one in before)
                     return parameters[whole][start : start + shapes[name][0]]
+        if (found := plain_expert(self._model, name)) is not None:
+            return found
         raise WeightsError(f"name: {name} has another name inside vLLM", 501)
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
