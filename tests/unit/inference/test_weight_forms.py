@@ -185,7 +185,7 @@ def test_what_latent_attention_makes_of_its_projection_is_made_anew() -> None:
 def test_latent_attention_keeps_what_it_packs_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = mla_attention.MLAAttention
     monkeypatch.setattr(kind, "process_weights_after_loading", kind.process_weights_after_loading)
-    layer = kind.__new__(kind)
+    layer: Any = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     packing: Any = SimpleNamespace(process_weights_after_loading=lambda dtype: None)
     layer.impl, layer.is_amx_bmm_enabled, layer.kv_b_proj = packing, True, torch.nn.Linear(4, 6)
