@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ BOUND = 1e-4
 """Nats, between vLLM's logprobs and transformers' in float32."""
 
 
-def updated(family: str, dtype: str, directory: Path) -> dict[str, object]:
+def updated(family: str, dtype: str, directory: Path) -> dict[str, Any]:
     env = vllm_spec(load_config({"base_model": str(model_path())}), 1, "k", cuda=False).env
     done = subprocess.run(
         [sys.executable, "-m", "tests.component.updated_family", family, dtype, str(directory)],
