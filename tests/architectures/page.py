@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.model import check_config
+from skyrl.training.backends.torch_lora.model_config import SAME_CLASS
 from tests.architectures.cookbook import Cookbook, model_type_of
 from tests.architectures.rows import ROWS, Row
 from tests.environments import ROOT
@@ -28,8 +29,6 @@ TRIED = FAMILIES | MIXTURES
 REFUSED = "refused"
 """In the figures: what the trainer says of the architectures that it refuses, by `model_type`."""
 UNKNOWN = "unknown to this page"
-SAME_CLASS = {"kimi_k2": "deepseek_v3"}
-"""Types without a class of their own in transformers."""
 
 Figures = Mapping[str, Mapping[str, Any]]
 

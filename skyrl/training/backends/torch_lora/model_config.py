@@ -45,7 +45,7 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 _ROUTERS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_router_activation_func": "sigmoid"}
 """Fields that transformers does not read, because its layers have this router alone."""
 _SIGMOID_ROUTERS = ("deepseek_v3", "kimi_k2", "glm4_moe", "minimax_m2", "kimi_linear")
-_SAME_CLASS = {"kimi_k2": "deepseek_v3"}
+SAME_CLASS = {"kimi_k2": "deepseek_v3"}
 """Kinds of models without a class of their own in transformers."""
 
 
@@ -75,7 +75,7 @@ def read_config(path: str) -> ModelConfig:
     kind = described.get("model_type")
     if not isinstance(kind, str):
         raise cannot_load(path, "config.json lacks model_type")
-    if (known := _SAME_CLASS.get(kind, kind)) not in CONFIG_MAPPING:
+    if (known := SAME_CLASS.get(kind, kind)) not in CONFIG_MAPPING:
         version = transformers.__version__
         raise cannot_load(path, f"config.json's model_type is {kind!r}, which transformers {version} does not know")
     nested = described.get("text_config")
