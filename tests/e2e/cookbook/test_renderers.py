@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from inference.test_families_vllm import MODELS as MODELS_IN_VLLM
 
 from skyrl.cli.demo.server import DemoServer
 from tests.architectures import cookbook, figures
@@ -58,7 +59,9 @@ def recipes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A workspace on a server that has the tiny model of a family under the names of all its models in `CHOSEN`."""
     family: str = request.param
     directory = tmp_path_factory.mktemp("renderers")
-    path = Path(make_family(family, directory, vocab_size=VOCABULARY, max_position_embeddings=4096))
+    _, settings = MODELS_IN_VLLM[family]
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096}
+    path = Path(make_family(family, directory, **{**settings, **sizes}))
     assert write_tokenizer(path) == VOCABULARY
     names = [each.model for each in CHOSEN[family]]
     flags = ["--base-model", str(path), *(part for name in names for part in ("--served-model-name", name))]
