@@ -88,6 +88,12 @@ class HistoryBackend:
         self.models[model_id] = fresh()
         self._step()
 
+    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
+        raise NotImplementedError  # no sampler is compared with it
+
+    def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
+        raise NotImplementedError
+
     def delete_model(self, model_id: str) -> None:
         self.models.pop(model_id, None)
 
