@@ -37,6 +37,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize(("version", "defined"), [("0.28.0+cu130", True), ("0.28.0+cpu", False), ("0.28.0", False)])
+@pytest.mark.slow
 def test_only_names_of_a_build_for_cuda_are_defined(tmp_path: Path, version: str, defined: bool) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text("raise AssertionError('imported')")
