@@ -5,6 +5,7 @@ The shapes suit vLLM's kernels for CPUs. Weights are large enough for soft-cappi
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,8 @@ def make_family(name: str, directory: Path, **changed: Any) -> str:
 def save_random(settings: dict[str, Any], path: Path) -> str:
     """Save a random model of these settings of transformers' configuration, `model_type` among them. `head_dim` may be
     None: some configurations have no such setting."""
-    given = {name: value for name, value in settings.items() if name != "model_type"}
+    # A copy, because configurations write into the dictionaries that they get.
+    given = copy.deepcopy({name: value for name, value in settings.items() if name != "model_type"})
     if given.get("head_dim", 0) is None:
         del given["head_dim"]
     model_type = settings["model_type"]

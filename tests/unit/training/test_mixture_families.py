@@ -40,7 +40,7 @@ from skyrl.training.backends.torch_lora.adapter import Adapter
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.loading import load_model
 from skyrl.training.backends.torch_lora.routing import CORRECTION, Routing, own_experts, routers_of
-from skyrl.training.backends.torch_lora.text_part import model_class
+from skyrl.training.backends.torch_lora.text_part import SEEING, model_class
 from tests.architectures.facts import facts_of
 from tests.architectures.figures import record
 from tests.families import MIXTURES, make_family
@@ -279,7 +279,7 @@ def test_ranks_replay_the_routing_as_one_device_does(tmp_path: Path, family: str
 
 @pytest.mark.parametrize("family", SOME)
 def test_full_fine_tuning_equals_autograd_and_saves_the_whole_model(tmp_path: Path, family: str) -> None:
-    if "that sees" in family or "-vl-" in family:
+    if MIXTURES[TRIED[family][0]]["model_type"] in SEEING:
         pytest.skip("full fine-tuning takes no models that see")
     backend = make_full(path=_path(family))
     backend.create_model("m", LoraSpec(rank=0, alpha=32.0, seed=0))
