@@ -119,13 +119,19 @@ def check_plugin() -> Check:
 
 
 def check_companions() -> Check:
-    """transformers imports these packages if they are installed, and fails if they were built for another torch."""
+    """transformers imports these packages if they are installed, and fails if they were built for another torch. Beside
+    a torch for CPUs the plugin makes every build of torchvision work."""
     name = "torchvision, torchaudio"
     installed = [package for package in (_installed("torchvision"), _installed("torchaudio")) if package is not None]
     if not installed:
-        return Check(name, "ok", "not installed (not needed)")
+        return Check(name, "ok", "not installed (vLLM needs torchvision for Qwen3.5 and for models that see)")
     found = ", ".join(" ".join(package) for package in installed)
-    wrong = [package for package, number in installed if ("+cpu" in number) == (_torch_cuda() is not None)]
+    for_cpu = _torch_cuda() is None
+    wrong = [
+        package
+        for package, number in installed
+        if ("+cpu" in number) != for_cpu and not (for_cpu and package == "torchvision")
+    ]
     if wrong:
         fix = f"pip uninstall {' '.join(wrong)}: built for another torch, they break the import of transformers"
         return Check(name, "missing", found, fix)

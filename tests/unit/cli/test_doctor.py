@@ -112,8 +112,9 @@ def test_a_missing_plugin_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"torch": "2.13.0+cpu"}, ""),
         ({"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}, ""),
-        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, "torchvision"),
-        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cu128"}, "torchvision torchaudio"),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, ""),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cu128"}, "torchaudio"),
+        ({"torch": "2.13.0", "cuda": "12.8", "torchvision": "0.28.0+cpu"}, "torchvision"),
         ({"torch": "2.13.0", "cuda": "12.8", "torchvision": "0.28.0", "torchaudio": "2.13.0"}, ""),
         ({"torch": "2.13.0", "cuda": "12.8", "torchaudio": "2.13.0+cpu"}, "torchaudio"),
     ],
