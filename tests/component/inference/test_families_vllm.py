@@ -129,7 +129,7 @@ async def _of_vllm(http: httpx.AsyncClient, name: str) -> tuple[Tokens, Logprobs
     return [*_prompt(), *new], np.array([*of_prompt, *choice["logprobs"]["token_logprobs"]], np.float32)
 
 
-def _as_released(family: str, path: Path) -> None:
+def as_released(family: str, path: Path) -> None:
     """Releases of Qwen3-VL have experts with rows and columns exchanged, and vLLM reads no others. transformers reads
     both, and saves them as its model has them."""
     if family != "qwen3-vl-moe":
@@ -145,7 +145,7 @@ def _as_released(family: str, path: Path) -> None:
 async def test_vllm_and_the_trainer_agree_on_base_model_and_adapters(tmp_path: Path, model: str) -> None:
     family, changed = MODELS[model]
     path = make_family(family, tmp_path, **changed)
-    _as_released(family, Path(path))
+    as_released(family, Path(path))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(model_path() / name, Path(path) / name)
     backend = _trained(path, tmp_path / "adapters")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from inference.test_families_vllm import MODELS as MODELS_IN_VLLM
+from inference.test_families_vllm import as_released
 
 from skyrl.cli.demo.server import DemoServer
 from tests.architectures import cookbook, figures
@@ -62,6 +63,7 @@ def recipes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     _, settings = MODELS_IN_VLLM[family]
     sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096}
     path = Path(make_family(family, directory, **{**settings, **sizes}))
+    as_released(family, path)
     assert write_tokenizer(path) == VOCABULARY
     names = [each.model for each in CHOSEN[family]]
     flags = ["--base-model", str(path), *(part for name in names for part in ("--served-model-name", name))]
