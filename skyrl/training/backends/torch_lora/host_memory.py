@@ -25,9 +25,9 @@ _AT_ONCE, _LATER = 2**20, 32 * 2**20
 
 
 def give_back_freed(*, at_once: bool) -> None:
-    """Whether blocks from 1 MiB on go back to the kernel as soon as they are freed, or from 32 MiB on. On a CPU a layer
-    of Qwen3.5's kind with 4,224 rows then needs 0.65 instead of 1.1 GB, and 10 to 20 % more time. Without glibc nothing
-    happens."""
+    """Whether blocks from 1 MiB on go back to the kernel as soon as they are freed, or from 32 MiB on. A layer
+    of Qwen3.5's kind with 4,224 rows then needed 0.65 instead of 1.1 GB, and 10 to 20 % more time (measured once, by
+    hand). Without glibc nothing happens."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):

@@ -222,9 +222,9 @@ def _convolution(
 ) -> Tensor:
     """A causal convolution of each channel along its sequence. x: [1, channels, rows]; weight: [channels, width], whose
     last column is that of the row itself. Returns [1, channels, rows]."""
-    made = causal_convolution(x[0].T, weight, bias, packed.firsts, packed.before, silu=activation in _SILU)
     if activation is not None and activation not in _SILU:
         raise ValueError(f"a convolution with {activation} is not supported")
+    made = causal_convolution(x[0].T, weight, bias, packed.firsts, packed.before, silu=activation in _SILU)
     return made.T[None]
 
 
