@@ -22,10 +22,8 @@ MODULES = {
     "GptOssTopKRouter": "gpt_oss",
     "MiniMaxM2TopKRouter": "minimax_m2",
     "DeepseekV3TopkRouter": "deepseek_v3",
-    "DeepseekV32TopkRouter": "deepseek_v32",
     "Glm4MoeTopkRouter": "glm4_moe",
     "Glm4MoeLiteTopkRouter": "glm4_moe_lite",
-    "GlmMoeDsaTopkRouter": "glm_moe_dsa",
     "KimiLinearTopkRouter": "kimi_linear",
     "NemotronHTopkRouter": "nemotron_h",
 }

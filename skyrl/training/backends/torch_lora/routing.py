@@ -55,10 +55,8 @@ ROUTERS: dict[str, Weigh] = {
     "GptOssTopKRouter": _softmax_of_chosen,
     "MiniMaxM2TopKRouter": _sigmoid,
     "DeepseekV3TopkRouter": _scaled_sigmoid,
-    "DeepseekV32TopkRouter": _scaled_sigmoid,
     "Glm4MoeTopkRouter": _scaled_sigmoid,
     "Glm4MoeLiteTopkRouter": _scaled_sigmoid,
-    "GlmMoeDsaTopkRouter": _scaled_sigmoid,
     "KimiLinearTopkRouter": _scaled_sigmoid,
     "NemotronHTopkRouter": _scaled_sigmoid,
 }
