@@ -26,10 +26,12 @@ LARGEST_GAP = 1e-4
 """Nats. Trainer and sampler compute in float32 with different kernels."""
 
 
-def test_the_sampler_has_all_that_was_trained(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_sampler_has_all_that_was_trained(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, ranks: int) -> None:
     moe.make(tmp_path / "model")
     flags = ("--base-model", str(tmp_path / "model"), "--served-model-name", "mixture")
-    server = DemoServer(tmp_path / "server", *flags, backend_config={"trainer.policy.model.lora.rank": 0})
+    config = {"trainer.full_finetuning": True, "trainer.placement.policy_num_cpu_ranks": ranks}
+    server = DemoServer(tmp_path / "server", *flags, backend_config=config)
     tokens = tokenizer.encode(TEXT)
     with ready(server), tinker.ServiceClient(base_url=server.url, api_key="tml-full-mixture") as client:
         trainer = client.create_lora_training_client(base_model="mixture", rank=0).result()

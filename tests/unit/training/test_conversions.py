@@ -60,6 +60,24 @@ def test_transposed_experts_are_turned_back(tmp_path: Path) -> None:
     again = Qwen3VLMoeForConditionalGeneration.from_pretrained(path)
     _assert_equal(again.state_dict(), model.state_dict())
     _assert_equal(_read(model, path), model.state_dict())
+    shapes = {name: one.shape for name, one in model.state_dict().items()}
+    with _opened(path) as stored:
+        found = stored_parameters(model, shapes, stored)
+    with pytest.raises(ValueError, match=r"experts\.\S+ with rows and columns exchanged"):  # ranks do not write them
+        _ = found["model.language_model.layers.0.mlp.experts.gate_up_proj"].tensors
+
+
+def test_the_tensors_that_make_a_parameter_follow_each_other(tmp_path: Path) -> None:
+    path = Path(make_family("mixtral", tmp_path))
+    model = model_class(AutoConfig.from_pretrained(path)).from_pretrained(path)
+    expected = model.state_dict()
+    with _opened(path) as stored:
+        found = stored_parameters(model, {name: one.shape for name, one in expected.items()}, stored)
+        flat = {
+            name: torch.cat([stored[one].get_tensor(one).flatten() for one in rows.tensors])
+            for name, rows in found.items()
+        }
+    _assert_equal(flat, {name: one.flatten() for name, one in expected.items()})
 
 
 @pytest.mark.parametrize("leaf", ["w1", "w3", "w2"])

@@ -16,10 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.base import AdamParams, InvalidRequest, TrainingPass
 from skyrl.training.backends.torch_full.gradients import GradientSink
-from skyrl.training.backends.torch_full.model import PlainModel, check_all_trained, plain
+from skyrl.training.backends.torch_full.model import PlainModel, check_all_trained, kept_weights, plain
 from skyrl.training.backends.torch_full.optimizer import gradient_norm, memory_for_step, take_step
 from skyrl.training.backends.torch_full.parameters import FullParameters
 from skyrl.training.backends.torch_full.state import are_finite
@@ -38,9 +37,13 @@ FileDtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class FullFacts(BaseFacts):
-    """`shapes`: of the whole parameters, by name. `architecture`: the class of the model in transformers."""
+    """`shapes`: of the whole parameters, by name. `in_files`: for each parameter the names and shapes of the files'
+    tensors that make it, in the order of its elements. `kept`: what the files hold beside the parameters, float32, by
+    the names in the files. `architecture`: the class of the model in transformers."""
 
     shapes: dict[str, tuple[int, ...]]
+    in_files: dict[str, dict[str, tuple[int, ...]]]
+    kept: dict[str, npt.NDArray[np.float32]]
     architecture: str
 
 
@@ -54,13 +57,7 @@ class StateFacts:
 
 def _wrap(path: str, model: Any) -> PlainModel:
     check_all_trained(path, model)
-    packed = plain(path, model)
-    if packed.mixture is not None:
-        raise ConfigError(
-            f"base_model: {path} is a mixture of experts, and full fine-tuning over several ranks does not write its "
-            "experts as vLLM reads them: train with one rank"
-        )
-    return packed
+    return plain(path, model)
 
 
 class FullRank(RankBase):
@@ -74,15 +71,30 @@ class FullRank(RankBase):
 
     def load(self) -> FullFacts:
         """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
-        base = self._load_model(ModelForm(_wrap, trained=True)).base
+        sharded = self._load_model(ModelForm(_wrap, trained=True))
+        base = sharded.base
         model: Any = base.packed.model
         named = dict(model.named_parameters())
         self._rows = {name: local_of(parameter).detach() for name, parameter in named.items()}
         """The shards that FSDP gathers parameters from."""
         self._gradients = GradientSink(named.items(), local_of)
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        mixture = base.packed.mixture
-        return FullFacts(base.vocab_size, base.max_context, self._device.type, mixture, shapes, type(model).__name__)
+        # Of tied parameters the files may hold another name
+        in_files = {name: sharded.in_files.get(name, {name: shape}) for name, shape in shapes.items()}
+        kept: dict[str, npt.NDArray[np.float32]] = {}
+        for name, tensor in kept_weights(model).items():
+            (stored,) = sharded.in_files[name]
+            kept[stored] = tensor.float().cpu().numpy()
+        return FullFacts(
+            base.vocab_size,
+            base.max_context,
+            self._device.type,
+            base.packed.mixture,
+            shapes,
+            in_files,
+            kept,
+            type(model).__name__,
+        )
 
     def create(self, model_id: str) -> None:
         """Begin with the base model's weights. No other model may exist. Raises Agreed with the error of reading them;

@@ -84,7 +84,7 @@ def save_state(model: FullModel, parameters: FullParameters, directory: Path, sh
     save_model(model, parameters, directory, torch.float32, shard_bytes)
     parts = [part for part in OPTIMIZER_PARTS if getattr(parameters, part) is not None]
     files = optimizer_files(parameters.shapes, parts, shard_bytes)
-    with TensorFiles(directory, files, torch.float32) as written:
+    with TensorFiles(directory, files) as written:
         for part in parts:
             for name, view in parameters.views(getattr(parameters, part)).items():
                 written.write(f"{part}.{name}", 0, view.cpu().numpy())

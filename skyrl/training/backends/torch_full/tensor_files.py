@@ -26,26 +26,27 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class TensorFiles:
-    """Writes safetensors files with tensors of one dtype, in pieces of any order. Close it after the last piece."""
+    """Writes safetensors files in pieces of any order. Close it after the last piece."""
 
     def __init__(
         self,
         directory: Path,
         files: Mapping[str, Shapes],
-        dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """`files`: the shapes of each file's tensors. Makes the files with their headers. Raises OSError."""
-        self._itemsize = dtype.itemsize
-        self._places: dict[str, tuple[int, int]] = {}
-        """By tensor: the descriptor of its file, and where it begins in the file."""
+        """`files`: the shapes of each file's tensors. `dtypes`: float32 or bfloat16, of all tensors; None: all are
+        float32. Makes the files with their headers. Raises OSError."""
+        self._places: dict[str, tuple[int, int, int]] = {}
+        """By tensor: the descriptor of its file, where it begins in the file, and the size of an element."""
         self._opened = ExitStack()
         for name, shapes in files.items():
             offset = 0
             header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-            for key, shape in sorted(shapes.items()):
-                end = offset + math.prod(shape) * self._itemsize
-                header[key] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
+            of = {key: torch.float32 if dtypes is None else dtypes[key] for key in shapes}
+            for key in sorted(shapes, key=lambda key: (-of[key].itemsize, key)):  # so every offset is aligned
+                end = offset + math.prod(shapes[key]) * of[key].itemsize
+                header[key] = {"dtype": _NAMES[of[key]], "shape": shapes[key], "data_offsets": [offset, end]}
                 offset = end
             encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             encoded += b" " * (-len(encoded) % _ALIGNMENT)
@@ -55,7 +56,7 @@ class TensorFiles:
             start = file.tell()
             os.truncate(file.fileno(), start + offset)
             for key in shapes:
-                self._places[key] = file.fileno(), start + header[key]["data_offsets"][0]
+                self._places[key] = file.fileno(), start + header[key]["data_offsets"][0], of[key].itemsize
 
     def __enter__(self) -> Self:
         return self
@@ -68,9 +69,9 @@ class TensorFiles:
     def write(self, key: str, begin: int, values: npt.NDArray[Any]) -> None:
         """Write elements of a tensor, from its element `begin` on. `values`: the elements' bytes, contiguous, of any
         dtype. Raises OSError."""
-        descriptor, start = self._places[key]
+        descriptor, start, itemsize = self._places[key]
         rest = values.reshape(-1).view(np.uint8).data
-        offset = start + begin * self._itemsize
+        offset = start + begin * itemsize
         while len(rest):
             written = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[written:], offset + written

@@ -2,7 +2,7 @@
 
 transformers says how a release differs from its model: other names, one tensor for each expert where its model has one
 for all, or rows and columns exchanged. The rules are read from it; the tensors are put together here, because a rank
-reads only its rows.
+reads only its rows. What ranks write is named and divided as it was read.
 Knows transformers' rules. Knows nothing of files, ranks or adapters.
 """
 
@@ -27,11 +27,36 @@ from transformers.core_model_loading import (
 
 
 class Rows(Protocol):
-    """A tensor of which only some rows are read: a slice of a safetensors file, or several that make one tensor."""
+    """A tensor of which only some rows are read: one of the files, or several that make one tensor."""
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of the files' tensors whose elements, one tensor after the other, are this tensor's.
+
+        Raises ValueError if its elements have another order in the files."""
+        ...
 
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, rows: slice) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _OfFile:
+    """A tensor as the files hold it. `stored`: safetensors' slice."""
+
+    name: str
+    stored: Any
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: tuple(self.get_shape())}
+
+    def get_shape(self) -> list[int]:
+        return list(self.stored.get_shape())
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.stored[rows]
 
 
 @dataclass(frozen=True)
@@ -40,6 +65,10 @@ class _JoinedExperts:
     tensors of expert e, whose rows follow each other."""
 
     parts: Sequence[Sequence[Rows]]
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return _one_after_the_other([part for parts in self.parts for part in parts])
 
     def get_shape(self) -> list[int]:
         shapes = [part.get_shape() for part in self.parts[0]]
@@ -55,6 +84,10 @@ class _Concatenated:
 
     parts: Sequence[Rows]
 
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return _one_after_the_other(self.parts)
+
     def get_shape(self) -> list[int]:
         shapes = [part.get_shape() for part in self.parts]
         return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
@@ -69,12 +102,20 @@ class _Transposed:
 
     stored: Rows
 
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        raise ValueError(f"its files hold {', '.join(self.stored.tensors)} with rows and columns exchanged")
+
     def get_shape(self) -> list[int]:
         experts, columns, rows = self.stored.get_shape()
         return [experts, rows, columns]
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self.stored[rows].transpose(1, 2)
+
+
+def _one_after_the_other(parts: Sequence[Rows]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for part in parts for name, shape in part.tensors.items()}
 
 
 def stored_parameters(model: Any, shapes: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> dict[str, Rows]:
@@ -97,7 +138,7 @@ def stored_parameters(model: Any, shapes: Mapping[str, Sequence[int]], stored: M
             name, pattern = key, None
         if name not in shapes:
             continue
-        tensor = stored[key].get_slice(key)
+        tensor = _OfFile(key, stored[key].get_slice(key))
         if pattern is None:
             found[name] = tensor
         else:

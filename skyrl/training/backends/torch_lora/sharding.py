@@ -6,7 +6,7 @@ each other: torch.distributed is already initialized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.collectives import SumInRankOrder, failed_anywhere
-from skyrl.training.backends.torch_lora.conversions import stored_parameters
+from skyrl.training.backends.torch_lora.conversions import Rows, stored_parameters
 from skyrl.training.backends.torch_lora.device import base_dtype
 from skyrl.training.backends.torch_lora.loading import check_weights
 from skyrl.training.backends.torch_lora.model import BaseModel, check_config, wrap
@@ -53,13 +53,17 @@ def frozen(*, mlp_of_mixtures: bool) -> ModelForm:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this rank holds `numel` of all ranks' `total` parameters, in `dtype`."""
+    """A model of which this rank holds `numel` of all ranks' `total` parameters, in `dtype`.
+
+    in_files: of a model that is trained, the names and shapes of the files' tensors that make each parameter or buffer,
+    in the order of its elements."""
 
     base: BaseModel
     mesh: DeviceMesh
     dtype: torch.dtype
     numel: int
     total: int
+    in_files: dict[str, dict[str, tuple[int, ...]]]
 
     def read_again(self) -> None:
         """Give this rank's rows the numbers of the base model's files again.
@@ -92,16 +96,17 @@ def load_sharded_model(
     Raises ConfigError as `load_base_model` does, and for a model without safetensors files.
     """
     failure: Exception | None = None
-    base: BaseModel | None = None
+    loaded: tuple[BaseModel, dict[str, dict[str, tuple[int, ...]]]] | None = None
     try:
-        base = _load(path, device, mesh, form)
+        loaded = _load(path, device, mesh, form)
     except ConfigError as error:
         failure = error
     except LOADING_ERRORS as error:
         failure = ConfigError(f"base_model: cannot load {path}: {error}")
         failure.__cause__ = error
     agree(failure)
-    assert base is not None
+    assert loaded is not None
+    base, in_files = loaded
     packed = base.packed
     for method in ("stock_logits", "changed_logits", "attention_calls", "packed_logits"):
         register_fsdp_forward_method(packed, method)
@@ -118,7 +123,8 @@ def load_sharded_model(
     packed.recompute(gradient_checkpointing, ranks=mesh.size(), anywhere=lambda own: failed_anywhere([own])[0])
     parameters = list(packed.parameters())
     local = sum(local_of(parameter).numel() for parameter in parameters)
-    return ShardedModel(base, mesh, form.dtype(device), local, sum(parameter.numel() for parameter in parameters))
+    total = sum(parameter.numel() for parameter in parameters)
+    return ShardedModel(base, mesh, form.dtype(device), local, total, in_files)
 
 
 def reshard(packed: PackedModel) -> None:
@@ -127,7 +133,10 @@ def reshard(packed: PackedModel) -> None:
     packed.reshard()  # pyright: ignore[reportCallIssue]  # fully_shard has made the module an FSDPModule
 
 
-def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) -> BaseModel:
+def _load(
+    path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm
+) -> tuple[BaseModel, dict[str, dict[str, tuple[int, ...]]]]:
+    """The model with this rank's rows, and `ShardedModel.in_files`."""
     described = read_config(path)
     config = described.config
     check_config(path, config)
@@ -150,8 +159,18 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm) ->
         check_weights(path, config, type(model), stored)
         packed.to_empty(device=device)
         _fill_buffers(path, model)
-        _fill_parameters(path, packed, stored, mesh.get_local_rank(), mesh.size())
-    return BaseModel(path, device, packed, config)
+        parameters = _fill_parameters(path, packed, stored, mesh.get_local_rank(), mesh.size())
+        in_files = _in_files(path, parameters) if form.trained else {}
+    return BaseModel(path, device, packed, config), in_files
+
+
+def _in_files(path: str, parameters: Mapping[str, Rows]) -> dict[str, dict[str, tuple[int, ...]]]:
+    try:
+        return {name: rows.tensors for name, rows in parameters.items()}
+    except ValueError as error:
+        raise ConfigError(
+            f"base_model: {path}: {error}, and ranks write what they train as they read it: train with one rank"
+        ) from error
 
 
 def _keep_in_float32(model: Any) -> None:
@@ -203,8 +222,8 @@ def _fill_buffers(path: str, model: Any) -> None:
                 )
 
 
-def _fill_parameters(path: str, packed: PackedModel, opened: StoredWeights, rank: int, ranks: int) -> None:
-    """Copy this rank's rows of all parameters and buffers from the files.
+def _fill_parameters(path: str, packed: PackedModel, opened: StoredWeights, rank: int, ranks: int) -> dict[str, Rows]:
+    """Copy this rank's rows of all parameters and buffers from the files. Returns what the files hold of each.
 
     A tied parameter has several names. If the files hold it under more than one, the values must agree.
     """
@@ -227,6 +246,7 @@ def _fill_parameters(path: str, packed: PackedModel, opened: StoredWeights, rank
             raise ConfigError(f"base_model: {path} ties its embeddings, but its files hold another tensor as {name}")
     if absent := [name for key, name in missing.items() if key not in filled]:
         raise ConfigError(f"base_model: the safetensors files of {path} lack {', '.join(absent[:3])}")
+    return parameters
 
 
 def _stored_tensors(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
