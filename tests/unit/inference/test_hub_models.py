@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from skyrl.inference.remote.base_model import base_directory
-from skyrl.training.backends.torch_full.state import tokenizer_files
+from skyrl.training.backends.torch_full.model_files import files_beside_weights
 
 NAME = "maker/model"
 WEIGHTS = {"config.json", "model.safetensors"}
@@ -31,7 +31,7 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     listed = {name: {"size": 2, "blob_id": "0"} for name in WEIGHTS | TOKENIZER | {"README.md"}}
     (repository / "trees").mkdir()
     (repository / "trees" / "c0.json").write_text(json.dumps({"format_version": 1, "files": listed}))
-    tokenizer_files.cache_clear()
+    files_beside_weights.cache_clear()
     return directory
 
 
@@ -46,5 +46,5 @@ def test_a_name_stays_a_name_while_the_models_weights_are_not_there(snapshot: Pa
 
 
 def test_a_tokenizer_is_found_in_the_cache(snapshot: Path) -> None:
-    assert set(tokenizer_files(NAME)) == {snapshot / name for name in TOKENIZER}
-    assert tokenizer_files("maker/other") == ()
+    assert set(files_beside_weights(NAME)) == {snapshot / name for name in TOKENIZER}
+    assert files_beside_weights("maker/other") == ()

@@ -32,8 +32,7 @@ from skyrl.training.backends.base import AdamParams, Datum, PassResult
 from skyrl.training.backends.torch_lora import prefixes, recomputation, recurrence, scans
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.sharded import ShardedBackend
-from skyrl.training.backends.torch_lora.text_part import SEEING
-from tests.families import FAMILIES, MIXTURES, make_family
+from tests.families import MIXTURES, make_family
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""
@@ -183,8 +182,6 @@ def test_ranks_train_as_one_device_does(
 def test_a_whole_model_is_trained_with_shared_prompts_as_with_separate_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family_path: FamilyPath, family: str
 ) -> None:
-    if {**FAMILIES, **MIXTURES}[family]["model_type"] in SEEING:
-        pytest.skip("full fine-tuning takes no models that see")
     shared = _learn(make_full(path=family_path(family)), tmp_path / "shared", WHOLE, files_saved)
     monkeypatch.setattr(prefixes, "MIN_SAVED_ROWS", 10**9)
     _assert_close(shared, _learn(make_full(path=family_path(family)), tmp_path / "apart", WHOLE, files_saved))

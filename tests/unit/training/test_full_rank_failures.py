@@ -121,6 +121,8 @@ def test_a_save_without_memory_on_one_rank_fails_alone(make: Make, tmp_path: Pat
     backend.create_model("m", WHOLE)
     with pytest.raises(OutOfMemory):
         backend.save_adapter("m", tmp_path)  # the check whether all weights are finite
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
     backend.save_state("m", tmp_path / "first")
     with pytest.raises(OutOfMemory):
         backend.save_state("m", tmp_path / "second")

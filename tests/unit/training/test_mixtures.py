@@ -294,8 +294,3 @@ def test_the_weights_of_a_trained_mixture_are_saved_as_vllm_reads_them(full: Bac
 
 def _shapes(directory: Path) -> Mapping[str, tuple[int, ...]]:
     return {name: tuple(one.shape) for name, one in load_file(directory / "model.safetensors").items()}
-
-
-def test_full_fine_tuning_of_a_mixture_over_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is a mixture of experts, and full fine-tuning over several ranks"):
-        make_full("mixture", ranks=2)

@@ -196,6 +196,7 @@ def test_full_finetuning_saves_plain_weights_that_say_so(tmp_path: Path) -> None
     settings = {"base_model": release, "backend_config": {"trainer.full_finetuning": True}}
     backend = create_backend("fsdp", load_config(settings))
     backend.create_model("m", LoraSpec(rank=0, alpha=32.0, seed=0))
+    (tmp_path / "saved").mkdir()
     backend.save_adapter("m", tmp_path / "saved")
     assert "quant" not in (tmp_path / "saved" / "config.json").read_text()
     read: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)

@@ -161,6 +161,8 @@ def test_loading_an_optimizer_takes_no_second_copy_of_it(tmp_path: Path) -> None
     backend.create_model("m", WHOLE)
     ok(backend.run([train("m", sft(1, *LENGTHS))]))
     backend.optim_step("m", STEP)
+    for name in ("saved", "again"):
+        (tmp_path / name).mkdir()
     backend.save_state("m", tmp_path / "saved")
     parameters = backend._parameters("m")
     moments = parameters.exp_avg

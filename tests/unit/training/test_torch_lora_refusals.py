@@ -128,7 +128,6 @@ REFUSED_IN_FULL: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "xglm", "d_model": 16, "ffn_dim": 16, "num_layers": 1, "attention_heads": 2},
         "the model computes attention itself, not by transformers' attention interface",
     ),
-    "qwen3-vl": ({"model_type": "qwen3_vl"}, r"\(qwen3_vl\) also sees pictures: full fine-tuning trains"),
     "inkling": (INKLING, "keeps a state along a sequence in a way that is not known"),
     "glm-5": (GLM_5, r"\(glm_moe_dsa\) has sparse attention to the 2048 tokens that an indexer chooses"),
 }

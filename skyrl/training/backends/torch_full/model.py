@@ -5,29 +5,29 @@ Knows transformers. Knows nothing of passes, losses or the optimizer.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_full.gradients import GradientSink
+from skyrl.training.backends.torch_full.model_files import ModelFiles
 from skyrl.training.backends.torch_full.parameters import FullParameters
 from skyrl.training.backends.torch_lora import recurrence
+from skyrl.training.backends.torch_lora.conversions import FileTensor, file_tensors, stored_parameters
 from skyrl.training.backends.torch_lora.device import base_dtype
 from skyrl.training.backends.torch_lora.experts import mixture_of
 from skyrl.training.backends.torch_lora.loading import load_model
 from skyrl.training.backends.torch_lora.lora import ActiveSegments
 from skyrl.training.backends.torch_lora.model import BaseModel, check_config
+from skyrl.training.backends.torch_lora.model_config import read_config
 from skyrl.training.backends.torch_lora.output_layer import OutputLayer
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routing import CORRECTION, Routing, routers_of
-from skyrl.training.backends.torch_lora.text_part import SEEING
+from skyrl.training.backends.torch_lora.stored_weights import StoredWeights, weight_files
+from skyrl.training.backends.torch_lora.text_part import drop_vision
 
 
 class PlainModel(PackedModel):
@@ -56,13 +56,7 @@ class PlainModel(PackedModel):
 
 
 def plain(path: str, model: Any) -> PlainModel:
-    """Raises ConfigError for a mixture of experts of an unknown kind, for a decoder without `layers`, and for a model
-    that sees."""
-    if model.config.model_type in SEEING:
-        raise ConfigError(
-            f"base_model: {path} ({model.config.model_type}) also sees pictures: full fine-tuning trains models of "
-            "text alone; adapters train its text part"
-        )
+    """Raises ConfigError for a mixture of experts of an unknown kind, and for a decoder without `layers`."""
     try:
         return PlainModel(model)
     except ValueError as error:
@@ -72,7 +66,8 @@ def plain(path: str, model: Any) -> PlainModel:
 def check_all_trained(path: str, model: Any) -> None:
     """Raise ConfigError for a model whose files hold more than its parameters, and its routers' corrections: these get
     no gradient, and training keeps them as they are."""
-    others = [name for name in kept_weights(model) if name.rpartition(".")[2] != CORRECTION]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    others = [name for name in model.state_dict() if name not in parameters and not name.endswith(f".{CORRECTION}")]
     if others:
         raise ConfigError(
             f"base_model: {path} has weights that are no parameters, such as {others[0]}: full fine-tuning neither "
@@ -80,10 +75,14 @@ def check_all_trained(path: str, model: Any) -> None:
         )
 
 
-def kept_weights(model: Any) -> dict[str, Tensor]:
-    """What files of the model hold beside its parameters, by name."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in sorted(model.state_dict().items()) if name not in parameters}
+def _in_files(path: str, model: Any) -> dict[str, list[FileTensor]]:
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    with StoredWeights(path, weight_files(path), read_config(path).format, torch.float32) as stored:
+        try:
+            found = stored_parameters(model, shapes, dict.fromkeys(stored.keys(), stored))
+        except ValueError as error:
+            raise ConfigError(f"base_model: {path}: {error}") from error
+        return file_tensors(path, model, found)
 
 
 class FullModel:
@@ -97,10 +96,10 @@ class FullModel:
     def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: Setting) -> None:
         self.dtype = base_dtype(device)
         model = load_model(path, self.dtype, safetensors_only=True)
+        drop_vision(model)
         check_config(path, model.config)
         check_all_trained(path, model)
-        # The base model's own file is saved. Saving what transformers makes of it fails for values that it warns of.
-        model.generation_config = GenerationConfig()
+        self.files = ModelFiles(path, type(model).__name__, _in_files(path, model))
         self._model = model.to(device).eval()
         packed = plain(path, self._model)
         self.base = BaseModel(path, device, packed, model.config)
@@ -117,25 +116,8 @@ class FullModel:
 
         Raises ConfigError when files are missing or damaged."""
         loaded = load_model(self.base.path, torch.float32, model_class=type(self._model), safetensors_only=True)
+        drop_vision(loaded)
         return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
-
-    def read(self, directory: str | Path) -> dict[str, Tensor]:
-        """The weights of a checkpoint of this architecture, by the names of the module's parameters, float32.
-
-        Reads safetensors alone, and the configuration is the base model's. Raises OSError, ValueError or
-        SafetensorError when files are missing or damaged."""
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=copy.deepcopy(self._model.config),
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-            use_safetensors=True,
-        )
-        stored, info = loaded
-        if wrong := sorted(map(str, [*info["missing_keys"], *info["error_msgs"]])):
-            raise ValueError(f"{directory} does not hold the weights of this model: {', '.join(wrong[:4])}")
-        return {name: parameter.detach() for name, parameter in stored.named_parameters()}
 
     def parameters(self, device: torch.device) -> FullParameters:
         """The weights with which the module computes now, in the module's memory and dtype: for forward passes."""
@@ -153,10 +135,3 @@ class FullModel:
         """The bound weights have new numbers."""
         if self.dtype != torch.float32:
             self.bind(parameters)
-
-    def save(self, weights: Mapping[str, Tensor], directory: Path, dtype: torch.dtype, shard_bytes: int) -> None:
-        """Write the weights and config.json as from_pretrained of Hugging Face and vLLM read them: rounded to the
-        nearest `dtype`, in files of at most `shard_bytes` or one tensor."""
-        state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
-        state |= {name: tensor.cpu().clone() for name, tensor in kept_weights(self._model).items()}
-        self._model.save_pretrained(directory, state_dict=state, max_shard_size=shard_bytes)

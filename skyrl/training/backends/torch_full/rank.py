@@ -18,11 +18,12 @@ from torch import Tensor
 
 from skyrl.training.backends.base import AdamParams, InvalidRequest, TrainingPass
 from skyrl.training.backends.torch_full.gradients import GradientSink
-from skyrl.training.backends.torch_full.model import PlainModel, check_all_trained, kept_weights, plain
+from skyrl.training.backends.torch_full.model import PlainModel, check_all_trained, plain
 from skyrl.training.backends.torch_full.optimizer import gradient_norm, memory_for_step, take_step
 from skyrl.training.backends.torch_full.parameters import FullParameters
 from skyrl.training.backends.torch_full.state import are_finite
 from skyrl.training.backends.torch_lora.collectives import Agreed, failed_anywhere, on_all_or_none, total_norm
+from skyrl.training.backends.torch_lora.conversions import FileTensor
 from skyrl.training.backends.torch_lora.optimizer import non_finite_gradient
 from skyrl.training.backends.torch_lora.passes import MicroBatch
 from skyrl.training.backends.torch_lora.plan import Plan
@@ -37,13 +38,11 @@ FileDtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class FullFacts(BaseFacts):
-    """`shapes`: of the whole parameters, by name. `in_files`: for each parameter the names and shapes of the files'
-    tensors that make it, in the order of its elements. `kept`: what the files hold beside the parameters, float32, by
-    the names in the files. `architecture`: the class of the model in transformers."""
+    """`shapes`: of the whole parameters, by name. `in_files`: see `file_tensors`. `architecture`: the model's class in
+    transformers."""
 
     shapes: dict[str, tuple[int, ...]]
-    in_files: dict[str, dict[str, tuple[int, ...]]]
-    kept: dict[str, npt.NDArray[np.float32]]
+    in_files: dict[str, list[FileTensor]]
     architecture: str
 
 
@@ -79,20 +78,13 @@ class FullRank(RankBase):
         """The shards that FSDP gathers parameters from."""
         self._gradients = GradientSink(named.items(), local_of)
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        # Of tied parameters the files may hold another name
-        in_files = {name: sharded.in_files.get(name, {name: shape}) for name, shape in shapes.items()}
-        kept: dict[str, npt.NDArray[np.float32]] = {}
-        for name, tensor in kept_weights(model).items():
-            (stored,) = sharded.in_files[name]
-            kept[stored] = tensor.float().cpu().numpy()
         return FullFacts(
             base.vocab_size,
             base.max_context,
             self._device.type,
             base.packed.mixture,
             shapes,
-            in_files,
-            kept,
+            sharded.in_files,
             type(model).__name__,
         )
 

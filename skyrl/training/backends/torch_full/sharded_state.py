@@ -6,35 +6,28 @@ the model for a save.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from transformers import GenerationConfig
 
+from skyrl.training.backends.torch_full.model_files import ModelFiles, Read
 from skyrl.training.backends.torch_full.rank import FullFacts, StateFacts
 from skyrl.training.backends.torch_full.state import (
     SHARD_BYTES,
-    complete_model,
     describe_state,
     optimizer_files,
     read_description,
 )
-from skyrl.training.backends.torch_full.tensor_files import Shapes, StoredTensors, TensorFiles
+from skyrl.training.backends.torch_full.tensor_files import StoredTensors, TensorFiles
 from skyrl.training.backends.torch_lora.group import RankGroup, results_of
-from skyrl.training.backends.torch_lora.model_config import read_config
-from skyrl.training.backends.torch_lora.shards import ShardLayout, Span
+from skyrl.training.backends.torch_lora.shards import ShardLayout
 
 PAGE = 2**24
 """Elements that all ranks together send, or get, at a time: 64 MiB in float32."""
-INDEX = "model.safetensors.index.json"
 
 
 class ShardedState:
@@ -43,46 +36,16 @@ class ShardedState:
     def __init__(self, group: RankGroup, base: str, facts: FullFacts) -> None:
         """`base`: the path of the base model."""
         self._group = group
-        self._base = base
         self._facts = facts
         self._layout = ShardLayout(facts.shapes, group.size)
-        self._in_files = {name: list(_one_after_the_other(tensors)) for name, tensors in facts.in_files.items()}
-        """The files' tensors that make each parameter. `place`: where they are in it."""
-        kept = {name: values.shape for name, values in facts.kept.items()}
-        self._model_tensors = kept | {
-            stored: shape for tensors in facts.in_files.values() for stored, shape in tensors.items()
-        }
-        """The shapes of all tensors of the model's files."""
+        self._files = ModelFiles(base, facts.architecture, facts.in_files)
         self._page = max(1, PAGE // group.size)
 
     def save_model(self, model_id: str, directory: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
         """As `state.save_model`."""
-        config = read_config(self._base).config
-        config.architectures = [self._facts.architecture]
-        config.save_pretrained(directory)
-        GenerationConfig().save_pretrained(directory)
-        shapes, kept = self._model_tensors, self._facts.kept
-        dtypes = {name: torch.float32 if name in kept else dtype for name in shapes}
-        described = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
-        split = split_torch_state_dict_into_shards(
-            described, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
-        )
-        files = {file: {name: shapes[name] for name in names} for file, names in split.filename_to_tensors.items()}
-        with TensorFiles(directory, files, dtypes, {"format": "pt"}) as written:
-            for name, values in kept.items():
-                written.write(name, 0, values)
+        with self._files.written(directory, dtype, shard_bytes) as write:
             for name, begin, values in self._pieces(model_id, "weights", dtype):
-                for part in self._parts(name, begin, len(values) // dtype.itemsize):
-                    first = part.place * dtype.itemsize
-                    written.write(part.name, part.begin, values[first : first + part.count * dtype.itemsize])
-        if split.is_sharded:
-            total = sum(tensor.numel() for tensor in described.values())
-            index = {
-                "metadata": {"total_parameters": total, **split.metadata},
-                "weight_map": split.tensor_to_filename,
-            }
-            (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        complete_model(directory, self._base, dtype)
+                write(name, begin, values)
 
     def save_state(self, model_id: str, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
         """As `state.save_state`."""
@@ -102,12 +65,12 @@ class ShardedState:
         shapes = self._facts.shapes
         moments = {f"{part}.{name}": shape for part in parts for name, shape in shapes.items()}
         with (
-            StoredTensors(sorted(directory.glob("model*.safetensors")), self._model_tensors) as weights,
+            self._files.opened(directory) as read_weights,
             StoredTensors(description.files if optimizer else (), moments) as others,
         ):
             self._call("begin_load", model_id, parts)
             try:
-                self._send("weights", partial(self._read_parameter, weights))
+                self._send("weights", read_weights)
                 for part in parts:
                     self._send(part, lambda name, begin, into, part=part: others.read(f"{part}.{name}", begin, into))
             except Exception:
@@ -125,18 +88,7 @@ class ShardedState:
                     place = (span.place - start) * size
                     yield span.name, span.begin, page[place : place + span.count * size]
 
-    def _parts(self, name: str, begin: int, count: int) -> Iterator[Span]:
-        """The files' tensors, or parts of them, that hold elements of a parameter. `place`: counted from `begin` on."""
-        for tensor in self._in_files[name]:
-            low, high = max(begin, tensor.place), min(begin + count, tensor.place + tensor.count)
-            if low < high:
-                yield Span(tensor.name, low - tensor.place, low - begin, high - low)
-
-    def _read_parameter(self, files: StoredTensors, name: str, begin: int, into: npt.NDArray[np.float32]) -> None:
-        for part in self._parts(name, begin, len(into)):
-            files.read(part.name, part.begin, into[part.place : part.place + part.count])
-
-    def _send(self, part: str, read: Callable[[str, int, npt.NDArray[np.float32]], None]) -> None:
+    def _send(self, part: str, read: Read) -> None:
         """Send all ranks their elements of a part."""
         for start in self._pages():
             pages: list[Sequence[Any]] = []
@@ -154,11 +106,3 @@ class ShardedState:
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         return results_of(self._group.call(method, *arguments))
-
-
-def _one_after_the_other(tensors: Shapes) -> Iterator[Span]:
-    """All elements of each tensor, with their place in the whole."""
-    place = 0
-    for name, shape in tensors.items():
-        yield Span(name, 0, place, math.prod(shape))
-        place += math.prod(shape)

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
 from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl.training.backends.base import InvalidRequest
 from skyrl.training.backends.torch_full.model import FullModel
+from skyrl.training.backends.torch_full.model_files import bytes_of
 from skyrl.training.backends.torch_full.optimizer import CHUNK
 from skyrl.training.backends.torch_full.parameters import FullParameters
 from skyrl.training.backends.torch_full.tensor_files import Shapes, TensorFiles
@@ -31,51 +28,20 @@ from skyrl.training.backends.torch_lora.state import OPTIMIZER_PARTS, STATE_JSON
 FORMAT = 1
 KIND = "full"
 SHARD_BYTES = 4 * 2**30
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "generation_config.json",
-)
 
 
 def save_model(
     model: FullModel, parameters: FullParameters, directory: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write the weights in `dtype`, config.json, and the base model's tokenizer."""
-    model.save(parameters.weights, directory, dtype, shard_bytes)
-    complete_model(directory, model.base.path, dtype)
-
-
-def complete_model(directory: Path, base: str, dtype: torch.dtype) -> None:
-    """Name the dtype in config.json, and copy the tokenizer of the model `base`."""
-    config = directory / "config.json"
-    described = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
-    config.write_text(json.dumps(described, indent=2) + "\n")
-    for file in tokenizer_files(base):
-        shutil.copyfile(file, directory / file.name)
+    """Write the weights, rounded to the nearest `dtype`, and what belongs to them (`ModelFiles`)."""
+    with model.files.written(directory, dtype, shard_bytes) as write:
+        for name, tensor in parameters.weights.items():
+            write(name, 0, bytes_of(tensor.to(dtype)))
 
 
 def are_finite(parameters: FullParameters) -> bool:
     """Whether no weight is NaN or infinite. Needs the memory of a chunk."""
     return all(bool(torch.isfinite(chunk).all()) for chunk, _ in parameters.chunks(CHUNK))
-
-
-@cache
-def tokenizer_files(base: str) -> tuple[Path, ...]:
-    """The files of the tokenizer of a model, as many as it has. Those of a model of the hub are fetched once, because
-    the process that saves need not have loaded them; without the hub, those that are in its cache."""
-    if Path(base).is_dir():
-        return tuple(file for name in TOKENIZER_FILES if (file := Path(base) / name).is_file())
-    with suppress(OSError):
-        snapshot_download(base, allow_patterns=[*TOKENIZER_FILES])
-    found = [try_to_load_from_cache(base, name) for name in TOKENIZER_FILES]
-    return tuple(Path(file) for file in found if isinstance(file, str))
 
 
 def save_state(model: FullModel, parameters: FullParameters, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -139,9 +105,10 @@ def load_state(model: FullModel, parameters: FullParameters, directory: Path, *,
     missing or damaged. Nothing changes on an error.
     """
     description = read_description(directory)
-    weights = model.read(directory)
-    if {name: tuple(tensor.shape) for name, tensor in weights.items()} != parameters.shapes:
-        raise ValueError(f"{directory} holds the weights of another model")
+    weights = {name: torch.empty(shape) for name, shape in parameters.shapes.items()}
+    with model.files.opened(directory) as read:
+        for name, tensor in weights.items():
+            read(name, 0, tensor.view(-1).numpy())
     loaded: dict[str, Tensor] = {}
     if optimizer:
         stored: dict[str, Tensor] = {}

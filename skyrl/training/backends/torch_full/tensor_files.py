@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,15 @@ import numpy.typing as npt
 import torch
 from safetensors import safe_open
 
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
+"""The dtypes of a file's tensors, and their names in the file."""
 _ALIGNMENT = 8
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -35,8 +43,8 @@ class TensorFiles:
         dtypes: Mapping[str, torch.dtype] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """`files`: the shapes of each file's tensors. `dtypes`: float32 or bfloat16, of all tensors; None: all are
-        float32. Makes the files with their headers. Raises OSError."""
+        """`files`: the shapes of each file's tensors. `dtypes`: those of all tensors; None: all are float32. Makes the
+        files with their headers. Raises OSError."""
         self._places: dict[str, tuple[int, int, int]] = {}
         """By tensor: the descriptor of its file, where it begins in the file, and the size of an element."""
         self._opened = ExitStack()
@@ -46,7 +54,7 @@ class TensorFiles:
             of = {key: torch.float32 if dtypes is None else dtypes[key] for key in shapes}
             for key in sorted(shapes, key=lambda key: (-of[key].itemsize, key)):  # so every offset is aligned
                 end = offset + math.prod(shapes[key]) * of[key].itemsize
-                header[key] = {"dtype": _NAMES[of[key]], "shape": shapes[key], "data_offsets": [offset, end]}
+                header[key] = {"dtype": NAMES[of[key]], "shape": shapes[key], "data_offsets": [offset, end]}
                 offset = end
             encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             encoded += b" " * (-len(encoded) % _ALIGNMENT)
@@ -80,9 +88,9 @@ class TensorFiles:
 class StoredTensors:
     """Reads float32 tensors of safetensors files in pieces. Close it after the last piece."""
 
-    def __init__(self, files: Iterable[Path], expected: Shapes) -> None:
-        """Raises ValueError unless the files have exactly the `expected` tensors, and OSError or SafetensorError when
-        files are missing or damaged."""
+    def __init__(self, files: Iterable[Path], expected: Shapes, others: Collection[str] = ()) -> None:
+        """Raises ValueError unless the files have exactly the `expected` tensors, and perhaps some of the `others`;
+        OSError or SafetensorError when files are missing or damaged."""
         self._places: dict[str, tuple[int, int]] = {}
         found: dict[str, tuple[int, ...]] = {}
         self._opened = ExitStack()
@@ -95,6 +103,8 @@ class StoredTensors:
                 header: dict[str, Any] = json.loads(file.read(length))
                 header.pop("__metadata__", None)
                 for key, entry in header.items():
+                    if key in others:
+                        continue
                     if entry["dtype"] != "F32":
                         raise ValueError(f"{path}: {key} is stored as {entry['dtype']}, not as F32")
                     self._places[key] = file.fileno(), 8 + length + entry["data_offsets"][0]

@@ -8,7 +8,8 @@ Knows transformers' rules. Knows nothing of files, ranks or adapters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+from skyrl.base.config.server import ConfigError
 
 
 class Rows(Protocol):
@@ -114,6 +117,39 @@ class _Transposed:
         return self.stored[rows].transpose(1, 2)
 
 
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of the files. It holds elements of a parameter, those from `place` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    place: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+def file_tensors(path: str, model: Any, stored: Mapping[str, Rows]) -> dict[str, list[FileTensor]]:
+    """The files' tensors that hold each parameter of the model from `path`. A tied one has one name, and the files may
+    hold it more than once. `stored`: from `stored_parameters`.
+
+    Raises ConfigError if a parameter's elements have another order in the files."""
+    first: dict[int, str] = {}
+    found: dict[str, list[FileTensor]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        of_parameter = found.setdefault(first.setdefault(id(parameter), name), [])
+        place = 0
+        try:
+            tensors = stored[name].tensors if name in stored else {}
+        except ValueError as error:
+            raise ConfigError(f"base_model: {path}: {error}, and a trained model is written as it is read") from error
+        for tensor, shape in tensors.items():
+            of_parameter.append(FileTensor(tensor, shape, place))
+            place += of_parameter[-1].count
+    return found
+
+
 def _one_after_the_other(parts: Sequence[Rows]) -> dict[str, tuple[int, ...]]:
     return {name: shape for part in parts for name, shape in part.tensors.items()}
 
@@ -163,5 +199,5 @@ def _converted(rule: WeightConverter, parts: Sequence[Sequence[Rows]], shape: Se
         case [Transpose(dim0=1, dim1=2, check_dims=True)]:
             ((tensor,),) = parts
             return tensor if tensor.get_shape() == list(shape) else _Transposed(tensor)
-    kinds: Iterable[str] = (type(operation).__name__ for operation in rule.operations)
-    raise ValueError(f"its files hold {rule.source_patterns[0]} in a form that ranks do not read ({', '.join(kinds)})")
+    kinds = ", ".join(type(operation).__name__ for operation in rule.operations)
+    raise ValueError(f"its files hold {rule.source_patterns[0]} in a form that cannot be read by rows ({kinds})")

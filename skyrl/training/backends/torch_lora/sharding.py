@@ -6,7 +6,7 @@ each other: torch.distributed is already initialized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.collectives import SumInRankOrder, failed_anywhere
-from skyrl.training.backends.torch_lora.conversions import Rows, stored_parameters
+from skyrl.training.backends.torch_lora.conversions import FileTensor, Rows, file_tensors, stored_parameters
 from skyrl.training.backends.torch_lora.device import base_dtype
 from skyrl.training.backends.torch_lora.loading import check_weights
 from skyrl.training.backends.torch_lora.model import BaseModel, check_config, wrap
@@ -55,15 +55,14 @@ def frozen(*, mlp_of_mixtures: bool) -> ModelForm:
 class ShardedModel:
     """A model of which this rank holds `numel` of all ranks' `total` parameters, in `dtype`.
 
-    in_files: of a model that is trained, the names and shapes of the files' tensors that make each parameter or buffer,
-    in the order of its elements."""
+    in_files: see `file_tensors`; empty unless the parameters are trained."""
 
     base: BaseModel
     mesh: DeviceMesh
     dtype: torch.dtype
     numel: int
     total: int
-    in_files: dict[str, dict[str, tuple[int, ...]]]
+    in_files: dict[str, list[FileTensor]]
 
     def read_again(self) -> None:
         """Give this rank's rows the numbers of the base model's files again.
@@ -96,7 +95,7 @@ def load_sharded_model(
     Raises ConfigError as `load_base_model` does, and for a model without safetensors files.
     """
     failure: Exception | None = None
-    loaded: tuple[BaseModel, dict[str, dict[str, tuple[int, ...]]]] | None = None
+    loaded: tuple[BaseModel, dict[str, list[FileTensor]]] | None = None
     try:
         loaded = _load(path, device, mesh, form)
     except ConfigError as error:
@@ -135,7 +134,7 @@ def reshard(packed: PackedModel) -> None:
 
 def _load(
     path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm
-) -> tuple[BaseModel, dict[str, dict[str, tuple[int, ...]]]]:
+) -> tuple[BaseModel, dict[str, list[FileTensor]]]:
     """The model with this rank's rows, and `ShardedModel.in_files`."""
     described = read_config(path)
     config = described.config
@@ -160,17 +159,8 @@ def _load(
         packed.to_empty(device=device)
         _fill_buffers(path, model)
         parameters = _fill_parameters(path, packed, stored, mesh.get_local_rank(), mesh.size())
-        in_files = _in_files(path, parameters) if form.trained else {}
+        in_files = file_tensors(path, model, parameters) if form.trained else {}
     return BaseModel(path, device, packed, config), in_files
-
-
-def _in_files(path: str, parameters: Mapping[str, Rows]) -> dict[str, dict[str, tuple[int, ...]]]:
-    try:
-        return {name: rows.tensors for name, rows in parameters.items()}
-    except ValueError as error:
-        raise ConfigError(
-            f"base_model: {path}: {error}, and ranks write what they train as they read it: train with one rank"
-        ) from error
 
 
 def _keep_in_float32(model: Any) -> None:
