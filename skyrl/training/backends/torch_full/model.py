@@ -64,14 +64,14 @@ def plain(path: str, model: Any) -> PlainModel:
 
 
 def check_all_trained(path: str, model: Any) -> None:
-    """Raise ConfigError for a model whose files hold more than its parameters, and its routers' corrections: these get
-    no gradient, and training keeps them as they are."""
+    """Raise ConfigError for a model that has other weights than parameters and its routers' corrections, which stay as
+    they are."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = [name for name in model.state_dict() if name not in parameters and not name.endswith(f".{CORRECTION}")]
     if others:
         raise ConfigError(
-            f"base_model: {path} has weights that are no parameters, such as {others[0]}: full fine-tuning neither "
-            "trains nor saves them"
+            f"base_model: {path} has weights that are no parameters, such as {others[0]}: full fine-tuning does "
+            "not train them"
         )
 
 

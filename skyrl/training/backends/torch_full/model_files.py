@@ -70,9 +70,10 @@ class ModelFiles:
         self._base = base
         self._architecture = architecture
         self._in_files = in_files
+        self._once = {name: _once(tensors) for name, tensors in in_files.items()}
         self._paths = weight_files(base)
         self._described = read_config(base)
-        self._trained = {each.name: each.shape for tensors in in_files.values() for each in tensors}
+        self._trained = _shapes(in_files)
         with self._base_weights(torch.float32) as stored:
             self._others = [name for name in stored.keys() if name not in self._trained]  # noqa: SIM118
 
@@ -96,7 +97,7 @@ class ModelFiles:
 
                 def write(name: str, begin: int, values: npt.NDArray[np.uint8]) -> None:
                     size = dtype.itemsize
-                    for part in self._parts(name, begin, len(values) // size):
+                    for part in _parts(self._in_files[name], begin, len(values) // size):
                         tensors.write(part.name, part.begin, values[part.place * size : part.end * size])
 
                 yield write
@@ -123,26 +124,43 @@ class ModelFiles:
 
     @contextmanager
     def opened(self, directory: Path) -> Iterator[Read]:
-        """Files in which parameters are float32. Raises OSError, ValueError or SafetensorError when files are missing
-        or damaged, or hold another model."""
+        """Files in which parameters are float32. What is not trained may be missing, and so may second names of tied
+        parameters. Raises OSError, ValueError or SafetensorError when files are missing or damaged, or hold another
+        model."""
         files = sorted(directory.glob("model*.safetensors"))
-        with StoredTensors(files, self._trained, self._others) as tensors:
+        needed = _shapes(self._once)
+        with StoredTensors(files, needed, {*self._others, *self._trained} - needed.keys()) as tensors:
 
             def read(name: str, begin: int, into: npt.NDArray[np.float32]) -> None:
-                for part in self._parts(name, begin, len(into)):
+                for part in _parts(self._once[name], begin, len(into)):
                     tensors.read(part.name, part.begin, into[part.place : part.end])
 
             yield read
 
-    def _parts(self, name: str, begin: int, count: int) -> Iterator[_Part]:
-        """Where `count` elements of a parameter are in the files."""
-        for tensor in self._in_files[name]:
-            low, high = max(begin, tensor.place), min(begin + count, tensor.place + tensor.count)
-            if low < high:
-                yield _Part(tensor.name, low - tensor.place, low - begin, high - begin)
-
     def _base_weights(self, dtype: torch.dtype) -> StoredWeights:
         return StoredWeights(self._base, self._paths, self._described.format, dtype)
+
+
+def _shapes(in_files: Mapping[str, Sequence[FileTensor]]) -> dict[str, tuple[int, ...]]:
+    return {each.name: each.shape for tensors in in_files.values() for each in tensors}
+
+
+def _once(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """Without those that hold a tied parameter again."""
+    found: list[FileTensor] = []
+    for tensor in tensors:
+        if found and tensor.place == 0:
+            break
+        found.append(tensor)
+    return found
+
+
+def _parts(tensors: Sequence[FileTensor], begin: int, count: int) -> Iterator[_Part]:
+    """Where `count` elements of a parameter are in the files."""
+    for tensor in tensors:
+        low, high = max(begin, tensor.place), min(begin + count, tensor.place + tensor.count)
+        if low < high:
+            yield _Part(tensor.name, low - tensor.place, low - begin, high - begin)
 
 
 def bytes_of(values: Tensor) -> npt.NDArray[np.uint8]:
