@@ -295,7 +295,9 @@ def test_a_base_model_with_weights_that_are_no_parameters_is_refused(monkeypatch
         return model, info
 
     monkeypatch.setattr(Qwen3ForCausalLM, "from_pretrained", with_a_buffer)
-    with pytest.raises(ConfigError, match=r"no parameters, such as model.norm.running_mean: full fine-tuning neither"):
+    with pytest.raises(
+        ConfigError, match=r"no parameters, such as model.norm.running_mean: full fine-tuning does not train them"
+    ):
         _backend()
 
 
