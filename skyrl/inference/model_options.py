@@ -54,6 +54,12 @@ def text_options(whole: dict[str, Any]) -> dict[str, Any]:
     return {"language_model_only": True} if "vision_config" in whole else {}
 
 
+def quantization_of(whole: dict[str, Any]) -> str | None:
+    """The format of a release with fewer bits, as all of its config.json names it."""
+    found = whole.get("quantization_config") or whole.get("text_config", {}).get("quantization_config") or {}
+    return found.get("quant_method")
+
+
 def check_served(path: str, model: dict[str, Any], *, cuda: bool) -> None:
     """Raise ConfigError for models that vLLM would end at, after half a minute, or compute otherwise than the trainer:
     each with the setting in config.json that is in the way."""
@@ -92,13 +98,15 @@ def has_latent_attention(model: dict[str, Any]) -> bool:
     return "kv_lora_rank" in model and "qk_rope_head_dim" in model
 
 
-def cpu_options(model: dict[str, Any], length: int, sequences: int) -> tuple[dict[str, Any], int]:
+def cpu_options(
+    model: dict[str, Any], quantization: str | None, length: int, sequences: int
+) -> tuple[dict[str, Any], int]:
     """vLLM's options on a CPU for sequences of `length` tokens, of which `sequences` run at a time; and the size of the
-    key-value cache in GiB. The delta rule's kernel takes bfloat16 alone. A prefix cache of states would need prompts
-    that are split, which a CPU cannot do with seeds."""
+    key-value cache in GiB. The kernels of the delta rule and of quantized weights take bfloat16 alone. A prefix cache
+    of states would need prompts that are split, which a CPU cannot do with seeds."""
     blocks, kv_gib = _kv_cache(model, length, sequences)
     return {
-        "dtype": "bfloat16" if has_delta_rule(model) else "float32",
+        "dtype": "bfloat16" if has_delta_rule(model) or quantization is not None else "float32",
         "enable_prefix_caching": False if has_delta_rule(model) or has_mamba(model) else None,
         "num_gpu_blocks_override": blocks,
     }, kv_gib

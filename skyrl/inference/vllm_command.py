@@ -21,7 +21,7 @@ from typing import Any
 from skyrl.base.config.mixtures import experts_of, model_config, whole_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.expert_adapters import check_layers
-from skyrl.inference.model_options import check_served, cpu_options, lora_targets, text_options
+from skyrl.inference.model_options import check_served, cpu_options, lora_targets, quantization_of, text_options
 from skyrl.inference.placement import ServerSpec
 from skyrl.inference.remote.middleware import StoredAdapterLoads
 from skyrl.inference.vllm_plugin.incarnation import IncarnationHeader
@@ -154,7 +154,7 @@ def vllm_spec(
     if cuda:
         options |= _gpu_options(config)
     else:
-        of_cpu, kv_gib = _cpu_options(config, read_model_config(config.base_model_path))
+        of_cpu, kv_gib = _cpu_options(config, read_model_config(config.base_model_path), quantization_of(whole))
         options |= of_cpu
         threads = str(config.threads)
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
@@ -316,13 +316,13 @@ def _gpu_options(config: ServerConfig) -> dict[str, Any]:
     }
 
 
-def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def _cpu_options(config: ServerConfig, model: dict[str, Any], quantization: str | None) -> tuple[dict[str, Any], int]:
     inference = config.backend_config.inference
     if inference.tensor_parallel_size > 1:
         raise ConfigError("generator.inference_engine.tensor_parallel_size: more than 1 needs GPUs")
     length = context_length(config, cuda=False)
     assert length is not None
-    options, kv_gib = cpu_options(model, length, inference.max_num_seqs)
+    options, kv_gib = cpu_options(model, quantization, length, inference.max_num_seqs)
     return options | {
         "enforce_eager": True,
         "max_model_len": length,

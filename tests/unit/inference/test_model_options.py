@@ -31,6 +31,10 @@ def _argv(directory: Path, config: dict[str, Any], *, cuda: bool = False) -> tup
     return vllm_spec(load_config({"base_model": str(directory)}), 9123, "secret", cuda=cuda).argv
 
 
+def _on_cpu(model: dict[str, Any], length: int, sequences: int) -> tuple[dict[str, Any], int]:
+    return cpu_options(model, None, length, sequences)
+
+
 def _after(argv: tuple[str, ...], option: str) -> str:
     return argv[argv.index(option) + 1]
 
@@ -44,14 +48,21 @@ def test_the_delta_rule_is_served_in_bfloat16_and_without_a_prefix_cache_on_a_cp
     assert _after(_argv(tmp_path, SIZES), "--dtype") == "float32"
 
 
+def test_quantized_releases_are_served_in_bfloat16_on_a_cpu(tmp_path: Path) -> None:
+    int4 = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
+    assert _after(_argv(tmp_path, SIZES | int4), "--dtype") == "bfloat16"
+    seeing = {"model_type": "kimi_k25", "vision_config": {}, "text_config": SIZES | int4}
+    assert _after(_argv(tmp_path, seeing), "--dtype") == "bfloat16"
+
+
 def test_a_block_of_the_delta_rules_cache_holds_a_state_and_a_sequence_has_one_of_each_group() -> None:
     # One of four layers has attention: groups of one layer. A state is 4 heads * 128 * 128 * 4 bytes = 262,144.
-    options, gib = cpu_options(DELTA_RULE, 256, 16)
+    options, gib = _on_cpu(DELTA_RULE, 256, 16)
     assert options["num_gpu_blocks_override"] == 16 * (2 + 4) + 1
     assert gib == 1
-    assert cpu_options(DELTA_RULE, 256, 10_000)[0]["num_gpu_blocks_override"] == CPU_KV_BYTES // 262_144 + 1
+    assert _on_cpu(DELTA_RULE, 256, 10_000)[0]["num_gpu_blocks_override"] == CPU_KV_BYTES // 262_144 + 1
     by_interval = {name: value for name, value in DELTA_RULE.items() if name != "layer_types"}
-    assert cpu_options(by_interval | {"full_attention_interval": 4}, 256, 16) == (options, gib)
+    assert _on_cpu(by_interval | {"full_attention_interval": 4}, 256, 16) == (options, gib)
 
 
 def test_mamba_has_no_prefix_cache_on_a_cpu_and_blocks_of_a_state(tmp_path: Path) -> None:
@@ -62,13 +73,13 @@ def test_mamba_has_no_prefix_cache_on_a_cpu_and_blocks_of_a_state(tmp_path: Path
     assert "--no-enable-prefix-caching" in argv
     # A state is 64 * 64 * 128 * 4 bytes = 2 MiB; the three layers with a cache are in groups of one.
     expected = 2 * (2 + 3) + 1
-    assert cpu_options(by_name, 256, 2)[0]["num_gpu_blocks_override"] == expected
-    assert cpu_options(mamba | {"hybrid_override_pattern": "MEM*"}, 256, 2)[0]["num_gpu_blocks_override"] == expected
-    assert cpu_options(mamba, 256, 2) == cpu_options({"mamba_num_heads": 64}, 256, 2)  # nothing tells the layers
+    assert _on_cpu(by_name, 256, 2)[0]["num_gpu_blocks_override"] == expected
+    assert _on_cpu(mamba | {"hybrid_override_pattern": "MEM*"}, 256, 2)[0]["num_gpu_blocks_override"] == expected
+    assert _on_cpu(mamba, 256, 2) == _on_cpu({"mamba_num_heads": 64}, 256, 2)  # nothing tells the layers
 
 
 def test_latent_attention_has_small_blocks(tmp_path: Path) -> None:
-    assert cpu_options(LATENT, 64, 8)[0]["num_gpu_blocks_override"] == 8 * 4 + 1
+    assert _on_cpu(LATENT, 64, 8)[0]["num_gpu_blocks_override"] == 8 * 4 + 1
     assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "experts"} <= set(_argv(tmp_path, LATENT))
 
 
