@@ -14,7 +14,16 @@ import torch
 
 from tests.plane.running import RunningPlane
 from tests.plane.trainer import Reference
-from tests.plane.workers import Worker, computed, in_buckets, paused_amid, tensors_of, trainer_group, until_computing
+from tests.plane.workers import (
+    ENDLESS,
+    Worker,
+    computed,
+    in_buckets,
+    paused_amid,
+    tensors_of,
+    trainer_group,
+    until_computing,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -100,7 +109,7 @@ async def test_the_same_calls_at_the_router_update_all_workers(
     assert await router.done("/get_weight_version") == {"weight_version": "1"}
     await router.done("/continue_generation")
     await serves(router, references[1], "1")
-    running = [asyncio.create_task(router.sample(PROMPT, 900)) for _ in range(4)]
+    running = [asyncio.create_task(router.sample(PROMPT, ENDLESS)) for _ in range(4)]
     await until_computing(workers, 2)
     await router.done("/pause_generation")
     assert {(await sample)["meta_info"]["finish_reason"]["type"] for sample in running} == {"abort"}
@@ -124,11 +133,11 @@ async def test_the_same_calls_at_the_router_update_all_workers(
 async def test_areals_updates(workers: list[Worker], variants: list[Path], references: list[Reference]) -> None:
     """Its port is a string, it gives the rank of a pipeline, and it aborts what runs."""
     worker = workers[0]
-    running = await computed([worker], 3, lambda worker: worker.sample(PROMPT, 900))
+    running = await computed([worker], 3, lambda worker: worker.sample(PROMPT, ENDLESS))
     await worker.done("/pause_generation")
     for sample in await asyncio.gather(*running):
         assert sample["meta_info"]["finish_reason"]["type"] == "abort"
-        assert 0 < len(sample["output_ids"]) < 900
+        assert 0 < len(sample["output_ids"]) < ENDLESS
     await worker.done(
         "/update_weights_from_disk", {"model_path": str(variants[0]), "abort_all_requests": True, "weight_version": "1"}
     )
@@ -289,7 +298,7 @@ async def test_a_checkpoint_can_be_read_before_the_pause(
 ) -> None:
     worker, directory = workers[0], tmp_path / "new"
     shutil.copytree(variants[0], directory)
-    running = asyncio.create_task(worker.sample(PROMPT, 900))
+    running = asyncio.create_task(worker.sample(PROMPT, 1800))
     await until_computing([worker], 1)
     assert not (await worker.load_from(directory, "1", stage_only=True, flush_cache=False))["applied"]
     assert await worker.version() == "default"

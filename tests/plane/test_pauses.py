@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from skyrl.base.tiny import model_path
 from skyrl.inference.sidecar.admin import needs_admin
-from tests.plane.workers import BEGUN_S, Worker, all_computed, all_paused, until_running
+from tests.plane.workers import BEGUN_S, ENDLESS, Worker, all_computed, all_paused, until_running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -109,10 +109,10 @@ async def test_retracted_requests_lose_their_cache_and_no_token(workers: list[Wo
 @pytest.mark.parametrize("frozen_before", [False, True])
 async def test_aborted_requests_are_answered_and_new_ones_wait(workers: list[Worker], frozen_before: bool) -> None:
     worker = workers[0]
-    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": ENDLESS, "ignore_eos": True}
 
     def begin() -> list[asyncio.Task[Any]]:
-        own = [asyncio.create_task(ask(worker, PROMPT, 900)) for ask in (Worker.sample, streamed)]
+        own = [asyncio.create_task(ask(worker, PROMPT, ENDLESS)) for ask in (Worker.sample, streamed)]
         return [*own, asyncio.create_task(worker.post("/v1/completions", body))]
 
     if frozen_before:
@@ -122,7 +122,7 @@ async def test_aborted_requests_are_answered_and_new_ones_wait(workers: list[Wor
     await worker.done("/pause_generation")
     for sample in await asyncio.gather(*running):
         assert sample["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(found(sample)[0]) == len(found(sample)[1]) < 900
+        assert len(found(sample)[0]) == len(found(sample)[1]) < ENDLESS
     assert (await passing)[1]["choices"][0]["finish_reason"] == "abort"
     late = asyncio.create_task(worker.sample(PROMPT, 3))
     await until_loads(worker, 0, 1)

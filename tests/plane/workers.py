@@ -116,6 +116,10 @@ async def all_paused(worker: Worker, begin: Begin, mode: str) -> list[asyncio.Ta
         await asyncio.gather(*tasks)
 
 
+ENDLESS = 3_500
+"""Tokens of a sample that is aborted. On a machine that stands still for seconds a shorter one may end before."""
+
+
 async def until_computing(workers: Sequence[Worker], samples: int) -> None:
     """Wait until each worker's vLLM has begun to compute this number. Raises TimeoutError: they may have ended
     before."""

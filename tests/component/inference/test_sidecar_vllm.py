@@ -21,9 +21,9 @@ from tests.component.sidecar_world import RunningSidecar, running_sidecar
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 KEY = "test-key"
-CONTEXT = 1024
+CONTEXT = 4096
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
-LONG = {"max_new_tokens": 900, "ignore_eos": True}
+LONG = {"max_new_tokens": 3_500, "ignore_eos": True}
 PROMPT = [265, 296, 83, 315]
 
 
@@ -178,7 +178,7 @@ async def test_children_have_their_own_seeds(served: Served) -> None:
 async def test_defaults_are_sglangs(served: Served) -> None:
     answer = await served.sampled(sampling_params={"ignore_eos": True, "max_new_tokens": None, "top_k": None})
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 128}
-    near = await served.sampled(input_ids=[5] * 1000, sampling_params={"ignore_eos": True})
+    near = await served.sampled(input_ids=[5] * (CONTEXT - 24), sampling_params={"ignore_eos": True})
     assert near["meta_info"]["completion_tokens"] == 23
 
 
@@ -265,7 +265,7 @@ async def test_an_abort_right_after_the_request_is_not_lost(served: Served) -> N
 
 
 async def test_abort_all_reaches_what_passes_through(served: Served) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 3_500, "ignore_eos": True}
     asked = asyncio.create_task(served.post("/v1/completions", body, headers={"Content-Type": "application/json"}))
     await until_running(served, 1)
     await served.post("/abort_request", {"abort_all": True})
@@ -299,12 +299,12 @@ async def test_pausing_passes_through_and_is_healthy(served: Served) -> None:
 
 
 async def test_prompts_that_do_not_fit_get_sglangs_words(served: Served) -> None:
-    assert "longer than the model's context length (1024 tokens)" in await served.refusal(input_ids=[5] * CONTEXT)
-    message = await served.refusal(input_ids=[5] * 1000, sampling_params={"max_new_tokens": 24})
-    assert message.startswith("Requested token count exceeds the model's maximum context length of 1024 tokens.")
-    assert "total of 1024 tokens" in message
-    await served.sampled(input_ids=[5] * 1000, sampling_params={"max_new_tokens": 23})
-    assert "context length" in await served.refusal(text="mouse " * 3000)
+    assert f"longer than the model's context length ({CONTEXT} tokens)" in await served.refusal(input_ids=[5] * CONTEXT)
+    message = await served.refusal(input_ids=[5] * (CONTEXT - 24), sampling_params={"max_new_tokens": 24})
+    assert message.startswith(f"Requested token count exceeds the model's maximum context length of {CONTEXT} tokens.")
+    assert f"total of {CONTEXT} tokens" in message
+    await served.sampled(input_ids=[5] * (CONTEXT - 24), sampling_params={"max_new_tokens": 23})
+    assert "context length" in await served.refusal(text="mouse " * CONTEXT)
 
 
 @pytest.mark.parametrize(

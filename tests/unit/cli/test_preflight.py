@@ -256,7 +256,8 @@ def test_a_port_for_vllm_that_is_in_use_is_refused(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"inference_engine.port: vLLM cannot listen on 127.0.0.1:{port}"):
             check_inference_port(config_of("tiny", port=port))
-        with pytest.raises(ConfigError, match=f"vLLM cannot listen on 127.0.0.1:{port}"):
+        either = f"({port - 1}|{port})"  # another program may have the first port
+        with pytest.raises(ConfigError, match=f"vLLM cannot listen on 127.0.0.1:{either} "):
             check_inference_port(config_of("tiny", port=port - 1, num_engines=2))
     check_inference_port(config_of("tiny", port=port))
     with pytest.raises(ConfigError, match="8000 is this server's own port"):
