@@ -141,6 +141,7 @@ def test_the_remaining_server_ends_the_samples_of_a_hanging_and_of_a_dead_one(
     sampler = clients[0].sampler()
     upstream.hold()
     ids = [clients[number % 3].sample(sampler, number)["request_id"] for number in range(3 * SAMPLES)]
+    until(lambda: all(in_flight(each) == SAMPLES for each in servers), "some samples are not forwarded")
     stopped = hanging.api()
     stopped.suspend()
     os.kill(dead.pid, signal.SIGKILL)
