@@ -126,3 +126,20 @@ def vllm_of(server: DemoServer) -> tuple[str, str]:
     vllm = find_process(server, "vllm.entrypoints.openai.api_server")
     port = vllm.cmdline()[vllm.cmdline().index("--port") + 1]
     return f"http://127.0.0.1:{port}", vllm.environ()["VLLM_API_KEY"]
+
+
+def check_two_steps(
+    trainer: tinker.TrainingClient, tokens: list[int], step: types.AdamParams, largest_gap: float
+) -> None:
+    """After each of two steps on the text, the sampler's logprobs of its tokens are within `largest_gap` (nats) of the
+    trainer's, and the second step has moved them by much more."""
+    found = []
+    for _ in range(2):
+        trainer.forward_backward([cross_entropy(tokens)], "cross_entropy").result()
+        trainer.optim_step(step).result()
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        sampled = np.asarray(sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:], np.float64)
+        output = trainer.forward([cross_entropy(tokens)], "cross_entropy").result().loss_fn_outputs[0]
+        assert np.abs(sampled - output["logprobs"].to_numpy()).max() < largest_gap
+        found.append(sampled)
+    assert np.abs(found[1] - found[0]).max() > max(3 * largest_gap, 0.01)

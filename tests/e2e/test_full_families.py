@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tinker
 import torch
@@ -22,7 +21,7 @@ from skyrl.cli.demo.server import DemoServer
 from tests.families import make_family
 from tests.servers import ready
 
-from .conftest import cross_entropy
+from .conftest import check_two_steps
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -74,13 +73,4 @@ def test_the_sampler_has_all_that_was_trained(
     tokens = tokenizer.encode(TEXT)
     with ready(server), tinker.ServiceClient(base_url=server.url, api_key="tml-full-family") as client:
         trainer = client.create_lora_training_client(base_model="model", rank=0).result()
-        found = []
-        for _ in range(2):
-            trainer.forward_backward([cross_entropy(tokens)], "cross_entropy").result()
-            trainer.optim_step(STEP).result()
-            sampler = trainer.save_weights_and_get_sampling_client().result()
-            sampled = np.asarray(sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:], np.float64)
-            output = trainer.forward([cross_entropy(tokens)], "cross_entropy").result().loss_fn_outputs[0]
-            assert np.abs(sampled - output["logprobs"].to_numpy()).max() < largest_gap
-            found.append(sampled)
-        assert np.abs(found[1] - found[0]).max() > 3 * largest_gap
+        check_two_steps(trainer, tokens, STEP, largest_gap)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tinker
 from tinker import types
@@ -17,7 +16,7 @@ from tests.families import make_family
 from tests.quantized import INT4, int4, quantize
 from tests.servers import ready
 
-from .conftest import cross_entropy
+from .conftest import check_two_steps
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -37,13 +36,4 @@ def test_an_adapter_on_an_int4_release_trains_and_samples(tokenizer: PreTrainedT
     server = DemoServer(tmp_path / "server", "--base-model", release, "--served-model-name", "model")
     with ready(server), tinker.ServiceClient(base_url=server.url, api_key="tml-quantized") as client:
         trainer = client.create_lora_training_client(base_model="model", rank=8).result()
-        found = []
-        for _ in range(2):
-            trainer.forward_backward([cross_entropy(tokens)], "cross_entropy").result()
-            trainer.optim_step(STEP).result()
-            sampler = trainer.save_weights_and_get_sampling_client().result()
-            sampled = np.asarray(sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:], np.float64)
-            output = trainer.forward([cross_entropy(tokens)], "cross_entropy").result().loss_fn_outputs[0]
-            assert np.abs(sampled - output["logprobs"].to_numpy()).max() < LARGEST_GAP
-            found.append(sampled)
-        assert np.abs(found[1] - found[0]).max() > 3 * LARGEST_GAP
+        check_two_steps(trainer, tokens, STEP, LARGEST_GAP)
