@@ -298,8 +298,7 @@ async def test_a_checkpoint_can_be_read_before_the_pause(
 ) -> None:
     worker, directory = workers[0], tmp_path / "new"
     shutil.copytree(variants[0], directory)
-    running = asyncio.create_task(worker.sample(PROMPT, 1800))
-    await until_computing([worker], 1)
+    [running] = await computed([worker], 1, lambda worker: worker.sample(PROMPT, ENDLESS))
     assert not (await worker.load_from(directory, "1", stage_only=True, flush_cache=False))["applied"]
     assert await worker.version() == "default"
     shutil.rmtree(directory)

@@ -22,7 +22,7 @@ from skyrl.base.tiny import model_path
 from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
 from tests.plane.running import READY_S, RunningPlane
-from tests.plane.workers import Worker, tensors_of, trainer_group, until_running
+from tests.plane.workers import ENDLESS, Worker, paused_amid, tensors_of, trainer_group
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -101,16 +101,14 @@ async def test_files_that_are_gone_or_cut_off_change_nothing(
 
 async def test_requests_in_flight_refuse_an_update_from_disk(workers: list[Worker], variants: list[Path]) -> None:
     worker = workers[0]
-    running = asyncio.create_task(worker.sample(PROMPT, 900))
-    await until_running([worker], 1)
     body = {"model_path": str(variants[0]), "weight_version": "1"}
-    assert "1 requests are in flight" in await worker.refused("/update_weights_from_disk", body)
-    await worker.done("/pause_generation", {"mode": "in_place"})
+    [running] = await paused_amid([worker], 1, lambda worker: worker.sample(PROMPT, ENDLESS), "in_place")
     assert "1 requests are in flight" in await worker.refused("/update_weights_from_disk", body)
     await worker.done("/continue_generation")
+    assert "1 requests are in flight" in await worker.refused("/update_weights_from_disk", body)
     sample = await running
-    assert len(sample["output_ids"]) == 900
-    assert sample["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 900}]
+    assert len(sample["output_ids"]) == ENDLESS
+    assert sample["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": ENDLESS}]
 
 
 async def test_a_bucket_that_does_not_fit_changes_nothing(workers: list[Worker], variants: list[Path]) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from skyrl.base.tiny import model_path
 from skyrl.inference.sidecar.admin import needs_admin
-from tests.plane.workers import BEGUN_S, ENDLESS, Worker, all_computed, all_paused, until_running
+from tests.plane.workers import BEGUN_S, ENDLESS, Worker, all_computed, all_paused
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -178,10 +178,9 @@ async def test_requests_wait_while_memory_is_released(workers: list[Worker]) -> 
     """On a CPU nothing is freed."""
     worker = workers[0]
     wanted = await worker.sample(PROMPT, 20)
-    running = asyncio.create_task(worker.sample(PROMPT, TOKENS))
-    await until_running([worker], 1)
+    [running] = await all_computed(worker, lambda: [asyncio.create_task(worker.sample(PROMPT, ENDLESS))])
     assert "1 requests are in flight" in await worker.refused("/release_memory_occupation")
-    assert len((await running)["output_ids"]) == TOKENS
+    assert len((await running)["output_ids"]) == ENDLESS
     assert await worker.post("/release_memory_occupation") == (200, None)
     late = asyncio.create_task(worker.sample(PROMPT, 20))
     await until_loads(worker, 0, 1)

@@ -19,7 +19,7 @@ from skyrl.weights.tensors import Part, in_buckets
 from skyrl.weights.workers import Workers
 from tests.plane.running import RunningPlane
 from tests.plane.trainer import Reference
-from tests.plane.workers import Worker, tensors_of, until_running
+from tests.plane.workers import Worker, computed, tensors_of
 from tests.sdk_programs import TRACED, succeeded
 from tests.weight_media import World, check
 
@@ -54,8 +54,7 @@ async def test_full_weights_keep_the_promises_of_a_medium(
     async def served() -> list[list[str]]:
         return [[await worker.version()] for worker in workers]
 
-    running = [asyncio.create_task(worker.sample(PROMPT, 900)) for worker in workers]
-    await until_running(workers, 1)
+    running = await computed(workers, 1, lambda worker: worker.sample(PROMPT, 900))
     await check(World(media[medium], ("1", "2", "3"), parts, wrong, served))
     for sample in await asyncio.gather(*running):
         assert len(sample["output_ids"]) == 900

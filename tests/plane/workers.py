@@ -80,16 +80,6 @@ class Worker:
 
 
 Sample = Callable[[Worker], Coroutine[Any, Any, dict[str, Any]]]
-
-
-async def until_running(workers: Sequence[Worker], samples: int) -> None:
-    """Wait until each worker's vLLM samples this number. Raises TimeoutError: they may have ended before."""
-    async with asyncio.timeout(BEGUN_S):
-        for worker in workers:
-            while await worker.running() < samples:  # noqa: ASYNC110 - another process sets no event
-                await asyncio.sleep(0.01)
-
-
 Begin = Callable[[], list[asyncio.Task[Any]]]
 
 
