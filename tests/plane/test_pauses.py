@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from skyrl.base.tiny import model_path
 from skyrl.inference.sidecar.admin import needs_admin
-from tests.plane.workers import BEGUN_S, ENDLESS, Worker, all_computed, all_paused
+from tests.plane.workers import BEGUN_S, ENDLESS, Worker, all_computed, all_paused, computed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -73,7 +73,7 @@ async def test_frozen_requests_go_on_with_the_same_tokens(workers: list[Worker])
         kinds = (Worker.sample, Worker.sample, streamed, streamed)
         return [asyncio.create_task(ask(worker, [*PROMPT, number], TOKENS)) for number, ask in enumerate(kinds)]
 
-    running = await all_paused(worker, begin, "in_place")
+    running = await all_paused([worker], begin, "in_place")
     late = asyncio.create_task(worker.sample(PROMPT, 3))
     await until_loads(worker, 4, 1)
     assert (await worker.get("/flush_cache"))[0] == 400
@@ -96,7 +96,7 @@ async def test_retracted_requests_lose_their_cache_and_no_token(workers: list[Wo
     def begin() -> list[asyncio.Task[Any]]:
         return [asyncio.create_task(ask(worker, prompt, TOKENS)) for ask in (Worker.sample, streamed)]
 
-    running = await all_paused(worker, begin, "retract")
+    running = await all_paused([worker], begin, "retract")
     for _ in range(2):
         assert (await worker.get("/flush_cache"))[0] == 200
     assert await loads(worker) == (2, 0)
@@ -116,9 +116,9 @@ async def test_aborted_requests_are_answered_and_new_ones_wait(workers: list[Wor
         return [*own, asyncio.create_task(worker.post("/v1/completions", body))]
 
     if frozen_before:
-        *running, passing = await all_paused(worker, begin, "in_place")
+        *running, passing = await all_paused([worker], begin, "in_place")
     else:
-        *running, passing = await all_computed(worker, begin)
+        *running, passing = await all_computed([worker], begin)
     await worker.done("/pause_generation")
     for sample in await asyncio.gather(*running):
         assert sample["meta_info"]["finish_reason"]["type"] == "abort"
@@ -138,7 +138,7 @@ async def test_frozen_requests_can_be_aborted_and_left(workers: list[Worker]) ->
     def begin() -> list[asyncio.Task[Any]]:
         return [asyncio.create_task(worker.sample(PROMPT, 500, rid=rid)) for rid in ("mine", "other", "left")]
 
-    mine, other, left = await all_paused(worker, begin, "in_place")
+    mine, other, left = await all_paused([worker], begin, "in_place")
     await worker.session.post(f"{worker.url}/abort_request", json={"rid": "mine"})
     assert (await mine)["meta_info"]["finish_reason"]["type"] == "abort"
     left.cancel()
@@ -160,7 +160,7 @@ async def test_fifty_pauses_lose_nothing(workers: list[Worker]) -> None:
     pauses, frozen = 0, {"in_place": 0, "retract": 0}
     while pauses < ROUNDS or min(frozen.values()) < 2:  # on a busy machine the samples end before the fifty pauses
         mode = ("in_place", "retract")[pauses % 2]
-        running = await all_paused(worker, begin, mode)
+        running = await all_paused([worker], begin, mode)
         while not all(task.done() for task in running):
             pauses += 1
             frozen[mode] += await worker.running() > 0
@@ -178,7 +178,7 @@ async def test_requests_wait_while_memory_is_released(workers: list[Worker]) -> 
     """On a CPU nothing is freed."""
     worker = workers[0]
     wanted = await worker.sample(PROMPT, 20)
-    [running] = await all_computed(worker, lambda: [asyncio.create_task(worker.sample(PROMPT, ENDLESS))])
+    [running] = await computed([worker], 1, lambda worker: worker.sample(PROMPT, ENDLESS))
     assert "1 requests are in flight" in await worker.refused("/release_memory_occupation")
     assert len((await running)["output_ids"]) == ENDLESS
     assert await worker.post("/release_memory_occupation") == (200, None)

@@ -83,31 +83,9 @@ Sample = Callable[[Worker], Coroutine[Any, Any, dict[str, Any]]]
 Begin = Callable[[], list[asyncio.Task[Any]]]
 
 
-async def all_computed(worker: Worker, begin: Begin) -> list[asyncio.Task[Any]]:
-    """Requests that the worker's vLLM computes at the same time. They are begun again if one has ended before all have
-    begun, as happens on a busy machine."""
-    while True:
-        tasks = begin()
-        while not any(task.done() for task in tasks) and await worker.computing() < len(tasks):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        if not any(task.done() for task in tasks):
-            return tasks
-        await asyncio.gather(*tasks)
-
-
-async def all_paused(worker: Worker, begin: Begin, mode: str) -> list[asyncio.Task[Any]]:
-    """Requests that the worker computed when it was paused. They are begun again if one had ended."""
-    while True:
-        tasks = await all_computed(worker, begin)
-        await worker.done("/pause_generation", {"mode": mode})
-        if await worker.running() == len(tasks):
-            return tasks
-        await worker.done("/continue_generation")
-        await asyncio.gather(*tasks)
-
-
 ENDLESS = 3_500
-"""Tokens of a sample that is aborted. On a machine that stands still for seconds a shorter one may end before."""
+"""Tokens of a sample that some calls must find unfinished. A shorter one may end before, where the machine stands still
+for seconds."""
 
 
 async def until_computing(workers: Sequence[Worker], samples: int) -> None:
@@ -119,30 +97,45 @@ async def until_computing(workers: Sequence[Worker], samples: int) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def computed(workers: Sequence[Worker], samples: int, sample: Sample) -> list[asyncio.Task[dict[str, Any]]]:
-    """Samples, of which each worker's vLLM computes this number. They are begun again if one has ended before all have
-    begun, as happens on a busy machine."""
+async def all_computed(workers: Sequence[Worker], begin: Begin) -> list[asyncio.Task[Any]]:
+    """Requests that the workers' vLLMs compute at the same time, as many each. They are begun again if one has ended
+    before all have begun, as happens on a busy machine."""
     while True:
-        running = [asyncio.create_task(sample(worker)) for worker in workers for _ in range(samples)]
+        tasks = begin()
         for worker in workers:
-            while not any(task.done() for task in running) and await worker.computing() < samples:  # noqa: ASYNC110
+            each = len(tasks) // len(workers)
+            while not any(task.done() for task in tasks) and await worker.computing() < each:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        if not any(task.done() for task in running):
-            return running
-        await asyncio.gather(*running)
+        if not any(task.done() for task in tasks):
+            return tasks
+        await asyncio.gather(*tasks)
+
+
+async def all_paused(workers: Sequence[Worker], begin: Begin, mode: str) -> list[asyncio.Task[Any]]:
+    """Requests that the workers computed when they were paused. They are begun again if one had ended."""
+    while True:
+        tasks = await all_computed(workers, begin)
+        await asyncio.gather(*(worker.done("/pause_generation", {"mode": mode}) for worker in workers))
+        if {await worker.running() for worker in workers} == {len(tasks) // len(workers)}:
+            return tasks
+        await asyncio.gather(*(worker.done("/continue_generation") for worker in workers))
+        await asyncio.gather(*tasks)
+
+
+def _begin(workers: Sequence[Worker], samples: int, sample: Sample) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(sample(worker)) for worker in workers for _ in range(samples)]
+
+
+async def computed(workers: Sequence[Worker], samples: int, sample: Sample) -> list[asyncio.Task[dict[str, Any]]]:
+    """`all_computed` for this number of samples of each worker."""
+    return await all_computed(workers, lambda: _begin(workers, samples, sample))
 
 
 async def paused_amid(
     workers: Sequence[Worker], samples: int, sample: Sample, mode: str
 ) -> list[asyncio.Task[dict[str, Any]]]:
-    """Samples, of which each worker computed this number when it was paused. They are begun again if one had ended."""
-    while True:
-        tasks = await computed(workers, samples, sample)
-        await asyncio.gather(*(worker.done("/pause_generation", {"mode": mode}) for worker in workers))
-        if [await worker.running() for worker in workers] == [samples] * len(workers):
-            return tasks
-        await asyncio.gather(*(worker.done("/continue_generation") for worker in workers))
-        await asyncio.gather(*tasks)
+    """`all_paused` for this number of samples of each worker."""
+    return await all_paused(workers, lambda: _begin(workers, samples, sample), mode)
 
 
 class TrainerGroup:

@@ -23,10 +23,10 @@ from huggingface_hub import snapshot_download, split_torch_state_dict_into_shard
 from torch import Tensor
 from transformers import GenerationConfig
 
-from skyrl.training.backends.torch_full.tensor_files import NAMES, StoredTensors, TensorFiles
+from skyrl.training.backends.torch_full.tensor_files import StoredTensors, TensorFiles
 from skyrl.training.backends.torch_lora.conversions import FileTensor
 from skyrl.training.backends.torch_lora.model_config import read_config
-from skyrl.training.backends.torch_lora.stored_weights import INDEX, StoredWeights, weight_files
+from skyrl.training.backends.torch_lora.stored_weights import INDEX, PLAIN, StoredWeights, weight_files
 
 _BESIDE_WEIGHTS = (
     "tokenizer.json",
@@ -43,7 +43,6 @@ _BESIDE_WEIGHTS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 Write = Callable[[str, int, npt.NDArray[np.uint8]], None]
 """Writes a parameter's elements, from one of its elements on: their bytes in the files' dtype."""
 Read = Callable[[str, int, npt.NDArray[np.float32]], None]
@@ -85,7 +84,7 @@ class ModelFiles:
             slices = {name: stored.get_slice(name) for name in self._others}
             shapes = self._trained | {name: tuple(each.get_shape()) for name, each in slices.items()}
             dtypes = dict.fromkeys(self._trained, dtype)
-            dtypes |= {name: _DTYPES[each.get_dtype()] for name, each in slices.items()}
+            dtypes |= {name: PLAIN[each.get_dtype()] for name, each in slices.items()}
             described = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
             split = split_torch_state_dict_into_shards(
                 described, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes

@@ -20,15 +20,9 @@ import numpy.typing as npt
 import torch
 from safetensors import safe_open
 
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.bool: "BOOL",
-}
-"""The dtypes of a file's tensors, and their names in the file."""
+from skyrl.training.backends.torch_lora.stored_weights import PLAIN
+
+_NAMES = {dtype: name for name, dtype in PLAIN.items()}
 _ALIGNMENT = 8
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -54,7 +48,7 @@ class TensorFiles:
             of = {key: torch.float32 if dtypes is None else dtypes[key] for key in shapes}
             for key in sorted(shapes, key=lambda key: (-of[key].itemsize, key)):  # so every offset is aligned
                 end = offset + math.prod(shapes[key]) * of[key].itemsize
-                header[key] = {"dtype": NAMES[of[key]], "shape": shapes[key], "data_offsets": [offset, end]}
+                header[key] = {"dtype": _NAMES[of[key]], "shape": shapes[key], "data_offsets": [offset, end]}
                 offset = end
             encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             encoded += b" " * (-len(encoded) % _ALIGNMENT)

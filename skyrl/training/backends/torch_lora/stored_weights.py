@@ -24,8 +24,15 @@ from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, cann
 from skyrl.training.backends.torch_lora.quantization import Format
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
-"""Dtypes of tensors that can be read as they are; the last two are those of buffers."""
+PLAIN = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+"""Dtypes of tensors that can be read as they are, by their names in a file; the last two are those of buffers."""
 
 
 def weight_files(path: str) -> list[Path]:
@@ -130,7 +137,7 @@ class StoredWeights:
             for stem in [name.removesuffix(factors) for name in dtypes if name.endswith(factors)]:
                 self._join(form, stem, dtypes, dtype)
         for name in self._readers:
-            if dtypes[name] not in _PLAIN:
+            if dtypes[name] not in PLAIN:
                 said = "has no" if form is None else "describes another format in"
                 raise cannot_load(
                     self._path, f"the files hold {name} as {dtypes[name]}, and config.json {said} quantization_config"
