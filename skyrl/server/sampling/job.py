@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from skyrl.base.pictures.picture import PlacedPicture
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import Distribution, SampleRequest, tokens_of
@@ -41,6 +42,15 @@ class ContextLimits:
     max_context: int | None = None
 
 
+class Pictures(msgspec.Struct, frozen=True):
+    """The pictures of a prompt, in the order of their places, without overlap. Their files are stored for `tenant`. The
+    prompt holds `image_token_id` at their places, and nowhere else."""
+
+    tenant: str
+    image_token_id: int
+    placed: tuple[PlacedPicture, ...]
+
+
 # Every sample makes one. As a frozen dataclass that would take three times as long.
 class SampleJob(msgspec.Struct, frozen=True):
     """A checked request.
@@ -51,7 +61,8 @@ class SampleJob(msgspec.Struct, frozen=True):
     EOS, at one of `stop_strings` or at one of `stop_token_ids`. With `ignore_eos`, which an empty stop list sets, it
     does not end at EOS. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context; None if the context is not
     known yet. `target` holds token ids (int64, -1 for none), one row per prompt token but the first. `alternatives`
-    tokens are drawn in place of each prompt token but the first. The answer must begin with the weights that the
+    tokens are drawn in place of each prompt token but the first. `pictures` are None for a prompt of text alone, and
+    only such a job goes to `/v1/completions`. The answer must begin with the weights that the
     inference servers call `version`; None if they never change their weights.
     """
 
@@ -74,6 +85,7 @@ class SampleJob(msgspec.Struct, frozen=True):
     target: WireTensor | None = None
     alternatives: int = 0
     version: str | None = None
+    pictures: Pictures | None = None
 
     @property
     def sampling_session(self) -> str:

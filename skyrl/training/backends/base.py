@@ -14,7 +14,7 @@ writes files there from tensors that the ranks send, and sends the ranks the ten
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from skyrl.base.pictures.picture import PlacedPicture
 from skyrl.base.types.lora import LoraSpec
 
 AdapterDtype = Literal["float32", "bfloat16"]
@@ -79,21 +80,25 @@ class ModelLimits:
 @dataclass(frozen=True)
 class Datum:
     """One sequence. `tokens`: int64 [N]. `loss_inputs`: name -> int64 or float32, [N] or [N, K], dense. Besides the
-    inputs of the loss, a datum for a mixture of experts may have `routed_experts`, int64 [N, layers, k] or packed."""
+    inputs of the loss, a datum for a mixture of experts may have `routed_experts`, int64 [N, layers, k] or packed.
+    `pictures`: in the order of their places, without overlap; `tokens` holds the model's `image_token_id` there."""
 
     tokens: npt.NDArray[np.int64]
     loss_inputs: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float32]]
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """One `forward` (backward=False) or `forward_backward` command of a model."""
+    """One `forward` (backward=False) or `forward_backward` command of a model. `files`: by digest, the file of each
+    picture in `data`. They were opened before, under bounds, by `skyrl.base.pictures`."""
 
     model_id: str
     data: Sequence[Datum]
     loss_fn: str
     loss_config: dict[str, float] = field(default_factory=dict)
     backward: bool = True
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
