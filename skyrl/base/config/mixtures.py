@@ -5,9 +5,9 @@ Reads one small file. Imports neither torch nor transformers, so that the API ca
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, Literal
+
+from skyrl.base.model_files import json_of
 
 TrainMlpOfMixtures = Literal["train", "leave_out", "refuse"]
 
@@ -40,16 +40,7 @@ def model_config(base_model: str) -> dict[str, Any]:
 
 def whole_config(base_model: str) -> dict[str, Any]:
     """The config.json of a directory, or of a model of the hub that is on this machine. Empty if it cannot be read."""
-    path: Any = Path(base_model) / "config.json"
-    if not Path(base_model).is_dir():
-        from huggingface_hub import try_to_load_from_cache  # takes 0.14 s, which most commands need not wait
-
-        path = try_to_load_from_cache(base_model, "config.json")
-    try:
-        values: dict[str, Any] = json.loads(Path(path).read_text())
-    except (OSError, TypeError, ValueError):
-        return {}
-    return values
+    return json_of(base_model, "config.json")
 
 
 def experts_of(config: dict[str, Any]) -> int:

@@ -1,0 +1,109 @@
+"""Opens the file of a picture, under bounds, with the pixels that vLLM's own loader gives.
+
+Malformed files make Pillow take much time and memory. So files that nobody has checked yet are opened by the worker
+process of skyrl.runtime.pictures alone, which is limited in both. Knows no model and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
+
+from PIL import Image, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+
+from skyrl.base.pictures.jpeg_scans import MAX_SCANS, has_more_scans
+from skyrl.base.pictures.picture import BadPicture, PictureFormat
+
+MAX_BYTES = 20 * 2**20
+"""Of one file."""
+MAX_PIXELS = 64_000_000
+"""Width times height. Below the bounds of Pillow (89 million) and vLLM (179 million, VLLM_MAX_IMAGE_PIXELS)."""
+
+_MAGIC: dict[PictureFormat, bytes] = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}
+_READERS: dict[PictureFormat, Callable[[BytesIO], PngImageFile | JpegImageFile]] = {
+    "png": PngImageFile,
+    "jpeg": JpegImageFile,
+}
+_WHITE = (255, 255, 255)
+
+
+def size_of(data: bytes, format: PictureFormat) -> tuple[int, int]:
+    """Width and height in pixels of what `opened` gives: after the rotation that EXIF asks for. Decodes the entire
+    file, so it raises BadPicture whenever `opened` does."""
+    return opened(data, format).size
+
+
+def opened(data: bytes, format: PictureFormat) -> Image.Image:
+    """The picture as 8-bit RGB, rotated as its EXIF says, transparent parts over white. Raises BadPicture.
+
+    The pixels equal those of vLLM's ImageMediaIO. Refused beside malformed and truncated files: animated PNGs, which
+    would show one of several frames, and 16-bit gray, whose conversion cuts values at 255 (of 16-bit colors Pillow
+    takes the high byte). Of a JPEG file with several pictures, such as a phone's with a depth map, the first counts.
+    """
+    _check_kind(data, format)
+    with _Decoding(format):
+        picture = _READERS[format](BytesIO(data))
+        _check_header(picture)
+        if format == "jpeg" and has_more_scans(data, MAX_SCANS):
+            raise BadPicture(f"has more than {MAX_SCANS} scans")
+        picture.load()
+        rotated: Image.Image = picture
+        with suppress(Exception):  # vLLM shows a picture whose EXIF is malformed unrotated
+            rotated = ImageOps.exif_transpose(picture)
+        return _over_white(rotated)
+
+
+class _Decoding:
+    """Turns whatever Pillow raises into BadPicture. Malformed files make it raise SyntaxError, OSError, ValueError,
+    TypeError, IndexError, KeyError, AttributeError, struct.error, zlib.error and MemoryError, at least."""
+
+    def __init__(self, format: PictureFormat) -> None:
+        self._format = format
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, MemoryError):
+            raise BadPicture("takes too much memory to decode") from error
+        if isinstance(error, Exception) and not isinstance(error, BadPicture):
+            reason = str(error) if isinstance(error, (OSError, SyntaxError, ValueError)) else type(error).__name__
+            raise BadPicture(f"is not a complete and valid {self._format.upper()} file: {reason}") from error
+
+
+def _check_kind(data: bytes, format: PictureFormat) -> None:
+    """By size and first bytes. Raises BadPicture."""
+    if len(data) > MAX_BYTES:
+        raise BadPicture(f"has {len(data)} bytes; the limit is {MAX_BYTES}")
+    if data.startswith(_MAGIC[format]):
+        return
+    for other, magic in _MAGIC.items():
+        if data.startswith(magic):
+            raise BadPicture(f"is said to be {format}, and the file is {other}")
+    raise BadPicture(f"is said to be {format}, and the file is neither PNG nor JPEG")
+
+
+def _check_header(picture: PngImageFile | JpegImageFile) -> None:
+    """Before pixels are decoded. Raises BadPicture."""
+    width, height = picture.size
+    if width * height > MAX_PIXELS:
+        raise BadPicture(f"is {width} x {height} pixels; the limit is {MAX_PIXELS} pixels in all")
+    if isinstance(picture, PngImageFile) and picture.n_frames > 1:
+        raise BadPicture(f"is an animation of {picture.n_frames} frames; send each frame as a picture")
+    if picture.mode.startswith("I"):
+        raise BadPicture("is 16-bit gray, which has no right conversion to 8 bits; send 8-bit gray or color")
+
+
+def _over_white(picture: Image.Image) -> Image.Image:
+    """As 8-bit RGB. vLLM pays attention to the transparent color of a PNG file unless the file is RGB without alpha."""
+    if picture.mode == "RGB":
+        return picture
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+        white = Image.new("RGB", picture.size, _WHITE)
+        white.paste(picture, mask=picture.getchannel("A"))
+        return white
+    return picture.convert("RGB")
