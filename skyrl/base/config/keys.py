@@ -125,6 +125,8 @@ class ServerKeys(BaseSettings):
     """Compatibility mode: missing logprobs of sampled tokens become 0.0 with a warning, and do not fail the sample."""
     max_pending_samples: int = Field(20_000, ge=1)
     max_pending_sample_bytes: int = Field(512 * 2**20, ge=2**20)
+    max_stored_image_bytes: int = Field(8 * 2**30, ge=2**20)
+    """Files of images in the database, each once for a tenant: those of unfinished requests and of the last minutes."""
     max_body_bytes: int = Field(256 * 2**20, ge=2**20)
     session_timeout_s: float = Field(300.0, gt=0)
     """A session without a heartbeat for this long is closed: its models are unloaded and its requests fail."""

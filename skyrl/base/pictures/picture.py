@@ -12,6 +12,9 @@ import msgspec
 
 PictureFormat = Literal["png", "jpeg"]
 FORMATS: tuple[PictureFormat, ...] = get_args(PictureFormat)
+MAX_PICTURES = 64
+"""The most pictures in one sequence."""
+_MAGIC: dict[bytes, PictureFormat] = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}
 
 
 class BadPicture(ValueError):
@@ -30,6 +33,23 @@ class PlacedPicture(msgspec.Struct, frozen=True):
     @property
     def stop(self) -> int:
         return self.start + self.tokens
+
+
+class Pictures(msgspec.Struct, frozen=True):
+    """The pictures of a prompt, in the order of their places, without overlap. Their files are stored for `tenant`. The
+    prompt holds `image_token_id` at their places, and nowhere else."""
+
+    tenant: str
+    image_token_id: int
+    placed: tuple[PlacedPicture, ...]
+
+
+def format_of(data: bytes) -> PictureFormat:
+    """The format of a file by its first bytes. Raises BadPicture."""
+    for magic, found in _MAGIC.items():
+        if data.startswith(magic):
+            return found
+    raise BadPicture("is neither a PNG nor a JPEG file")
 
 
 def digest_of(data: bytes) -> str:

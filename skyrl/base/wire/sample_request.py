@@ -11,6 +11,7 @@ import msgspec
 
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.images import ImagePart
 from skyrl.base.wire.tensors import JsonTensor
 
 
@@ -21,6 +22,8 @@ class Chunk(msgspec.Struct):
     data: str | None = None
     location: str | None = None
     dmel: str | None = None
+    format: str | None = None
+    expected_tokens: int | None = None
 
 
 class ModelInput(msgspec.Struct):
@@ -110,17 +113,30 @@ def _checking_decoder(vocab_size: int) -> Callable[[bytes], SampleRequest]:
 
 
 def tokens_of(prompt: ModelInput, field: str = "prompt") -> list[int]:
-    """All token ids of a text-only input, in order. Raises RequestError for empty input and for other chunk kinds."""
+    """All token ids of an input of text alone, in order. Raises RequestError for empty input and other kinds of
+    chunks."""
     if len(prompt.chunks) == 1 and prompt.chunks[0].tokens:
         return prompt.chunks[0].tokens
-    tokens: list[int] = []
-    for index, chunk in enumerate(prompt.chunks):
-        if chunk.tokens is None:
-            raise RequestError(
-                "only encoded_text chunks are served; the base model takes text only",
-                field=f"{field}.chunks[{index}]",
-            )
-        tokens += chunk.tokens
+    tokens, images = text_and_images(prompt, field)
+    if images:
+        raise RequestError("the base model takes text only", field=images[0].name)
     if not tokens:
         raise RequestError("must hold at least one token", field=field)
     return tokens
+
+
+def text_and_images(prompt: ModelInput, field: str = "prompt") -> tuple[list[int], list[ImagePart]]:
+    """The token ids of the text, in order, and the images between them. Raises RequestError for other kinds of
+    chunks."""
+    tokens: list[int] = []
+    images: list[ImagePart] = []
+    for index, chunk in enumerate(prompt.chunks):
+        name = f"{field}.chunks[{index}]"
+        if chunk.tokens is not None:
+            tokens += chunk.tokens
+        elif chunk.data is not None or chunk.location is not None:
+            location, form = chunk.location or "", chunk.format or ""
+            images.append(ImagePart(name, len(tokens), location, form, chunk.expected_tokens))
+        else:
+            raise RequestError("is neither text nor an image, and other chunks are not served", field=name)
+    return tokens, images

@@ -117,16 +117,18 @@ class ImageDimensions(_message.Message):
     def __init__(self, width: _Optional[int] = ..., height: _Optional[int] = ...) -> None: ...
 
 class ImageChunk(_message.Message):
-    __slots__ = ("data", "format", "expected_tokens", "override_dimensions")
+    __slots__ = ("data", "format", "expected_tokens", "override_dimensions", "location")
     DATA_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OVERRIDE_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     format: str
     expected_tokens: int
     override_dimensions: ImageDimensions
-    def __init__(self, data: _Optional[bytes] = ..., format: _Optional[str] = ..., expected_tokens: _Optional[int] = ..., override_dimensions: _Optional[_Union[ImageDimensions, _Mapping]] = ...) -> None: ...
+    location: str
+    def __init__(self, data: _Optional[bytes] = ..., format: _Optional[str] = ..., expected_tokens: _Optional[int] = ..., override_dimensions: _Optional[_Union[ImageDimensions, _Mapping]] = ..., location: _Optional[str] = ...) -> None: ...
 
 class DmelChunk(_message.Message):
     __slots__ = ("dmel",)

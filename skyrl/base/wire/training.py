@@ -13,8 +13,9 @@ from skyrl.base.wire import tensors
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.images import ImagePart
 from skyrl.base.wire.requests import SequencedRequest
-from skyrl.base.wire.sample_request import ModelInput, tokens_of
+from skyrl.base.wire.sample_request import ModelInput, text_and_images
 
 PROTOBUF = "application/x-protobuf"
 _NEVER_SPARSE = ("routed_experts",)
@@ -23,12 +24,14 @@ _NEVER_SPARSE = ("routed_experts",)
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """One decoded command. `tokens[i]` is int64 [N_i]; `loss_inputs[i]` has int64 or float32 arrays by name."""
+    """One decoded command. `tokens[i]` is int64, the text of datum i, between which `images[i]` have their places;
+    `loss_inputs[i]` has int64 or float32 arrays by name."""
 
     model_id: str
     seq_id: int | None
     forward_only: bool
     tokens: list[npt.NDArray[np.int64]]
+    images: list[list[ImagePart]]
     loss_inputs: list[dict[str, tensors.Array]]
     loss_fn: str
     loss_config: dict[str, float]
@@ -111,16 +114,12 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
             raise RequestError("must be a number", field=f"loss_fn_config.{name}")
         config[name] = value.number
     tokens: list[npt.NDArray[np.int64]] = []
+    images: list[list[ImagePart]] = []
     inputs: list[dict[str, tensors.WireTensor]] = []
     for index, datum in enumerate(message.data):
-        parts: list[npt.NDArray[np.int32]] = []
-        for chunk in datum.model_input:
-            if chunk.WhichOneof("chunk") != "encoded_text":
-                raise RequestError("only encoded_text chunks are served", field=f"data[{index}].model_input")
-            if len(chunk.encoded_text.tokens) % 4:
-                raise RequestError("tokens are not int32", field=f"data[{index}].model_input")
-            parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
-        tokens.append(np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64))
+        of_datum = _proto_input(datum, f"data[{index}].model_input")
+        tokens.append(of_datum[0])
+        images.append(of_datum[1])
         inputs.append(
             {
                 name: tensors.tensor_from_proto(tensor, f"data[{index}].loss_fn_inputs.{name}")
@@ -132,10 +131,38 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
         message.seq_id,
         forward_only or message.forward_only,
         tokens,
+        images,
         _to_dense(inputs),
         message.loss_fn,
         config,
     )
+
+
+def _proto_input(datum: pb.Datum, field: str) -> tuple[npt.NDArray[np.int64], list[ImagePart]]:
+    parts: list[npt.NDArray[np.int32]] = []
+    images: list[ImagePart] = []
+    for index, chunk in enumerate(datum.model_input):
+        kind = chunk.WhichOneof("chunk")
+        if kind == "image":
+            before = sum(len(part) for part in parts)
+            images.append(_proto_image(chunk.image, before, f"{field}.chunks[{index}]"))
+        elif kind != "encoded_text":
+            raise RequestError(
+                "is neither text nor an image, and other chunks are not served", field=f"{field}.chunks[{index}]"
+            )
+        elif len(chunk.encoded_text.tokens) % 4:
+            raise RequestError("tokens are not int32", field=field)
+        else:
+            parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64), images
+
+
+def _proto_image(image: pb.ImageChunk, before: int, name: str) -> ImagePart:
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    override = None
+    if image.HasField("override_dimensions"):
+        override = (image.override_dimensions.width, image.override_dimensions.height)
+    return ImagePart(name, before, image.location, image.format, expected, override)
 
 
 def _from_json(body: bytes, forward_only: bool) -> ForwardBackward:
@@ -143,11 +170,13 @@ def _from_json(body: bytes, forward_only: bool) -> ForwardBackward:
     command = request.forward_input if forward_only else request.forward_backward_input
     if command is None:
         raise RequestError("is missing", field="forward_input" if forward_only else "forward_backward_input")
+    inputs = [_json_input(datum, f"data[{index}].model_input") for index, datum in enumerate(command.data)]
     return ForwardBackward(
         request.model_id,
         request.seq_id,
         forward_only,
-        [_tokens(datum, f"data[{index}].model_input") for index, datum in enumerate(command.data)],
+        [tokens for tokens, _ in inputs],
+        [images for _, images in inputs],
         _to_dense(
             [
                 {
@@ -162,9 +191,12 @@ def _from_json(body: bytes, forward_only: bool) -> ForwardBackward:
     )
 
 
-def _tokens(datum: JsonDatum, field: str) -> npt.NDArray[np.int64]:
+def _json_input(datum: JsonDatum, field: str) -> tuple[npt.NDArray[np.int64], list[ImagePart]]:
+    tokens, images = text_and_images(datum.model_input, field)
+    if not tokens and not images:
+        raise RequestError("must hold at least one token", field=field)
     try:
-        return np.asarray(tokens_of(datum.model_input, field), dtype=np.int64)
+        return np.asarray(tokens, dtype=np.int64), images
     except OverflowError as error:
         raise RequestError("token ids must fit 64 bits", field=field) from error
 

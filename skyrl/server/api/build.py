@@ -11,11 +11,13 @@ from typing import Self
 
 from skyrl import __version__
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.sight import sight_of
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.metrics.readiness import ReadinessMetrics
+from skyrl.runtime.pictures.checker import PictureChecker
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.tracing.opening import open_spans
 from skyrl.server.api.access import Access
@@ -32,6 +34,8 @@ from skyrl.server.futures.trace import Traces
 from skyrl.server.openai.in_flight import InFlight
 from skyrl.server.openai.models import ModelNames
 from skyrl.server.openai.service import OpenAIService, Passage
+from skyrl.server.pictures.files import StoredPictureFiles
+from skyrl.server.pictures.ingress import PictureIngress
 from skyrl.server.quotas.limits import Bounds, QuotaLimits
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.request_status.finding import StatusFinder
@@ -56,6 +60,7 @@ from skyrl.storage.db.engine_state import EngineState, read_state
 from skyrl.storage.db.inference_servers import PlacedServer, read_servers
 from skyrl.storage.db.keys import Keys
 from skyrl.storage.db.models import Models
+from skyrl.storage.db.picture_files import PictureFiles
 from skyrl.storage.db.retention import Retention
 from skyrl.storage.db.run_steps import Curves
 from skyrl.storage.db.sample_clocks import SampleClocks
@@ -164,7 +169,9 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
     transport = HttpTransport(config.forwarding_inference_max_connections)
     loaded = LoadedWeights(database) if config.full_finetuning else None
-    client = _client(base, adapters, transport, loaded)
+    files, checker = PictureFiles(database), PictureChecker()
+    pictures = PictureIngress(database, checker, files, sight_of(config), config.max_stored_image_bytes)
+    client = _client(base, adapters, transport, loaded, files)
     passage = Passage(
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.samples),
         order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,
@@ -173,7 +180,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         usage=base.counter,
         metrics=base.metrics.samples,
     )
-    sampling = _sampling(base, samplers, sessions, client, passage, loaded)
+    sampling = _sampling(base, samplers, sessions, client, passage, pictures, loaded)
     uses = AdapterUses(writer)
     return Services(
         config=config,
@@ -199,6 +206,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         copies=Copies(database, writer),
         futures=base.futures,
         sampling=sampling,
+        pictures=pictures,
         loaded=loaded,
         client=client,
         engine=base.notifier.engine,
@@ -275,6 +283,7 @@ def _sampling(
     sessions: Sessions,
     client: ForwardingClient | None,
     passage: Passage,
+    pictures: PictureIngress,
     loaded: LoadedWeights | None,
 ) -> SampleService:
     return SampleService(
@@ -290,13 +299,14 @@ def _sampling(
         guard=passage.guard,
         usage=passage.usage,
         quotas=passage.quotas,
+        pictures=pictures,
         metrics=base.metrics.samples,
         loaded=loaded,
     )
 
 
 def _client(
-    base: Base, adapters: AdapterHost, transport: HttpTransport, loaded: LoadedWeights | None
+    base: Base, adapters: AdapterHost, transport: HttpTransport, loaded: LoadedWeights | None, files: PictureFiles
 ) -> ForwardingClient | None:
     """None if the engine runs the samples."""
     runtime, config = base.runtime, base.runtime.config
@@ -314,6 +324,7 @@ def _client(
         loaded=loaded,
         shares_keys=config.routed or config.modes.shares_inference,
         metrics=base.metrics.adapters,
+        pictures=StoredPictureFiles(files),
     )
 
 

@@ -79,6 +79,7 @@ async def close(process: ApiProcess) -> None:
     await base.notifier.close()
     if services.client is not None:
         await services.client.close()
+    await services.pictures.close()
     await base.writer.close()
     base.database.close()
     if services.spans is not None:

@@ -21,6 +21,7 @@ from skyrl.server.futures.trace import Traces
 from skyrl.server.openai.in_flight import InFlight
 from skyrl.server.openai.models import ModelNames
 from skyrl.server.openai.service import OpenAIService
+from skyrl.server.pictures.ingress import PictureIngress
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.request_status.finding import StatusFinder
 from skyrl.server.sampling.client import ForwardingClient
@@ -57,6 +58,7 @@ class Services:
     copies: Copies
     futures: FutureStore
     sampling: SampleService
+    pictures: PictureIngress
     loaded: LoadedWeights | None
     """None if the inference servers never change their weights."""
     client: ForwardingClient | None

@@ -11,6 +11,7 @@ import asyncio
 import msgspec
 from starlette.responses import Response
 
+from skyrl.base.types.ids import new_request_id
 from skyrl.base.types.kinds import PASSES, Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.wire.decoding import raw_fields
@@ -90,7 +91,10 @@ async def submit(
     earlier commands of its model. `first` runs in the transaction that records the command (`FutureStore.record`)."""
     if seq_id is not None and not 0 <= seq_id < 2**63:
         raise RequestError("must be in [0, 2**63)", field="seq_id")
-    tokens = await _tokens_to_charge(services, kind, model.tenant, body, encoding)
+    request_id, of_pictures = new_request_id(), 0
+    if kind in PASSES:
+        body, of_pictures = await services.pictures.training(body, encoding, model.tenant, request_id)
+    tokens = await _tokens_to_charge(services, kind, model.tenant, body, encoding, of_pictures)
     with services.quotas.charged(model.tenant, tokens) as charge:
         request_id, charge.kept = await services.futures.record(
             NewRequest(
@@ -102,6 +106,7 @@ async def submit(
                 model_id=model.id,
                 seq_id=seq_id,
                 identity=_identity(kind, body),
+                id=request_id,
                 not_before=charge.not_before,
                 numbered=seq_id is None,
             ),
@@ -113,15 +118,17 @@ async def submit(
     return reply({"request_id": request_id, "model_id": model.id})
 
 
-async def _tokens_to_charge(services: Services, kind: Kind, tenant: str, body: bytes, encoding: str) -> int:
-    """How many of the tenant's tokens per minute a pass takes; 0 if they are not limited, or if the body cannot be
-    read: such a pass fails when its turn comes."""
+async def _tokens_to_charge(
+    services: Services, kind: Kind, tenant: str, body: bytes, encoding: str, of_pictures: int
+) -> int:
+    """How many of the tenant's tokens per minute a pass takes, with those of its pictures; 0 if they are not limited,
+    or if the body cannot be read: such a pass fails when its turn comes."""
     if kind not in PASSES or not services.quotas.counts_tokens(tenant):
         return 0
     try:
         if len(body) > LARGE_BODY_BYTES:
-            return await asyncio.to_thread(count_tokens, body, encoding)
-        return count_tokens(body, encoding)
+            return of_pictures + await asyncio.to_thread(count_tokens, body, encoding)
+        return of_pictures + count_tokens(body, encoding)
     except RequestError:
         return 0
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from skyrl.base.pictures.picture import PlacedPicture
+from skyrl.base.pictures.picture import Pictures
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import Distribution, SampleRequest, tokens_of
@@ -40,15 +40,6 @@ class ContextLimits:
 
     vocab_size: int | None = None
     max_context: int | None = None
-
-
-class Pictures(msgspec.Struct, frozen=True):
-    """The pictures of a prompt, in the order of their places, without overlap. Their files are stored for `tenant`. The
-    prompt holds `image_token_id` at their places, and nowhere else."""
-
-    tenant: str
-    image_token_id: int
-    placed: tuple[PlacedPicture, ...]
 
 
 # Every sample makes one. As a frozen dataclass that would take three times as long.
@@ -248,8 +239,9 @@ def make_job(
     weights: WeightsRef,
     limits: ContextLimits,
     version: str | None = None,
+    pictures: Pictures | None = None,
 ) -> SampleJob:
-    """The job for a request. Raises RequestError naming the field."""
+    """The job for a request, whose prompt is tokens alone. Raises RequestError naming the field."""
     params = request.sampling_params
     prompt = tokens_of(request.prompt)
     _check(request, prompt, limits)
@@ -281,4 +273,5 @@ def make_job(
         target=target,
         alternatives=request.prompt_alt_tokens_k,
         version=version,
+        pictures=pictures,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from skyrl.server.sampling.job import Pictures
+from skyrl.base.pictures.picture import Pictures
 
 
 class PictureFiles(Protocol):

@@ -5,6 +5,7 @@ Shared by the API process, which forwards samples, and the engine, which runs sa
 
 from __future__ import annotations
 
+from skyrl.base.pictures.picture import Pictures
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, served_version
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import SampleRequest
@@ -22,6 +23,7 @@ def job_for(
     base_name: str,
     *,
     full_finetuning: bool = False,
+    pictures: Pictures | None = None,
 ) -> SampleJob:
     """The job that samples from the weights of a sampling session. `base_name` is the inference servers' name for the
     base model. Raises RequestError naming the field."""
@@ -34,6 +36,7 @@ def job_for(
         weights=sampler.weights,
         limits=limits,
         version=served_version(sampler.weights) if full_finetuning else None,
+        pictures=pictures,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec.structs import replace
 
+from skyrl.base.pictures.picture import Pictures
 from skyrl.base.types.ids import new_request_id, sample_sequence_ids
 from skyrl.base.types.kinds import SAMPLES, Kind
 from skyrl.base.types.requests import NewRequest
@@ -18,6 +19,8 @@ from skyrl.base.wire.errors import ErrorCategory, NotFound, OverQuota, RequestEr
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
 from skyrl.runtime.metrics.samples import SampleMetrics
 from skyrl.server.futures.store import FutureStore
+from skyrl.server.pictures.ingress import PictureIngress
+from skyrl.server.pictures.placed import is_text
 from skyrl.server.quotas.account import Ticket
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.sampling.admission import Admission
@@ -70,6 +73,7 @@ class SampleService:
         guard: FeatureGuard,
         usage: UsageCounter,
         quotas: Quotas,
+        pictures: PictureIngress,
         metrics: SampleMetrics | None = None,
         loaded: LoadedWeights | None = None,
     ) -> None:
@@ -84,6 +88,7 @@ class SampleService:
         self._base_name = base_name
         self._guard = guard
         self._quotas = quotas
+        self._pictures = pictures
         self._metrics = metrics or SampleMetrics()
         self._loaded = loaded
         self._forwarded = ForwardedSamples(client, futures, samplers, admission, order, usage, self._metrics)
@@ -103,7 +108,11 @@ class SampleService:
         request = decode_sample_request(body, self._limits().vocab_size)
         sampler = await self._resolve(request, tenant)
         request_id = new_request_id()
-        job = self._job(request, request_id, sampler)
+        pictures = None
+        if not is_text(request.prompt):
+            vocab_size = self._limits().vocab_size
+            body, request, pictures = await self._pictures.sample(body, request, vocab_size, tenant, request_id)
+        job = self._job(request, request_id, sampler, pictures)
         self._guard.check(request)
         request.prompt.chunks.clear()  # the job has the tokens, in less memory
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
@@ -159,9 +168,9 @@ class SampleService:
             await self._loaded.check(sampler.weights, "sampling_session_id")
         return sampler
 
-    def _job(self, request: SampleRequest, request_id: str, sampler: Sampler) -> SampleJob:
-        full = self._loaded is not None
-        return job_for(request, request_id, sampler, self._limits(), self._base_name, full_finetuning=full)
+    def _job(self, request: SampleRequest, request_id: str, sampler: Sampler, pictures: Pictures | None) -> SampleJob:
+        full, limits = self._loaded is not None, self._limits()
+        return job_for(request, request_id, sampler, limits, self._base_name, full_finetuning=full, pictures=pictures)
 
     async def open_sampler(self, sampling_session_id: str, tenant: str, field: str = "sampling_session_id") -> Sampler:
         """The tenant's sampling session, if its session is active. Raises NotFound naming `field`."""
@@ -184,10 +193,13 @@ class SampleService:
             key = None
         if not self._futures.adopt(sample.id, Kind.EXTERNAL, sample.tenant, sample.session_id, sample.digest, key):
             return
+        pictures = None
         try:
             request = decode_sample_request(sample.body, self._limits().vocab_size)
             sampler = await self._resolve(request, sample.tenant)
-            job = self._job(request, sample.id, sampler)
+            if not is_text(request.prompt):
+                pictures = await self._pictures.stored_sample(request, sample.tenant)
+            job = self._job(request, sample.id, sampler, pictures)
         except RequestError as error:  # the session has ended, or the server has another base model now
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return

@@ -1,5 +1,5 @@
-"""Deletes old rows (finished requests, closed sampling sessions, steps of runs), then gives their space back to the
-disk.
+"""Deletes old rows (finished requests, pictures, closed sampling sessions, steps of runs), then gives their space back
+to the disk.
 
 Works in steps. Each step holds the write lock for some milliseconds, and other writers run between two steps.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, func, select
 
-from skyrl.storage.db import run_steps
+from skyrl.storage.db import pictures, run_steps
 from skyrl.storage.db.adapter_versions import forget_closed
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
@@ -117,6 +117,7 @@ class Retention:
         now = time.time()
         await self._in_steps(lambda c: forget(c, now - self._retention_s, FORGET_ROWS), 1)
         await self._in_steps(lambda c: forget_closed(c, now - SAMPLING_SESSIONS_S, FORGET_ROWS), FORGET_ROWS)
+        await self._in_steps(lambda c: pictures.forget(c, now), 1)
         await self._in_steps(lambda c: run_steps.forget(c, now - HISTORY_S), run_steps.FORGET_STEPS)
 
     async def _in_steps(self, forget_some: Callable[[Connection], int], full_step: int) -> None:

@@ -154,6 +154,41 @@ class FutureRow(SQLModel, table=True):
     """The `traceparent` of the request that recorded it; None if it is not traced."""
 
 
+class PictureRow(SQLModel, table=True):
+    """A picture in the requests of a tenant: a PNG or JPEG file with its size in pixels. `digest` is the SHA-256 of the
+    file. If `error` says why the file is no picture, `data` is empty. See `skyrl.storage.db.pictures`."""
+
+    __tablename__ = "pictures"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        PrimaryKeyConstraint("tenant", "digest"),
+        Index("ix_pictures_last_used_at", "last_used_at", "size_bytes"),
+    )
+    tenant: str
+    digest: str
+    format: str
+    width: int
+    height: int
+    error: str | None = Field(default=None, sa_column=Column(Text))
+    size_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
+    last_used_at: float
+    data: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+
+
+class PictureUseRow(SQLModel, table=True):
+    """A request whose body refers to a picture. The picture stays until the request has ended and need not be
+    repeated."""
+
+    __tablename__ = "picture_uses"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        PrimaryKeyConstraint("tenant", "digest", "request_id"),
+        Index("ix_picture_uses_created_at", "created_at"),
+    )
+    tenant: str
+    digest: str
+    request_id: str
+    created_at: float
+
+
 class CheckpointRow(SQLModel, table=True):
     """A named save. `kind` is weights (adapter and optimizer), sampler_weights (one adapter version) or
     external_weights (an adapter for download).

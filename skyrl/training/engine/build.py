@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.sight import sight_of
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.runtime.metrics.processes import EngineMetrics
 from skyrl.storage.checkpoint_store.base import CheckpointStore
@@ -20,6 +21,7 @@ from skyrl.training.engine.execution import Execution
 from skyrl.training.engine.file_commands import FileCommands
 from skyrl.training.engine.loop import Engine
 from skyrl.training.engine.model_ends import ModelEnds
+from skyrl.training.engine.pictures import PassPictures
 from skyrl.training.engine.publishing import WeightPublisher
 from skyrl.training.engine.reclaim import FileSweeper
 from skyrl.training.engine.recovery import Recovery
@@ -77,6 +79,7 @@ class _Base:
     holds: Holds
     metrics: EngineMetrics
     tracing: CommandTracing
+    pictures: PassPictures
 
     @classmethod
     def of(
@@ -111,6 +114,7 @@ class _Base:
             Holds(),
             metrics,
             tracing,
+            PassPictures(database, sight_of(config)),
         )
 
 
@@ -178,6 +182,7 @@ def _execution(base: _Base, ledger: CrashLedger, publisher: WeightPublisher) -> 
         base.run_times,
         base.metrics,
         base.tracing,
+        base.pictures,
     )
 
 
@@ -218,4 +223,5 @@ def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recov
         signals,
         base.holds,
         base.tracing,
+        base.pictures,
     )

@@ -26,6 +26,7 @@ from skyrl.training.engine.crash_ledger import CrashLedger
 from skyrl.training.engine.failures import failed
 from skyrl.training.engine.model_ends import ModelEnds
 from skyrl.training.engine.passes import run_passes
+from skyrl.training.engine.pictures import PassPictures
 from skyrl.training.engine.publishing import WeightPublisher
 from skyrl.training.engine.run_times import RunTimes
 from skyrl.training.engine.scheduler import Scheduler
@@ -59,6 +60,7 @@ class Execution:
         run_times: RunTimes,
         metrics: EngineMetrics,
         tracing: CommandTracing,
+        pictures: PassPictures,
     ) -> None:
         self._database = database
         self._backend = backend
@@ -73,6 +75,7 @@ class Execution:
         self._run_times = run_times
         self._metrics = metrics
         self._tracing = tracing
+        self._pictures = pictures
 
     # On the event loop: choose the thread, and wait until the command is settled.
 
@@ -106,7 +109,7 @@ class Execution:
             started = self._begin(commands)
             bodies = self._bodies(commands)
             runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
-            passes = run_passes(runnable, bodies, self._backend)
+            passes = run_passes(runnable, bodies, self._backend, self._pictures)
             busy_s = time.perf_counter() - started
 
             def count(connection: Connection) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import zip_longest
 
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.config.sight import sight_of
 from skyrl.base.types.activity import EngineActivity, encode_activity
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
@@ -32,6 +33,7 @@ from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.runtime.ray_cluster.connection import connect
 from skyrl.runtime.tracing.opening import open_spans
+from skyrl.server.pictures.files import StoredPictureFiles
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
@@ -44,6 +46,7 @@ from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.faults import DatabaseError, outage
 from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.storage.db.periodic import Rounds, repeat
+from skyrl.storage.db.picture_files import PictureFiles
 from skyrl.storage.db.retrying_database import RetryingDatabase
 from skyrl.storage.notify.doorbell import SERVERS, Doorbell, DoorbellListener
 from skyrl.training.backends.base import Backend, ModelLimits
@@ -114,6 +117,7 @@ def _colocated_sampler(
         api_key=runtime.inference_api_key,
         deadline_s=runtime.config.forwarding_deadline_s,
         zero_fill_logprobs=runtime.config.forwarding_zero_fill_logprobs,
+        pictures=StoredPictureFiles(PictureFiles(database)),
     )
     return ColocatedSampler(
         database,
@@ -121,6 +125,7 @@ def _colocated_sampler(
         group,
         backend.limits,
         runtime.config.served_names[0],
+        sight=sight_of(runtime.config),
         # On a CPU, vLLM's sleep frees no memory and would cost two calls around every batch.
         sleeps=torch.cuda.is_available(),
         give_up_after_s=runtime.config.forwarding_deadline_s,

@@ -12,8 +12,9 @@ from skyrl.base.wire.results import encode_forward_backward
 from skyrl.base.wire.training import decode_forward_backward
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.run_steps import StepSums
-from skyrl.training.backends.base import Backend, Datum, PassResult, TrainingPass
+from skyrl.training.backends.base import Backend, PassResult, TrainingPass
 from skyrl.training.engine.failures import failed
+from skyrl.training.engine.pictures import PassPictures
 
 GAP = "kl:mean"
 """The metric of a pass that compares its logprobs with the sampler's."""
@@ -31,23 +32,27 @@ class PassOutcomes:
     trained: Mapping[str, StepSums] = field(default_factory=dict)
 
 
-def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:
-    """The command's pass, checked. Raises RequestError or InvalidRequest, naming field and datum."""
+def decode_pass(command: Command, body: bytes, backend: Backend, pictures: PassPictures) -> TrainingPass:
+    """The command's pass, checked. Raises RequestError or InvalidRequest, naming field and datum, and FailedRequest."""
     assert command.model_id is not None  # checked by the API; the model_id in the body is ignored
     forward_only = command.kind is Kind.FORWARD
     decoded = decode_forward_backward(body, command.body_format, forward_only=forward_only)
+    data, files = pictures.data_of(decoded, command.tenant)
     training_pass = TrainingPass(
         model_id=command.model_id,
-        data=[Datum(tokens, inputs) for tokens, inputs in zip(decoded.tokens, decoded.loss_inputs, strict=True)],
+        data=data,
         loss_fn=decoded.loss_fn,
         loss_config=decoded.loss_config,
         backward=not decoded.forward_only,
+        files=files,
     )
     backend.check(training_pass)
     return training_pass
 
 
-def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend) -> PassOutcomes:
+def run_passes(
+    commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend, pictures: PassPictures
+) -> PassOutcomes:
     """Run passes on the backend thread. An invalid pass fails alone; the other passes run.
 
     Raises BackendLost: then no outcome is known, and the engine must end.
@@ -59,7 +64,7 @@ def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: B
     runnable: list[tuple[Command, TrainingPass]] = []
     for command in commands:
         try:
-            runnable.append((command, decode_pass(command, bodies[command.request_id], backend)))
+            runnable.append((command, decode_pass(command, bodies[command.request_id], backend, pictures)))
         except Exception as error:
             outcomes[command.request_id] = failed(error, command)
     results: Sequence[PassResult | Exception]

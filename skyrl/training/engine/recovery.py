@@ -34,6 +34,7 @@ from skyrl.training.backends.base import Backend, OutOfMemory
 from skyrl.training.engine.activity import Holds
 from skyrl.training.engine.command_log import CommandLog
 from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
+from skyrl.training.engine.pictures import PassPictures
 from skyrl.training.engine.repeating import repeat_command
 from skyrl.training.engine.scheduler import Scheduler
 from skyrl.training.engine.settlement import Settlement
@@ -75,6 +76,7 @@ class Recovery:
         signals: EngineSignals,
         holds: Holds,
         tracing: CommandTracing,
+        pictures: PassPictures,
     ) -> None:
         """After `signals.stop()`, recovery ends before the next command."""
         self._database = database
@@ -89,6 +91,7 @@ class Recovery:
         self._signals = signals
         self._holds = holds
         self._tracing = tracing
+        self._pictures = pictures
         self._counts = ledger.counts
         self.on_failed: Callable[[], None] = lambda: None
         """Called when a model has failed for good."""
@@ -223,7 +226,7 @@ class Recovery:
             command = executed.command
             began_at = time.time()
             with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
-                repeat_command(executed, self._body(command), model, self._backend, loaded)
+                repeat_command(executed, self._body(command), model, self._backend, loaded, self._pictures)
             self._holds.repeated()
             self._tracing.repeated(command, began_at)
         logger.info("model %s: %d commands repeated", model.id, len(commands))

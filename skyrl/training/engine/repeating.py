@@ -20,12 +20,18 @@ from skyrl.storage.db.models import ModelRecord
 from skyrl.training.backends.base import Backend, InvalidRequest, TrainingPass
 from skyrl.training.engine.barriers import adam_params
 from skyrl.training.engine.passes import decode_pass
+from skyrl.training.engine.pictures import PassPictures
 
 logger = logging.getLogger(__name__)
 
 
 def repeat_command(
-    executed: ExecutedCommand, body: bytes, model: ModelRecord, backend: Backend, loaded: Mapping[str, Path]
+    executed: ExecutedCommand,
+    body: bytes,
+    model: ModelRecord,
+    backend: Backend,
+    loaded: Mapping[str, Path],
+    pictures: PassPictures,
 ) -> None:
     """Repeat a command's change of its model. Saves and forward passes change nothing.
 
@@ -35,7 +41,7 @@ def repeat_command(
     if command.kind is Kind.CREATE_MODEL:
         backend.create_model(model.id, model.lora)
     elif command.kind is Kind.FORWARD_BACKWARD:
-        training_pass = decode_pass(command, body, backend)
+        training_pass = decode_pass(command, body, backend, pictures)
         if training_pass.backward:
             _repeat_pass(command, training_pass, backend)
     elif command.kind is Kind.OPTIM_STEP:

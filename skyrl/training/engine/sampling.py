@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import httpx
 
+from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.base.types.command import Command
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
+from skyrl.server.pictures.placed import is_text, place_stored
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.job import ContextLimits
 from skyrl.server.sampling.sampler_job import job_for, usage_of
@@ -58,6 +60,7 @@ class ColocatedSampler:
         limits: ModelLimits,
         base_name: str,
         *,
+        sight: Sight | Blind,
         sleeps: bool,
         give_up_after_s: float,
     ) -> None:
@@ -66,6 +69,7 @@ class ColocatedSampler:
         self._group = group
         self._limits = ContextLimits(limits.vocab_size, limits.max_context)
         self._base_name = base_name
+        self._sight = sight
         self._sleeps = sleeps
         self._give_up_after_s = give_up_after_s
         self._away_since: float | None = None
@@ -146,7 +150,10 @@ class ColocatedSampler:
             if sampler is None:
                 raise FailedRequest("sampling_session_id: the sampling session was closed")
             request = decode_json(SampleRequest, body)
-            job = job_for(request, command.request_id, sampler, self._limits, self._base_name)
+            pictures = None
+            if not is_text(request.prompt):
+                pictures = await place_stored(request, self._database, self._sight, command.tenant)
+            job = job_for(request, command.request_id, sampler, self._limits, self._base_name, pictures=pictures)
             answer = await self._client.sample(job)
             return Outcome(answer.body, "proto:sample"), usage_of(answer, sampler)
         except Exception as error:

@@ -50,6 +50,7 @@ SERVER_KEYS = {
     "max_body_bytes",
     "max_models_per_tenant",
     "max_pending_sample_bytes",
+    "max_stored_image_bytes",
     "max_pending_samples",
     "max_sampling_sessions_per_tenant",
     "max_sessions_per_tenant",

@@ -171,10 +171,11 @@ def test_a_string_in_the_loss_config_is_refused() -> None:
     assert refused(sdk_body([], config={"mode": "fast"}), "proto").field == "loss_fn_config.mode"
 
 
-def test_the_refusal_of_an_image_names_the_datum() -> None:
+def test_an_image_carries_the_name_of_its_datum() -> None:
     image: list[Any] = [ImageChunk(data=b"x", format="png")]
     bad = Datum(ModelInput(chunks=image), {})
-    assert refused(sdk_body([datum([1]), bad]), "proto").field == "data[1].model_input"
+    (part,) = proto([datum([1]), bad]).images[1]
+    assert part.name == "data[1].model_input.chunks[0]"
 
 
 def tensor_refused(tensor: pb.Tensor) -> RequestError:

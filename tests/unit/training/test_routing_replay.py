@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_lora_support import base_path, grpo, make_backend, make_full, make_ranks, ok, rl, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
+from skyrl.base.pictures.sight import Blind
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire import tinker_pb2 as pb
@@ -24,8 +25,10 @@ from skyrl.training.backends.torch_lora.prefixes import prefix_tree
 from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of, with_sorted_experts
 from skyrl.training.backends.torch_lora.routing import own_experts
 from skyrl.training.engine.passes import run_passes
+from skyrl.training.engine.pictures import PassPictures
 
 LENGTHS = (7, 31, 1, 18)
+PICTURES = PassPictures(cast(Any, None), Blind("it is a model of text"))
 NO_MLP = {"train_mlp": False}
 F32, I64 = np.float32, np.int64
 
@@ -189,7 +192,7 @@ def test_a_body_of_the_sdk_replays_the_routing(compact: bool) -> None:
     request = ForwardBackwardRequest(types.ForwardBackwardInput(data, "cross_entropy"), "m", 1)
     body = forward_backward_request_to_proto(request).SerializeToString()
     command = Command(1, "r", Kind.FORWARD, "t", "s", "m", 1, None, None, "proto", len(body))
-    ((_, outcome),) = run_passes([command], {"r": body}, _backend()).outcomes
+    ((_, outcome),) = run_passes([command], {"r": body}, _backend(), PICTURES).outcomes
     output = pb.ForwardBackwardOutput.FromString(outcome.result)
     (record,) = output.loss_fn_outputs
     found = np.frombuffer(record.fields["logprobs"].data, F32)

@@ -1,0 +1,142 @@
+"""Image chunks of an input, and bodies without their files.
+
+A stored body holds no image file: it names each by its digest, as an `image_asset_pointer` of Tinker does. A client may
+send such pointers, too. Knows no library for images, and not what a model sees.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+from google.protobuf.message import DecodeError
+
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.errors import RequestError
+
+LOCATION = "sha256:"
+"""How the location of a stored image begins; its digest, in hexadecimal, follows."""
+_JSON_MARKS = (b'"iVBORw0KGgo', b'"/9j/', b'"\\/9j\\/', b'"location"')
+_PROTO_MARKS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """An image chunk. `name` is its place in the request. `before` tokens of text come before it. `location` is where
+    its file is stored; empty if the body has the file itself. `override`: the width and height in pixels that a
+    protobuf chunk may give."""
+
+    name: str
+    before: int
+    location: str
+    format: str
+    expected_tokens: int | None = None
+    override: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class TakenOut:
+    """A body whose image files are taken out. `files`: by digest. `names`: for each digest in the body, the places of
+    its chunks in the request."""
+
+    body: bytes
+    files: dict[str, bytes] = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=dict)
+
+
+def digest_in(location: str, name: str) -> str:
+    """The digest in the location of a stored image. Raises RequestError naming the chunk."""
+    digest = location.removeprefix(LOCATION)
+    if not location:
+        raise RequestError("is neither a PNG nor a JPEG file", field=name)
+    if not location.startswith(LOCATION) or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+        raise RequestError(
+            f"{location[:200]!r} is no image that this server stores: send the file itself as an image chunk, or "
+            f"'{LOCATION}' and the SHA-256 of one sent before; no address is opened",
+            field=f"{name}.location",
+        )
+    return digest
+
+
+def may_have_images(body: bytes, body_format: str) -> bool:
+    """False if a training body has no image that could be valid: looking through the bytes is faster than decoding."""
+    return any(mark in body for mark in (_PROTO_MARKS if body_format == "proto" else _JSON_MARKS))
+
+
+def take_out(body: bytes, body_format: str) -> TakenOut:
+    """The body with pointers in place of image files. Raises RequestError if it cannot be decoded."""
+    return _from_proto(body) if body_format == "proto" else _from_json(body)
+
+
+def _from_proto(body: bytes) -> TakenOut:
+    try:
+        message = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise RequestError(f"the body is not a ForwardBackwardRequest: {error}") from error
+    taken = TakenOut(b"")
+    for index, datum in enumerate(message.data):
+        for place, chunk in enumerate(datum.model_input):
+            if chunk.WhichOneof("chunk") == "image":
+                name = f"data[{index}].model_input.chunks[{place}]"
+                if chunk.image.location:
+                    _name(taken, chunk.image.location, name)
+                else:
+                    chunk.image.location = _take(taken, chunk.image.data, name)
+                    chunk.image.ClearField("data")
+    return TakenOut(message.SerializeToString(deterministic=True), taken.files, taken.names)
+
+
+def _from_json(body: bytes) -> TakenOut:
+    try:
+        request: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    taken = TakenOut(b"")
+    for chunk, name in _json_chunks(request):
+        data, location = chunk.get("data"), chunk.get("location")
+        if isinstance(data, str):
+            try:
+                file = base64.b64decode(data, validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise RequestError(f"is not base64: {error}", field=f"{name}.data") from error
+            del chunk["data"]
+            chunk |= {"type": "image_asset_pointer", "location": _take(taken, file, name)}
+        elif isinstance(location, str):
+            _name(taken, location, name)
+    return TakenOut(msgspec.json.encode(request), taken.files, taken.names)
+
+
+def _take(taken: TakenOut, file: bytes, name: str) -> str:
+    digest = sha256(file).hexdigest()
+    taken.files.setdefault(digest, file)
+    return _name(taken, LOCATION + digest, name)
+
+
+def _name(taken: TakenOut, location: str, name: str) -> str:
+    taken.names.setdefault(location.removeprefix(LOCATION), []).append(name)
+    return location
+
+
+def _json_chunks(request: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """The image chunks of a body, and their places in it. A body of another shape is refused when it is decoded."""
+    inputs = [(_of(request, "prompt"), "prompt")]
+    for command in ("forward_backward_input", "forward_input"):
+        data = _of(_of(request, command), "data")
+        inputs += [
+            (_of(datum, "model_input"), f"data[{index}].model_input")
+            for index, datum in enumerate(data if isinstance(data, list) else ())
+        ]
+    for model_input, name in inputs:
+        chunks = _of(model_input, "chunks")
+        for place, chunk in enumerate(chunks if isinstance(chunks, list) else ()):
+            if isinstance(chunk, dict) and chunk.get("tokens") is None:
+                yield chunk, f"{name}.chunks[{place}]"
+
+
+def _of(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None

@@ -1,0 +1,132 @@
+"""Takes the pictures out of a request before it is recorded: checks each file, stores it once, and notes its use.
+
+A sample with a wrong picture is refused at once. A training command is recorded all the same, and fails when its turn
+comes (see `skyrl.server.api.training`); then the database has the reason in place of the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from skyrl.base.pictures.picture import BadPicture, Pictures, format_of
+from skyrl.base.pictures.placing import KnownPicture
+from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.images import TakenOut, may_have_images, take_out
+from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request, text_and_images
+from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
+from skyrl.server.pictures.placed import place_images, place_stored, seeing
+from skyrl.storage.db import pictures as rows
+from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.picture_files import PictureFiles
+
+LARGE_BODY_BYTES = 256 * 2**10
+"""Larger bodies are read on a thread."""
+MAX_FILES = 1024
+"""The most different pictures in one request."""
+NOT_CHECKED_S = 5.0
+
+
+class PictureIngress:
+    """Of one API process. `sight`: how the base model sees. `most_bytes` bounds the files in the database."""
+
+    def __init__(
+        self, database: Database, checker: PictureChecker, files: PictureFiles, sight: Sight | Blind, most_bytes: int
+    ) -> None:
+        self._database = database
+        self._checker = checker
+        self._files = files
+        self._sight = sight
+        self._most_bytes = most_bytes
+        self._writes = asyncio.Lock()
+        self._checking: dict[str, asyncio.Task[rows.CheckedFile]] = {}
+
+    async def sample(
+        self, body: bytes, request: SampleRequest, vocab_size: int | None, tenant: str, request_id: str
+    ) -> tuple[bytes, SampleRequest, Pictures]:
+        """The body of a sample request without its files; and the request with a prompt of tokens, in which its
+        pictures have their places. Raises RequestError that names the chunk."""
+        sight = seeing(self._sight, text_and_images(request.prompt)[1][0].name)
+        taken = await _taken_out(body, "json")
+        known, new = await self._look(taken, tenant)
+        request = decode_sample_request(taken.body, vocab_size)
+        pictures = place_images(request, known, sight, tenant)
+        await self._keep(tenant, request_id, taken, new)
+        return taken.body, request, pictures
+
+    async def stored_sample(self, request: SampleRequest, tenant: str) -> Pictures:
+        """The pictures of a stored request, whose files were taken out before. Raises RequestError."""
+        return await place_stored(request, self._database, self._sight, tenant)
+
+    async def training(self, body: bytes, body_format: str, tenant: str, request_id: str) -> tuple[bytes, int]:
+        """The body of a training command without its files, and how many tokens its pictures take."""
+        if isinstance(self._sight, Blind) or not may_have_images(body, body_format):
+            return body, 0
+        try:
+            taken = await _taken_out(body, body_format)
+        except RequestError:  # the command fails for the same reason when its turn comes
+            return body, 0
+        known, new = await self._look(taken, tenant)
+        await self._keep(tenant, request_id, taken, new)
+        counts = (len(taken.names[digest]) * _tokens(found, self._sight) for digest, found in known.items())
+        return taken.body, sum(counts)
+
+    async def close(self) -> None:
+        await self._checker.close()
+
+    async def _look(self, taken: TakenOut, tenant: str) -> tuple[dict[str, KnownPicture], dict[str, rows.CheckedFile]]:
+        """What is known of the pictures of a request, and those among them that are not stored. Files that are not
+        stored are checked, each once, however many requests have it."""
+        if len(taken.names) > MAX_FILES:
+            raise RequestError(f"the request holds {len(taken.names)} different images; it may hold {MAX_FILES}")
+        known = await self._database.read_async(lambda c: rows.find(c, tenant, list(taken.names)))
+        new: dict[str, rows.CheckedFile] = {}
+        for digest in taken.files:
+            if digest not in known:
+                new[digest] = await self._checked(digest, taken.files[digest])
+        return known | {digest: file.known for digest, file in new.items()}, new
+
+    async def _checked(self, digest: str, data: bytes) -> rows.CheckedFile:
+        running = self._checking.get(digest)
+        if running is None:
+            running = self._checking[digest] = asyncio.create_task(self._check(data))
+            running.add_done_callback(lambda _: self._checking.pop(digest, None))
+        return await asyncio.shield(running)
+
+    async def _check(self, data: bytes) -> rows.CheckedFile:
+        try:
+            form = format_of(data)
+            width, height = await self._checker.check(data, form)
+        except TooManyPictures as error:
+            raise RequestError(str(error), status=429, retry_after_s=error.retry_after_s) from error
+        except NotChecked as error:
+            raise RequestError(str(error), status=503, retry_after_s=NOT_CHECKED_S) from error
+        except BadPicture as error:
+            return rows.CheckedFile(KnownPicture("png", error=str(error)), b"")
+        return rows.CheckedFile(KnownPicture(form, width, height), data)
+
+    async def _keep(self, tenant: str, request_id: str, taken: TakenOut, new: Mapping[str, rows.CheckedFile]) -> None:
+        """Store the new files, and note that the request uses its pictures. Returns when this is durable."""
+
+        def keep(connection: Connection) -> None:
+            rows.keep(connection, tenant, request_id, taken.names, new, self._most_bytes)
+
+        for digest, data in taken.files.items():
+            self._files.put(tenant, digest, data)
+        async with self._writes:  # one at a time, so that the group commit gets the write lock in between
+            await asyncio.to_thread(self._database.write, keep)
+
+
+async def _taken_out(body: bytes, body_format: str) -> TakenOut:
+    if len(body) > LARGE_BODY_BYTES:
+        return await asyncio.to_thread(take_out, body, body_format)
+    return take_out(body, body_format)
+
+
+def _tokens(known: KnownPicture, sight: Sight) -> int:
+    """0 for a picture that is not taken: its command fails."""
+    try:
+        return 0 if known.error is not None else sight.tokens(known.width, known.height)
+    except BadPicture:
+        return 0

@@ -1,0 +1,151 @@
+"""Pictures of requests: each file is stored once for a tenant, however many requests refer to it.
+
+A picture is kept while a request refers to it that has not ended, or that recovery would repeat, and for KEEP_S after
+its last use. If the files reach their bound, pictures without such a request are deleted earlier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, text
+
+from skyrl.base.pictures.picture import PictureFormat
+from skyrl.base.pictures.placing import KnownPicture
+from skyrl.base.wire.errors import RequestError
+from skyrl.storage.db.futures import MAX_NAMED, futures
+from skyrl.storage.db.tables import ModelRow, PictureRow, PictureUseRow
+
+pictures = PictureRow.__table__  # type: ignore[attr-defined]
+uses = PictureUseRow.__table__  # type: ignore[attr-defined]
+_models = ModelRow.__table__  # type: ignore[attr-defined]
+
+KEEP_S = 600.0
+"""How long a picture stays after its last use, so that clients can refer to it and need not send it again."""
+RECORD_S = 60.0
+"""The time in which a request is recorded after its pictures. The clocks of the processes may differ by seconds."""
+RETRY_S = 5.0
+FORGET_USES = 250
+FORGET_PICTURES = 8
+"""The most rows that one step of `forget` deletes. A picture may have many megabytes."""
+
+_ADD = text(
+    "INSERT INTO pictures (tenant, digest, format, width, height, error, size_bytes, last_used_at, data) "
+    "VALUES (:tenant, :digest, :format, :width, :height, :error, :size_bytes, :now, :data) "
+    "ON CONFLICT (tenant, digest) DO UPDATE SET last_used_at = excluded.last_used_at"
+)
+_USE = text(
+    "INSERT INTO picture_uses (tenant, digest, request_id, created_at) VALUES (:tenant, :digest, :request_id, :now) "
+    "ON CONFLICT DO NOTHING"
+)
+_TOUCH = text("UPDATE pictures SET last_used_at = :now WHERE tenant = :tenant AND digest = :digest")
+_FOUND = select(pictures.c.digest, pictures.c.format, pictures.c.width, pictures.c.height, pictures.c.error).where(
+    pictures.c.tenant == bindparam("tenant"), pictures.c.digest.in_(bindparam("digests", expanding=True))
+)
+_FILES = select(pictures.c.digest, pictures.c.data).where(
+    pictures.c.tenant == bindparam("tenant"),
+    pictures.c.digest.in_(bindparam("digests", expanding=True)),
+    pictures.c.error.is_(None),
+)
+
+
+class CheckedFile(msgspec.Struct, frozen=True):
+    """A file that was looked at, and what it is. `data` is empty if it is no picture."""
+
+    known: KnownPicture
+    data: bytes
+
+
+def find(connection: Connection, tenant: str, digests: Collection[str]) -> dict[str, KnownPicture]:
+    """Those of a tenant's pictures that are stored, by digest, without their files."""
+    found: dict[str, KnownPicture] = {}
+    for some in _in_groups(digests):
+        for row in connection.execute(_FOUND, {"tenant": tenant, "digests": some}):
+            form: PictureFormat = "png" if row.format == "png" else "jpeg"
+            found[row.digest] = KnownPicture(form, row.width, row.height, row.error)
+    return found
+
+
+def files(connection: Connection, tenant: str, digests: Collection[str]) -> dict[str, bytes]:
+    """The files of those of a tenant's pictures that are stored, by digest."""
+    found: dict[str, bytes] = {}
+    for some in _in_groups(digests):
+        found |= {row.digest: row.data for row in connection.execute(_FILES, {"tenant": tenant, "digests": some})}
+    return found
+
+
+def keep(
+    connection: Connection,
+    tenant: str,
+    request_id: str,
+    digests: Collection[str],
+    new: Mapping[str, CheckedFile],
+    most_bytes: int,
+) -> None:
+    """Note that a request refers to these pictures, and store those that are `new`. The request must be recorded within
+    RECORD_S. Raises RequestError (429) if all pictures together would have more than `most_bytes`."""
+    now = time.time()
+    _make_room(connection, sum(len(file.data) for file in new.values()), most_bytes, now)
+    for digest in sorted(digests):  # in a fixed order, so that two processes cannot deadlock
+        row = {"tenant": tenant, "digest": digest, "request_id": request_id, "now": now}
+        if (file := new.get(digest)) is not None:
+            known = msgspec.structs.asdict(file.known)
+            connection.execute(_ADD, row | known | {"size_bytes": len(file.data), "data": file.data})
+        else:
+            connection.execute(_TOUCH, row)
+        connection.execute(_USE, row)
+
+
+def forget(connection: Connection, now: float) -> int:
+    """Delete the uses of requests that have ended, and then pictures that nobody has used for KEEP_S: a few of them.
+    Returns how many rows were deleted; 0 when none is left."""
+    rows = connection.execute(_ended_uses(now).limit(FORGET_USES)).all()
+    for row in rows:
+        of_row = uses.c.tenant == row.tenant, uses.c.digest == row.digest, uses.c.request_id == row.request_id
+        connection.execute(delete(uses).where(*of_row))
+    return len(rows) or _delete_unused(connection, now - KEEP_S, FORGET_PICTURES)
+
+
+def _make_room(connection: Connection, more: int, most_bytes: int, now: float) -> None:
+    stored = select(func.coalesce(func.sum(pictures.c.size_bytes), 0))
+    while more and connection.execute(stored).scalar_one() + more > most_bytes:
+        if not forget(connection, now) and not _delete_unused(connection, now - RECORD_S, FORGET_PICTURES):
+            raise RequestError(
+                f"the images of unfinished requests have all of the {most_bytes} bytes that this server keeps for "
+                "them; send the request again later",
+                status=429,
+                retry_after_s=RETRY_S,
+            )
+
+
+def _ended_uses(now: float) -> Any:
+    """Uses of requests that are not stored, or that have ended and are in their model's snapshot. Reads no column of a
+    request that comes after its body, because SQLite would read the body, too."""
+    recorded = exists().where(futures.c.id == uses.c.request_id)
+    repeats = exists().where(
+        _models.c.id == futures.c.model_id,
+        _models.c.status.in_(("ready", "creating")),
+        _models.c.next_seq <= futures.c.seq_id,
+    )
+    pending = futures.c.n.in_(select(futures.c.n).where(futures.c.status == "pending"))
+    needed = recorded.where(or_(pending, repeats))
+    expected = and_(uses.c.created_at >= now - RECORD_S, ~recorded)
+    return select(uses.c.tenant, uses.c.digest, uses.c.request_id).where(~needed, ~expected).order_by(uses.c.created_at)
+
+
+def _delete_unused(connection: Connection, used_before: float, most: int) -> int:
+    """Delete pictures without a use, the least recently used first."""
+    used = exists().where(uses.c.tenant == pictures.c.tenant, uses.c.digest == pictures.c.digest)
+    unused = select(pictures.c.tenant, pictures.c.digest).where(pictures.c.last_used_at < used_before, ~used)
+    rows = connection.execute(unused.order_by(pictures.c.last_used_at).limit(most)).all()
+    for row in rows:
+        connection.execute(delete(pictures).where(pictures.c.tenant == row.tenant, pictures.c.digest == row.digest))
+    return len(rows)
+
+
+def _in_groups(digests: Collection[str]) -> list[list[str]]:
+    named = list(digests)
+    return [named[start : start + MAX_NAMED] for start in range(0, len(named), MAX_NAMED)]
