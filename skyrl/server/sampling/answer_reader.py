@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from skyrl.server.sampling import completion
 from skyrl.server.sampling.answer_bound import MAX_ANSWER_BYTES
@@ -40,6 +40,12 @@ def _with_short_switches(work: Callable[[], T]) -> T:
         sys.setswitchinterval(NORMAL_SWITCH_S)
 
 
+class Decode(Protocol):
+    """`decode_answer` of `completion` or of `generation`."""
+
+    def __call__(self, body: bytes, job: SampleJob, *, zero_fill: bool) -> completion.SampleAnswer: ...
+
+
 class AnswerReader:
     """Counts answers that cannot be used in `counts`. With `zero_fill`, missing logprobs become 0.0."""
 
@@ -49,7 +55,9 @@ class AnswerReader:
         self._decoder = ThreadPoolExecutor(1, "answers")
         """One thread: a decoder holds the interpreter lock most of the time, so a second one would only take memory."""
 
-    async def read(self, answer: Answer, job: SampleJob) -> completion.SampleAnswer:
+    async def read(
+        self, answer: Answer, job: SampleJob, decode: Decode = completion.decode_answer
+    ) -> completion.SampleAnswer:
         """Raises AbortedAnswer if vLLM aborted the sample, and FailedRequest if the answer cannot be used."""
         if not answer.whole:
             self._counts["malformed"] += 1
@@ -60,22 +68,22 @@ class AnswerReader:
             )
         try:
             try:
-                return await self._decode(answer.body, job)
+                return await self._decode(decode, answer.body, job, zero_fill=False)
             except completion.MissingLogprobs as error:
                 self._counts["missing_logprobs"] += 1
                 if not self._zero_fill:
                     raise
                 logger.warning("request %s: %s; zero-filled, as configured", job.request_id, error)
-                return await self._decode(answer.body, job, zero_fill=True)
+                return await self._decode(decode, answer.body, job, zero_fill=True)
         except completion.MalformedAnswer as error:
             self._counts["malformed"] += 1
             raise server_failure(f"{error}; {describe(answer)}") from error
 
-    async def _decode(self, body: bytes, job: SampleJob, *, zero_fill: bool = False) -> completion.SampleAnswer:
+    async def _decode(self, decode: Decode, body: bytes, job: SampleJob, *, zero_fill: bool) -> completion.SampleAnswer:
         if len(body) <= completion.LARGE_BYTES:
-            return completion.decode_answer(body, job, zero_fill=zero_fill)
-        decode = partial(completion.decode_answer, body, job, zero_fill=zero_fill)
-        return await asyncio.get_running_loop().run_in_executor(self._decoder, _with_short_switches, decode)
+            return decode(body, job, zero_fill=zero_fill)
+        work = partial(decode, body, job, zero_fill=zero_fill)
+        return await asyncio.get_running_loop().run_in_executor(self._decoder, _with_short_switches, work)
 
     def close(self) -> None:
         self._decoder.shutdown(wait=False, cancel_futures=True)

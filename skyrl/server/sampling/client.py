@@ -34,6 +34,8 @@ from skyrl.server.sampling.health import HEALTH_TIMEOUT_S, Health, health_of
 from skyrl.server.sampling.job import SampleJob
 from skyrl.server.sampling.loaded_weights import LoadedWeights, OtherWeights
 from skyrl.server.sampling.other_versions import OtherVersions
+from skyrl.server.sampling.picture_exchange import PictureExchange, PictureSends
+from skyrl.server.sampling.picture_files import PictureFiles
 from skyrl.server.sampling.progress import SampleProgress, SampleWait
 from skyrl.server.sampling.sample_exchange import SampleExchange
 from skyrl.server.sampling.served_context import ContextNotKnownYet, ServedContext
@@ -81,6 +83,8 @@ class ForwardingClient:
     `loaded` tells whether weights are still current, on a server whose full weights are replaced while it serves. There
     an answer that began with other weights is given to nobody: the sample fails if its weights were replaced, and is
     sent again if the inference server does not have them yet.
+
+    `pictures` has the files of jobs with pictures; None if there are no such jobs.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class ForwardingClient:
         loaded: LoadedWeights | None = None,
         shares_keys: bool = False,
         metrics: AdapterMetrics | None = None,
+        pictures: PictureFiles | None = None,
     ) -> None:
         self._transport = transport
         self._endpoint = endpoint
@@ -111,6 +116,7 @@ class ForwardingClient:
         self._context = ServedContext(transport, self._headers)
         self._suspects = Suspects()
         self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
+        self._pictures = None if pictures is None else PictureSends(pictures)
         self._attempts: dict[str, Attempts[Any]] = {}
         """The running requests, by their ids."""
 
@@ -130,7 +136,11 @@ class ForwardingClient:
     def _sample(
         self, job: SampleJob, priority: int | None, deadline: float
     ) -> Coroutine[Any, Any, completion.SampleAnswer]:
-        return self._request(SampleExchange(job, priority, self._transport, self._context, self._reader), deadline)
+        if job.pictures is None:
+            return self._request(SampleExchange(job, priority, self._transport, self._context, self._reader), deadline)
+        assert self._pictures is not None
+        exchange = PictureExchange(job, priority, self._transport, self._context, self._reader, self._pictures)
+        return self._request(exchange, deadline)
 
     async def exchange(self, exchange: Exchange[T]) -> T:
         """What the exchange reads from the server's answer. Raises FailedRequest, and what the exchange raises."""

@@ -1,12 +1,13 @@
 """The codec between a sample job and vLLM: encodes requests, and decodes answers if they are complete.
 
-Knows the body of `/v1/completions`; `prompt_answer` reads the rows of the prompt. Does not know connections, retries or
-futures.
+Knows the body of `/v1/completions`; `prompt_answer` reads the rows of the prompt, and `generation` has the other route,
+for prompts with pictures. Does not know connections, retries or futures.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
@@ -23,6 +24,10 @@ LARGE_BYTES = 256 * 2**10
 would stop the loop for 0.2 s."""
 MINUS_INFINITY = -9999.0
 """vLLM writes this number for minus infinity, which JSON lacks."""
+
+
+ENDED = ("stop", "length")
+"""The `finish_reason` of a whole sequence."""
 
 
 class MissingLogprobs(MalformedAnswer):
@@ -48,7 +53,7 @@ class SampleAnswer(msgspec.Struct):
 
 
 class AbortedAnswer(Exception):
-    """vLLM aborted the request: the `finish_reason` is neither "stop" nor "length"."""
+    """vLLM aborted the request: the `finish_reason` is none of ENDED."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -58,28 +63,54 @@ class _Logprobs(msgspec.Struct):
     as long as all else."""
 
 
+class Choice(Protocol):
+    """One sequence of an answer, in the form of either route."""
+
+    index: int
+    finish_reason: str | None
+    token_ids: list[int] | None
+    prompt_logprobs: list[msgspec.Raw] | None
+    """Undecoded rows. As objects, all rows together would take several times the memory of the body."""
+    weight_versions: msgspec.Raw
+    """Read only where servers change their weights."""
+
+    def sampled_logprobs(self) -> list[float | None] | None:
+        """One for each token; None if the answer has no logprobs."""
+        ...
+
+    def cells(self) -> Sequence[Sequence[tuple[int, float]]]:
+        """For each token the most likely tokens with their logprobs, in any order; empty if the answer has none.
+        Raises msgspec.DecodeError and ValueError."""
+        ...
+
+
 class _Choice(msgspec.Struct):
     index: int = 0
     finish_reason: str | None = None
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None
-    """Undecoded rows. As objects, all rows together would take several times the memory of the body."""
     weight_versions: msgspec.Raw = NOT_TOLD
-    """Read only where servers change their weights."""
+
+    def sampled_logprobs(self) -> list[float | None] | None:
+        return None if self.logprobs is None else self.logprobs.token_logprobs
+
+    def cells(self) -> Sequence[Sequence[tuple[int, float]]]:
+        rows = (None if self.logprobs is None else _rows_decoder.decode(self.logprobs.top_logprobs)) or []
+        return [[(int(key.removeprefix(TOKEN_ID_PREFIX)), value) for key, value in (row or {}).items()] for row in rows]
 
 
 class _CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
     prompt_tokens_details: _CachedTokens | None = None
 
 
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _LargeCompletion(msgspec.Struct):
@@ -87,7 +118,7 @@ class _LargeCompletion(msgspec.Struct):
     decoded in a call of its own."""
 
     choices: list[msgspec.Raw]
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 _encoder = msgspec.json.Encoder()
@@ -98,13 +129,27 @@ _rows_decoder = msgspec.json.Decoder(list[dict[str, float] | None] | None)
 
 
 def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
-    """The body to post. A greedy job asks for one sequence: vLLM refuses n > 1, and all sequences would be equal. The
-    server runs requests with lower `priority` first; None if the server ignores priorities."""
+    """The body to post. The server runs requests with lower `priority` first; None if the server ignores priorities."""
+    params = sampling_params(job)
+    params["logprobs"] = job.topk_sample
+    if (scores := prompt_scores(job)) is not None:
+        params["vllm_xargs"] = scores.to_extra_args()
+    if priority is not None:
+        params["priority"] = priority
+    if job.topk_sample:
+        params["return_tokens_as_token_ids"] = True  # keys by text would merge tokens that have the same text
+    return _encoder.encode(
+        {"model": job.model, "prompt": as_json(job.prompt), **params, "return_token_ids": True, "stream": False}
+    )
+
+
+def sampling_params(job: SampleJob) -> dict[str, Any]:
+    """The parameters that both routes of vLLM know by these names. A greedy job asks for one sequence: vLLM refuses
+    n > 1, and all sequences would be equal."""
     params: dict[str, Any] = {
         "n": 1 if job.greedy else job.num_samples,
         "max_tokens": job.max_tokens,
         **msgspec.structs.asdict(job.distribution),
-        "logprobs": job.topk_sample,
     }
     if job.seed is not None:
         params["seed"] = job.seed
@@ -115,18 +160,9 @@ def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
         params["stop_token_ids"] = job.stop_token_ids
     if job.ignore_eos:
         params["ignore_eos"] = True
-    scores = prompt_scores(job)
     if job.wants_prompt:
         params["prompt_logprobs"] = job.topk_prompt
-    if scores is not None:
-        params["vllm_xargs"] = scores.to_extra_args()
-    if priority is not None:
-        params["priority"] = priority
-    if job.topk_sample:
-        params["return_tokens_as_token_ids"] = True  # keys by text would merge tokens that have the same text
-    return _encoder.encode(
-        {"model": job.model, "prompt": as_json(job.prompt), **params, "return_token_ids": True, "stream": False}
-    )
+    return params
 
 
 def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> SampleAnswer:
@@ -142,24 +178,29 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
         ]
     except (msgspec.DecodeError, ValueError) as error:
         raise MalformedAnswer(f"not a completion: {error}") from error
+    return answer_of(choices, answer.usage, job, zero_fill=zero_fill)
+
+
+def answer_of(choices: Sequence[Choice], usage: Usage | None, job: SampleJob, *, zero_fill: bool) -> SampleAnswer:
+    """The SampleResponse made of an answer's parts. Raises as `decode_answer`."""
     expected = 1 if job.greedy else job.num_samples
     if len(choices) != expected:
         raise MalformedAnswer(f"{len(choices)} choices for {expected} samples")
-    choices.sort(key=lambda choice: choice.index)
+    choices = sorted(choices, key=lambda choice: choice.index)
     for choice in choices:  # before other checks: an aborted answer may lack the parts that they need
-        if choice.finish_reason not in ("stop", "length"):
+        if choice.finish_reason not in ENDED:
             raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
     if job.version is not None:
         check_began((spans_in(choice.weight_versions) for choice in choices), job.version)
     try:
-        return _encode(choices, answer.usage, job, zero_fill)
+        return _encode(choices, usage, job, zero_fill)
     except msgspec.DecodeError as error:
         raise MalformedAnswer(f"not a completion: {error}") from error
     except (ValueError, OverflowError) as error:
         raise MalformedAnswer(f"not token ids: {error}") from error
 
 
-def _encode(choices: list[_Choice], usage: _Usage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
+def _encode(choices: Sequence[Choice], usage: Usage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
     sequences = [_sequence(choice, job, zero_fill) for choice in choices]
     if job.greedy:
         sequences = sequences * job.num_samples
@@ -182,10 +223,10 @@ def _encode(choices: list[_Choice], usage: _Usage | None, job: SampleJob, zero_f
     )
 
 
-def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequence:
+def _sequence(choice: Choice, job: SampleJob, zero_fill: bool) -> SampledSequence:
     if choice.token_ids is None:
         raise MalformedAnswer("no token_ids")
-    logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+    logprobs = choice.sampled_logprobs()
     if logprobs is None and choice.token_ids:
         if not zero_fill:
             raise MissingLogprobs("no logprobs for the sampled tokens")
@@ -207,19 +248,13 @@ def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequen
     )
 
 
-def _spans(choice: _Choice) -> list[tuple[str, int, int]]:
+def _spans(choice: Choice) -> list[tuple[str, int, int]]:
     return [(span.version, span.start, span.end) for span in spans_in(choice.weight_versions) or ()]
 
 
-def _sample_topk(choice: _Choice, k: int) -> list[TopkRow]:
-    rows = (None if choice.logprobs is None else _rows_decoder.decode(choice.logprobs.top_logprobs)) or []
+def _sample_topk(choice: Choice, k: int) -> list[TopkRow]:
+    rows = choice.cells()
     if len(rows) != len(choice.token_ids or []):
         raise MalformedAnswer("top_logprobs do not match the tokens")
-    return [
-        best_first(
-            (int(key.removeprefix(TOKEN_ID_PREFIX)), logprob)
-            for key, logprob in (row or {}).items()
-            if logprob > MINUS_INFINITY  # top_p and top_k give tokens minus infinity
-        )[:k]
-        for row in rows
-    ]
+    # top_p and top_k give tokens minus infinity
+    return [best_first(cell for cell in row if cell[1] > MINUS_INFINITY)[:k] for row in rows]

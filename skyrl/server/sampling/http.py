@@ -18,7 +18,7 @@ from skyrl.runtime.web.idle_connections import IdleConnections
 from skyrl.server.sampling.answer_memory import AnswerMemory
 from skyrl.server.sampling.answer_stream import AnswerStream
 from skyrl.server.sampling.http_connection import HttpConnection
-from skyrl.server.sampling.transport import CONTROL_ANSWER_BYTES, Answer, NotAccepted
+from skyrl.server.sampling.transport import CONTROL_ANSWER_BYTES, Answer, NotAccepted, Pieces
 
 P = TypeVar("P", bound=asyncio.Protocol)
 
@@ -67,15 +67,21 @@ class HttpTransport:
         self._memory = AnswerMemory()
 
     async def post(
-        self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
+        self,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        max_bytes: int = CONTROL_ANSWER_BYTES,
+        rest: Pieces | None = None,
     ) -> Answer:
-        origin, request = self._encode("POST", url, body, headers)
+        origin, request = self._encode("POST", url, body, headers, 0 if rest is None else rest.size)
         deadline = asyncio.get_running_loop().time() + timeout_s
         if self._slots is None:
-            return await self._exchange(origin, request, deadline, max_bytes)
+            return await self._exchange(origin, request, deadline, max_bytes, rest)
         await self._take_slot(deadline)
         try:
-            return await self._exchange(origin, request, deadline, max_bytes)
+            return await self._exchange(origin, request, deadline, max_bytes, rest)
         finally:
             self._slots.release()
 
@@ -116,16 +122,20 @@ class HttpTransport:
         return await self._exchange(origin, request, deadline, max_bytes)
 
     @staticmethod
-    def _encode(method: str, url: str, body: bytes, headers: Mapping[str, str]) -> tuple[Origin, bytes]:
+    def _encode(
+        method: str, url: str, body: bytes, headers: Mapping[str, str], rest_bytes: int = 0
+    ) -> tuple[Origin, bytes]:
         origin, target, host = _address(url)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        values = method.encode(), target, host, lines.encode("latin-1"), len(body)
+        values = method.encode(), target, host, lines.encode("latin-1"), len(body) + rest_bytes
         head = b"%s %s HTTP/1.1\r\nHost: %s\r\n%sContent-Length: %d\r\n\r\n" % values
         return origin, head + body
 
-    async def _exchange(self, origin: Origin, request: bytes, deadline: float, max_bytes: int) -> Answer:
+    async def _exchange(
+        self, origin: Origin, request: bytes, deadline: float, max_bytes: int, rest: Pieces | None = None
+    ) -> Answer:
         connection = self._idle.take(origin) or await self._open(origin, lambda: HttpConnection(self._memory), deadline)
-        answer = await connection.exchange(request, deadline, max_bytes)
+        answer = await connection.exchange(request, deadline, max_bytes, rest)
         self._idle.keep(origin, connection)
         return answer
 

@@ -6,13 +6,14 @@ Knows neither URLs nor other connections; `http` keeps the connections and choos
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import cast
 
 import httptools
 
 from skyrl.server.sampling.answer_head import AnswerHead
 from skyrl.server.sampling.answer_memory import LARGE_ANSWER_BYTES, AnswerMemory, Reservation
-from skyrl.server.sampling.transport import CONTROL_ANSWER_BYTES, Answer, Interrupted
+from skyrl.server.sampling.transport import CONTROL_ANSWER_BYTES, Answer, Interrupted, Pieces
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Status line and headers of an answer."""
@@ -38,6 +39,8 @@ class HttpConnection(asyncio.Protocol):
         """Bytes received since the request was sent: head, body and frames."""
         self._reservation: Reservation | None = None
         self._paused = False
+        self._drained: asyncio.Future[None] | None = None
+        """While the server reads more slowly than this connection sends."""
         self._reset_answer()
 
     def _reset_answer(self) -> None:
@@ -48,9 +51,9 @@ class HttpConnection(asyncio.Protocol):
         """Whether the headers have ended and the body has not."""
         self._too_long = False
 
-    async def exchange(self, request: bytes, deadline: float, max_bytes: int) -> Answer:
-        """Send `request` and return the answer. `deadline` is in the event loop's time. `max_bytes` bounds the body of
-        a 2xx answer. Raises Interrupted when the connection breaks or no answer comes in time."""
+    async def exchange(self, request: bytes, deadline: float, max_bytes: int, rest: Pieces | None = None) -> Answer:
+        """Send `request`, and then `rest`, and return the answer. `deadline` is in the event loop's time. `max_bytes`
+        bounds the body of a 2xx answer. Raises Interrupted when the connection breaks or no answer comes in time."""
         if self.transport is None or not self.reusable:
             raise Interrupted("the server closed the connection")
         self._max_bytes, self._received = max_bytes, 0
@@ -58,6 +61,8 @@ class HttpConnection(asyncio.Protocol):
         self.transport.write(request)
         timer = self._loop.call_at(deadline, self._fail, "no whole answer in time")
         try:
+            if rest is not None:
+                await self._send(rest.pieces, waiter)
             return await waiter
         except asyncio.CancelledError:
             self.abort()
@@ -67,6 +72,19 @@ class HttpConnection(asyncio.Protocol):
         finally:
             timer.cancel()
             self._waiter = None
+
+    async def _send(self, pieces: Iterator[bytes], waiter: asyncio.Future[Answer]) -> None:
+        """Write the pieces as the server reads them, and let others run after each. Stops when `waiter` is done."""
+        assert self.transport is not None
+        for piece in pieces:
+            if waiter.done():
+                self.reusable = False  # the server takes what comes next for the rest of this request
+                return
+            self.transport.write(piece)
+            if self._drained is None:
+                await asyncio.sleep(0)
+            else:
+                await asyncio.wait((self._drained, waiter), return_when=asyncio.FIRST_COMPLETED)
 
     def abort(self) -> None:
         self.reusable = False
@@ -85,6 +103,14 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+
+    def pause_writing(self) -> None:
+        self._drained = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None
 
     def data_received(self, data: bytes) -> None:
         if self._waiter is None:

@@ -1,4 +1,7 @@
-"""The exchange of a sample job: a completion request, and the decoded SampleResponse."""
+"""The exchange of a sample job: a completion request, and the decoded SampleResponse.
+
+`picture_exchange` has the exchange of a job with pictures.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from skyrl.server.sampling.served_context import ServedContext
 from skyrl.server.sampling.transport import Answer, CompletionTransport
 
 
-class SampleExchange:
-    """If `job.max_tokens` is None, each try asks the server how many tokens fit."""
+class JobExchange:
+    """What the exchanges of sample jobs share. If `job.max_tokens` is None, each try asks the server how many tokens
+    fit."""
 
     operation = "text_completion"
 
@@ -44,6 +48,26 @@ class SampleExchange:
         self._reader = reader
         self._upstream_s = 0.0
         """How long servers have had the job until they answered."""
+
+    def refusal(self, answer: Answer) -> Exception:
+        return FailedRequest(message_of(answer), ErrorCategory.USER)
+
+    def failure(self, answer: Answer) -> Exception:
+        return server_failure(describe(answer))
+
+
+class SampleExchange(JobExchange):
+    """Of a job without pictures."""
+
+    def __init__(
+        self,
+        job: SampleJob,
+        priority: int | None,
+        transport: CompletionTransport,
+        context: ServedContext,
+        reader: AnswerReader,
+    ) -> None:
+        super().__init__(job, priority, transport, context, reader)
         self._body = None if job.max_tokens is None else completion.encode_request(job, priority)
 
     async def send(self, endpoint: Endpoint, headers: Mapping[str, str], timeout_s: float) -> Answer:
@@ -61,9 +85,3 @@ class SampleExchange:
         result = await self._reader.read(answer, self._job)
         result.upstream_s, result.server = self._upstream_s, answer.worker
         return result
-
-    def refusal(self, answer: Answer) -> Exception:
-        return FailedRequest(message_of(answer), ErrorCategory.USER)
-
-    def failure(self, answer: Answer) -> Exception:
-        return server_failure(describe(answer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import msgspec
@@ -45,8 +45,18 @@ class Answer(msgspec.Struct, frozen=True):
     release: Callable[[], None] = _hold_nothing
 
 
+class Pieces(msgspec.Struct):
+    """The end of a long body, which is made while it is sent. `size`: the bytes of all pieces together."""
+
+    size: int
+    pieces: Iterator[bytes]
+
+
 class CompletionTransport(Protocol):
     """Sends a request and returns the answer. Raises only NotAccepted and Interrupted.
+
+    The body of a post is `body`, followed by the pieces of `rest`. They are taken no faster than the server reads, and
+    not to their end if the server answers before.
 
     `max_bytes` bounds the body of a 2xx answer. The transport reads no more than that into memory, and closes the
     connection if the answer is longer.
@@ -54,7 +64,13 @@ class CompletionTransport(Protocol):
     If a caller is cancelled, its connection is closed; so vLLM learns that the answer is not needed."""
 
     async def post(
-        self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
+        self,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        max_bytes: int = CONTROL_ANSWER_BYTES,
+        rest: Pieces | None = None,
     ) -> Answer: ...
 
     async def get(
