@@ -52,13 +52,15 @@ def session_of(sampler: str) -> str:
     return sampler.partition(":")[0]
 
 
-def sample_body(sampler: str, seq_id: int | None, *, prompt: list[int] | None = None, **changes: Any) -> dict[str, Any]:
-    chunks = [{"type": "encoded_text", "tokens": prompt or [5, 6, 7]}]
+def sample_body(
+    sampler: str, seq_id: int | None, *, prompt: list[int] | dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    text = {"chunks": [{"type": "encoded_text", "tokens": prompt or [5, 6, 7]}]}
     params = {"max_tokens": 3}
     return {
         "sampling_session_id": sampler,
         "seq_id": seq_id,
-        "prompt": {"chunks": chunks},
+        "prompt": prompt if isinstance(prompt, dict) else text,
         "sampling_params": params,
     } | changes
 

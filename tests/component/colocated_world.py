@@ -15,6 +15,7 @@ from engine_harness import Harness, Trainer, harness_in, until
 from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, complete, fake_upstream, hang_up, reply
 from replicas import SOON_S, group_of
 
+from skyrl.base.pictures.sight import Blind
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.types.weights import BaseWeights
@@ -118,6 +119,7 @@ async def world(
             group,
             LIMITS,
             "tiny",
+            sight=Blind("it is a model of text"),
             sleeps=True,
             give_up_after_s=give_up_after_s,
         )

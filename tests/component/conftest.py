@@ -82,7 +82,7 @@ def serve(tmp_path: Path, database: Database) -> Serve:
 
     @asynccontextmanager
     async def start(*, cuda: bool = False, **options: Any) -> AsyncIterator[Api]:
-        config = ServerConfig(base_model=BASE, state_dir=tmp_path, database_url=database.url, **options)
+        config = ServerConfig(**{"base_model": BASE, "state_dir": tmp_path, "database_url": database.url} | options)
         async with open_services(Runtime(config, tmp_path, None, "key", cuda=cuda)) as services:
             transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
             headers = {"X-API-Key": "tml-one"}

@@ -21,6 +21,8 @@ from skyrl.base.wire.errors import RequestError
 
 LOCATION = "sha256:"
 """How the location of a stored image begins; its digest, in hexadecimal, follows."""
+MAX_FILES = 1024
+"""The most different images in one request."""
 _JSON_MARKS = (b'"iVBORw0KGgo', b'"/9j/', b'"\\/9j\\/', b'"location"')
 _PROTO_MARKS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
 
@@ -53,7 +55,9 @@ def digest_in(location: str, name: str) -> str:
     """The digest in the location of a stored image. Raises RequestError naming the chunk."""
     digest = location.removeprefix(LOCATION)
     if not location:
-        raise RequestError("is neither a PNG nor a JPEG file", field=name)
+        raise RequestError(
+            f"is neither a PNG nor a JPEG file, or the request has more than {MAX_FILES} different files", field=name
+        )
     if not location.startswith(LOCATION) or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
         raise RequestError(
             f"{location[:200]!r} is no image that this server stores: send the file itself as an image chunk, or "
@@ -69,8 +73,11 @@ def may_have_images(body: bytes, body_format: str) -> bool:
 
 
 def take_out(body: bytes, body_format: str) -> TakenOut:
-    """The body with pointers in place of image files. Raises RequestError if it cannot be decoded."""
-    return _from_proto(body) if body_format == "proto" else _from_json(body)
+    """The body with pointers in place of image files. Raises RequestError if it cannot be decoded, or has too many."""
+    taken = _from_proto(body) if body_format == "proto" else _from_json(body)
+    if len(taken.names) > MAX_FILES:
+        raise RequestError(f"the request holds {len(taken.names)} different images; it may hold {MAX_FILES}")
+    return taken
 
 
 def _from_proto(body: bytes) -> TakenOut:

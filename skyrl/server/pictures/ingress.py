@@ -23,8 +23,6 @@ from skyrl.storage.db.picture_files import PictureFiles
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are read on a thread."""
-MAX_FILES = 1024
-"""The most different pictures in one request."""
 NOT_CHECKED_S = 5.0
 
 
@@ -78,8 +76,6 @@ class PictureIngress:
     async def _look(self, taken: TakenOut, tenant: str) -> tuple[dict[str, KnownPicture], dict[str, rows.CheckedFile]]:
         """What is known of the pictures of a request, and those among them that are not stored. Files that are not
         stored are checked, each once, however many requests have it."""
-        if len(taken.names) > MAX_FILES:
-            raise RequestError(f"the request holds {len(taken.names)} different images; it may hold {MAX_FILES}")
         known = await self._database.read_async(lambda c: rows.find(c, tenant, list(taken.names)))
         new: dict[str, rows.CheckedFile] = {}
         for digest in taken.files:

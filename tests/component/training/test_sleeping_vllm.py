@@ -63,7 +63,7 @@ def test_each_absence_is_measured_from_its_own_start(monkeypatch: pytest.MonkeyP
     now, group = 0.0, SimpleNamespace(ready=False, reason="gone")
     monkeypatch.setattr("skyrl.training.engine.sampling.time", SimpleNamespace(monotonic=lambda: now))
     unused: Any = None
-    options: Any = {"sleeps": True, "give_up_after_s": 10.0}
+    options: Any = {"sight": unused, "sleeps": True, "give_up_after_s": 10.0}
     sampler = ColocatedSampler(unused, unused, cast(Any, group), LIMITS, "tiny", **options)
     assert not sampler.may_run
     now, group.ready = 5.0, True
