@@ -6,12 +6,14 @@ The shapes suit vLLM's kernels for CPUs. Weights are large enough for soft-cappi
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
+from skyrl.base.pictures.sight import SEES
 from skyrl.training.backends.torch_lora.text_part import SEEING, model_class
 
 VOCAB, CONTEXT, WINDOW = 128, 128, 8
@@ -61,6 +63,24 @@ VISION_OF: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {**_LAYERS, "image_size": 32, "max_img_size": 64, "video_temporal_patch_size": 2},
 }
 """The vision towers that have other settings."""
+IMAGE_TOKEN = 123
+PICTURE_TOKENS: dict[str, int] = {
+    "vision_start_token_id": 121,
+    "vision_end_token_id": 122,
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 124,
+}
+"""Of models whose pictures are taken. The random texts of tests have lower ids."""
+PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 2 * 32**2, "longest_edge": 12 * 32**2},
+    "patch_size": VISION["patch_size"],
+    "temporal_patch_size": 2,
+    "merge_size": VISION["spatial_merge_size"],
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""Their image processor, as releases of Qwen3-VL have it. A token is 32 x 32 pixels; a picture has 2 to 12 tokens."""
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -281,7 +301,10 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
     if model_type in SEEING:
         tied = given.get("tie_word_embeddings", False)
         vision = VISION_OF.get(model_type, VISION)
-        config = AutoConfig.for_model(model_type, text_config=given, vision_config=vision, tie_word_embeddings=tied)
+        ids = PICTURE_TOKENS if model_type in SEES else {}
+        config = AutoConfig.for_model(
+            model_type, text_config=given, vision_config=vision, tie_word_embeddings=tied, **ids
+        )
     else:
         config = AutoConfig.for_model(model_type, **given)
     with torch.random.fork_rng():
@@ -295,4 +318,6 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
                 if name.endswith(("experts.gate_up_proj_bias", "experts.down_proj_bias", "e_score_correction_bias")):
                     tensor.normal_(0, 0.15)
     model.save_pretrained(path)
+    if model_type in SEES:
+        (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return str(path)

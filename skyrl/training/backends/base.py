@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl.base.pictures.picture import PlacedPicture
+from skyrl.base.pictures.sight import Sight
 from skyrl.base.types.lora import LoraSpec
 
 AdapterDtype = Literal["float32", "bfloat16"]
@@ -70,11 +71,12 @@ class Mixture:
 @dataclass(frozen=True)
 class ModelLimits:
     """Limits of the base model: token ids are in [0, vocab_size), sequences have at most max_context tokens. `mixture`:
-    its experts; None for a dense model."""
+    its experts; None for a dense model. `sight`: how it sees; None if the backend takes no pictures."""
 
     vocab_size: int
     max_context: int
     mixture: Mixture | None = None
+    sight: Sight | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, Qwen3VLMoeForConditionalGeneration
 
 from skyrl.training.backends.torch_lora.conversions import stored_parameters
-from skyrl.training.backends.torch_lora.text_part import drop_vision, model_class
+from skyrl.training.backends.torch_lora.text_part import detach_vision, model_class
 from tests.families import MIXTURES, make_family
 
 
@@ -45,7 +45,7 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def test_the_rows_of_a_familys_files_are_those_that_transformers_loads(tmp_path: Path, family: str) -> None:
     path = Path(make_family(family, tmp_path))
     model = model_class(AutoConfig.from_pretrained(path)).from_pretrained(path)
-    drop_vision(model)
+    detach_vision(model)
     _assert_equal(_read(model, path), model.state_dict())
 
 

@@ -255,7 +255,7 @@ def test_the_experts_of_the_start_up_probe_are_those_that_transformers_uses(fami
     assert recorded is not None
     stock = _stock(family, torch.float32)
     own = torch.cat([own_experts(stock, row[0]) for row in base.probe_rows()])
-    assert torch.equal(recorded.sort().values, own.sort().values)
+    assert torch.equal(recorded[: len(own)].sort().values, own.sort().values)  # those of pictures come last
 
 
 @pytest.mark.slow

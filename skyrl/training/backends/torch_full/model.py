@@ -27,7 +27,8 @@ from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routing import CORRECTION, Routing, routers_of
 from skyrl.training.backends.torch_lora.stored_weights import StoredWeights, weight_files
-from skyrl.training.backends.torch_lora.text_part import drop_vision
+from skyrl.training.backends.torch_lora.text_part import detach_vision
+from skyrl.training.backends.torch_lora.vision import make_tower
 
 
 class PlainModel(PackedModel):
@@ -87,25 +88,28 @@ def _in_files(path: str, model: Any) -> dict[str, list[FileTensor]]:
 
 class FullModel:
     """A causal language model, all of whose parameters are trained: float32 on a CPU; on CUDA bfloat16, with float32
-    weights beside it. `base` computes and describes it.
+    weights beside it. `base` computes and describes it. A vision tower is not trained: saved files have the base
+    model's.
 
     Raises ConfigError: the path has no causal language model, or the model has position embeddings that depend on the
     batch, buffers that belong to the weights, or other logits on packed rows than in transformers.
     """
 
-    def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: Setting) -> None:
+    def __init__(
+        self, path: str, device: torch.device, *, gradient_checkpointing: Setting, pictures: bool = True
+    ) -> None:
+        """`pictures`: whether a model that sees keeps its vision tower."""
         self.dtype = base_dtype(device)
         model = load_model(path, self.dtype, safetensors_only=True)
-        drop_vision(model)
+        tower = make_tower(path, detach_vision(model), device, pictures=pictures)
         check_config(path, model.config)
         check_all_trained(path, model)
         self.files = ModelFiles(path, type(model).__name__, _in_files(path, model))
         self._model = model.to(device).eval()
         packed = plain(path, self._model)
-        self.base = BaseModel(path, device, packed, model.config)
+        self.base = BaseModel(path, device, packed, model.config, tower)
         self.base.check_stock()
-        with torch.no_grad():
-            expected = packed.stock_logits(self.base.probe_rows())
+        expected = self.base.stock_logits()
         packed.use_own_kernels()
         self.base.verify(expected)
         packed.recompute(gradient_checkpointing)
@@ -116,7 +120,7 @@ class FullModel:
 
         Raises ConfigError when files are missing or damaged."""
         loaded = load_model(self.base.path, torch.float32, model_class=type(self._model), safetensors_only=True)
-        drop_vision(loaded)
+        detach_vision(loaded)
         return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
 
     def parameters(self, device: torch.device) -> FullParameters:

@@ -11,7 +11,14 @@ from skyrl.training.backends.base import OutOfMemory
 from skyrl.training.backends.torch_full.model import FullModel
 from skyrl.training.backends.torch_full.parameters import FullParameters
 from skyrl.training.backends.torch_lora.device import failure_of
-from skyrl.training.backends.torch_lora.passes import MicroBatch, PartResult, SliceResult, loss_of, record_or_fail
+from skyrl.training.backends.torch_lora.passes import (
+    MicroBatch,
+    PartResult,
+    SliceResult,
+    look_at,
+    loss_of,
+    record_or_fail,
+)
 from skyrl.training.backends.torch_lora.running import Slice
 
 
@@ -39,7 +46,7 @@ def _forward_backward(model: FullModel, parameters: FullParameters, piece: Slice
     running = piece.running
     if backward and running.gradient is None:
         running.gradient = parameters.zeros()
-    made = MicroBatch.without_adapters([piece], model.base.device)
+    made = MicroBatch.without_adapters([piece], [look_at(model.base.tower, piece)], model.base.device)
     (part,), ((inputs,),) = piece.parts, made.inputs
     with torch.set_grad_enabled(backward):
         (logprobs,) = model.base.packed(made.packed, made.targets, made.segments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -31,6 +32,7 @@ from skyrl.training.backends.torch_lora.rank_base import BaseFacts, PieceResult,
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
 from skyrl.training.backends.torch_lora.sharding import ModelForm, local_of, reshard
 from skyrl.training.backends.torch_lora.state import OPTIMIZER_PARTS
+from skyrl.training.backends.torch_lora.vision import Seen
 
 Part = Literal["weights", "exp_avg", "exp_avg_sq", "gradient"]
 FileDtype = Literal["float32", "bfloat16"]
@@ -83,6 +85,7 @@ class FullRank(RankBase):
             base.max_context,
             self._device.type,
             base.packed.mixture,
+            base.sight,
             shapes,
             sharded.in_files,
             type(model).__name__,
@@ -203,10 +206,15 @@ class FullRank(RankBase):
         return self._trained[1]
 
     def _micro_batch(self, pieces: Sequence[Slice], gradient: Mapping[str, Tensor] | None) -> list[PieceResult]:
-        """Run one piece, or one token of weight 0 if `pieces` is empty. Adds this rank's rows of the gradient, summed
-        over all ranks, to `gradient`; None: without backward."""
+        return self._run_those_seen(pieces, partial(self._one, gradient=gradient))
+
+    def _one(
+        self, pieces: Sequence[Slice], seen: Sequence[Mapping[str, Seen]], *, gradient: Mapping[str, Tensor] | None
+    ) -> list[PieceResult]:
+        """Run one piece, with the pictures `seen` in it, or one token of weight 0 if `pieces` is empty. Adds this
+        rank's rows of the gradient, summed over all ranks, to `gradient`; None: without backward."""
         backward = gradient is not None
-        made = MicroBatch.without_adapters(pieces, self._device) if pieces else one_token(self._device)
+        made = MicroBatch.without_adapters(pieces, seen, self._device) if pieces else one_token(self._device)
         with torch.set_grad_enabled(backward):
             logprobs = self._base.packed(made.packed, made.targets, made.segments)
             scored = [self._scored(*each) for each in zip(pieces, logprobs, made.inputs, strict=bool(pieces))]

@@ -14,6 +14,8 @@ from skyrl.base.config.mixtures import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, Mixture, ModelLimits, TrainingPass
 from skyrl.training.backends.torch_lora.losses import REFUSED, Loss
+from skyrl.training.backends.torch_lora.picture_checks import check_pictures
+from skyrl.training.backends.torch_lora.picture_targets import check_picture_targets
 from skyrl.training.backends.torch_lora.routed_experts import FIELD, check_routed_experts
 
 
@@ -26,8 +28,10 @@ def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping
     for index, datum in enumerate(training_pass.data):
         try:
             _check_tokens(datum, limits)
+            check_pictures(datum, training_pass.files, limits.sight)
             _check_targets(datum, training_pass.loss_fn, loss, limits)
             _check_inputs(datum, training_pass.loss_fn, loss)
+            check_picture_targets(datum, loss)
             check_routed_experts(datum, limits.mixture)
         except InvalidRequest as error:
             raise InvalidRequest(f"data[{index}]: {error}") from None

@@ -17,11 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a slice. tensors: name -> float [M]. datum: int64 [M], for each entry its sequence in [0, count)."""
+    """Inputs of a slice. tensors: name -> float [M]. datum: int64 [M], for each entry its sequence in [0, count).
+    entries: int64 [M], the places of the entries among those of target_tokens; None: all. Others, whose targets are
+    tokens of pictures, have no part in the loss."""
 
     tensors: Mapping[str, Tensor]
     datum: Tensor
     count: int
+    entries: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

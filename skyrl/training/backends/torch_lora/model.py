@@ -5,6 +5,7 @@ Knows transformers' loading. Knows nothing of adapters' weights, passes or losse
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl.base.config.server import ConfigError
+from skyrl.base.pictures.sight import Sight
 from skyrl.training.backends.base import Datum, ModelLimits
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.device import base_dtype
@@ -21,7 +23,9 @@ from skyrl.training.backends.torch_lora.packing import pack_alone
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routed_experts import FIELD
 from skyrl.training.backends.torch_lora.scans import CHUNK
-from skyrl.training.backends.torch_lora.text_part import drop_vision
+from skyrl.training.backends.torch_lora.text_part import attached, detach_vision
+from skyrl.training.backends.torch_lora.vision import VisionTower, make_tower
+from skyrl.training.backends.torch_lora.vision_probe import VisionProbe
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -29,16 +33,21 @@ UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class BaseModel:
-    """A causal language model whose weights never change. `packed` computes; `limits` and `targets` describe it."""
+    """A causal language model whose weights never change. `packed` computes; `limits` and `targets` describe it.
+    `tower`: computes pictures; None if the model takes none."""
 
-    def __init__(self, path: str, device: torch.device, packed: PackedModel, config: Any) -> None:
+    def __init__(
+        self, path: str, device: torch.device, packed: PackedModel, config: Any, tower: VisionTower | None = None
+    ) -> None:
         """`config`: transformers' configuration of the model."""
         text_config = config.get_text_config()
         self.path = path
         self.device = device
         self.packed = packed
+        self.tower = tower
         self.vocab_size = int(text_config.vocab_size)
         self.max_context = int(text_config.max_position_embeddings)
+        self._vision_probe = None if tower is None else VisionProbe.of(tower, self.vocab_size, device)
 
     @property
     def targets(self) -> list[Target]:
@@ -47,33 +56,54 @@ class BaseModel:
 
     def limits(self, max_model_len: int | None) -> ModelLimits:
         context = min(self.max_context, max_model_len or self.max_context)
-        return ModelLimits(self.vocab_size, context, self.packed.mixture)
+        return ModelLimits(self.vocab_size, context, self.packed.mixture, self.sight)
+
+    @property
+    def sight(self) -> Sight | None:
+        """How the model sees; None if it takes no pictures."""
+        return None if self.tower is None else self.tower.sight
 
     def probe_rows(self) -> list[Tensor]:
-        """The sequences of the probe, each int64 [1, tokens]."""
+        """The sequences of the probe without pictures, each int64 [1, tokens]."""
         return [torch.from_numpy(datum.tokens).to(self.device)[None] for datum in self._probe()]
 
-    def _probe(self, experts: Tensor | None = None) -> list[Datum]:
+    @torch.no_grad()
+    def stock_logits(self) -> Tensor:
+        """The logits of the probe as transformers computes them: float32 [tokens, vocabulary]. `verify` compares packed
+        rows with them."""
+        texts = [{"input_ids": row} for row in self.probe_rows()]
+        if self._vision_probe is None or self.tower is None:
+            return self.packed.stock_logits(texts)
+        with attached(self.packed.model, self.tower.module):
+            return self.packed.stock_logits([*texts, self._vision_probe.inputs])
+
+    def _probe(self) -> list[Datum]:
         """Sequences of 9, 3 and 8 tokens, in two attention groups, one of them padded, out of order; and two sequences
         that share 34 tokens, with 6 and 5 more in a padded group. For recurrent layers those that share are longer, so
-        that a state goes on over chunks before and after the branch. `experts`: what all their tokens use, int64
-        [tokens, layers, k]."""
+        that a state goes on over chunks before and after the branch."""
         rng = np.random.default_rng(0)
         shared, *own = (34, 6, 5) if not self.packed.reach else (CHUNK + 6, CHUNK + 4, CHUNK + 3)
         data = [rng.integers(0, self.vocab_size, size=length) for length in (9, 3, 8, shared + own[0], shared + own[1])]
         data[4][:shared] = data[3][:shared]
         data[4][shared] = (data[3][shared] + 1) % self.vocab_size
+        return [Datum(tokens, {}) for tokens in data]
+
+    def _with_experts(self, data: list[Datum]) -> list[Datum]:
+        """With the experts that transformers has chosen for the tokens of `stock_logits`, if the model is a mixture."""
+        experts = self.packed.routing.recorded
         if experts is None:
-            return [Datum(tokens, {}) for tokens in data]
-        parts = np.split(experts.cpu().numpy(), np.cumsum([len(tokens) for tokens in data])[:-1])
-        return [Datum(tokens, {FIELD: part}) for tokens, part in zip(data, parts, strict=True)]
+            return data
+        parts = np.split(experts.cpu().numpy(), np.cumsum([len(datum.tokens) for datum in data])[:-1])
+        return [replace(datum, loss_inputs={FIELD: part}) for datum, part in zip(data, parts, strict=True)]
 
     @torch.no_grad()
     def verify(self, expected: Tensor) -> None:
         """Raise ConfigError unless packed rows give the `expected` logits of the probe: those that transformers
         computes for each sequence alone, up to rounding. The rows of a mixture use the experts that transformers has
         chosen: rounding may change the choice where two experts are nearly equal."""
-        packed = pack_alone(self._probe(self.packed.routing.recorded), self.device)
+        data, probe = self._probe(), self._vision_probe
+        data = self._with_experts(data if probe is None else [*data, probe.datum])
+        packed = pack_alone(data, self.device, {} if probe is None else probe.seen)
         rows = torch.from_numpy(np.concatenate(packed.layout.rows_of)).to(self.device)
         try:
             logits = self.packed.packed_logits(packed).index_select(0, rows)
@@ -115,23 +145,29 @@ class BaseModel:
 
 
 def load_base_model(
-    path: str, device: torch.device, *, gradient_checkpointing: Setting, mlp_of_mixtures: bool = False
+    path: str,
+    device: torch.device,
+    *,
+    gradient_checkpointing: Setting,
+    mlp_of_mixtures: bool = False,
+    pictures: bool = True,
 ) -> BaseModel:
-    """The whole model on one device. `mlp_of_mixtures`: see `PackedModel`.
+    """The whole model on one device. `mlp_of_mixtures`: see `PackedModel`. `pictures`: whether a model that sees keeps
+    its vision tower.
 
     Raises ConfigError: the path has no causal language model (`load_model`), or the model has layers that adapters
     cannot train, position embeddings that depend on the batch, or other logits on packed rows than in transformers.
     """
     model = load_model(path, base_dtype(device))
-    drop_vision(model)
+    tower = make_tower(path, detach_vision(model), device, pictures=pictures)
     model.to(device).eval().requires_grad_(False)
-    _align(model)
+    for part in (model,) if tower is None else (model, tower.module):
+        _align(part)
     check_config(path, model.config)
     packed = wrap(path, model, mlp_of_mixtures=mlp_of_mixtures)
-    base = BaseModel(path, device, packed, model.config)
+    base = BaseModel(path, device, packed, model.config, tower)
     base.check_stock()
-    with torch.no_grad():
-        expected = packed.stock_logits(base.probe_rows())
+    expected = base.stock_logits()
     packed.use_own_kernels()
     base.verify(expected)
     packed.recompute(gradient_checkpointing)

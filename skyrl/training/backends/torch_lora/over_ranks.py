@@ -59,7 +59,7 @@ class BackendOverRanks(StateSnapshots):
         max_model_len = config.backend_config.inference.max_model_len
         max_context = facts[0].max_context
         context = min(max_context, max_model_len or max_context)
-        self._limits = ModelLimits(facts[0].vocab_size, context, facts[0].mixture)
+        self._limits = ModelLimits(facts[0].vocab_size, context, facts[0].mixture, facts[0].sight)
         self._facts: Any = facts[0]
 
     @property

@@ -5,7 +5,7 @@ Knows transformers' models, the wrapped linear layers, and the experts. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -116,13 +116,13 @@ class PackedModel(nn.Module):
         hidden = self._hidden_states([packed])
         return self.lm_head.for_segment(hidden, LoraSegment(packed.start, packed.stop, 1.0)).float()
 
-    def stock_logits(self, rows: Sequence[Tensor]) -> Tensor:
+    def stock_logits(self, sequences: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """The base model's logits as transformers computes them, each sequence alone: float32 [tokens, vocabulary].
 
-        rows: int64 [1, tokens] of each sequence. The attention must be transformers' own. The experts that the rows
-        use are recorded in `routing`."""
+        sequences: the arguments of transformers' model for each, such as `input_ids`, int64 [1, tokens]. The attention
+        must be transformers' own. The experts that the tokens use are recorded in `routing`."""
         with self.routing.recording():
-            return torch.cat([self.model(input_ids=row, use_cache=False).logits[0].float() for row in rows])
+            return torch.cat([self.model(**inputs, use_cache=False).logits[0].float() for inputs in sequences])
 
     def changed_logits(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Evenly spaced numbers, and what the model makes of them as the output layer's result. row: int64 [1, tokens];
@@ -160,10 +160,34 @@ class PackedModel(nn.Module):
             recomputed = self.recomputation is not None and self.recomputation.recomputes
             layout[recurrence.ROWS] = recurrence.PackedRows.of(slices, self.reach, recomputed=recomputed)
         output = self.model.get_decoder()(
-            input_ids=torch.cat([packed.tokens for packed in slices])[None],
-            position_ids=torch.cat([packed.positions for packed in slices])[None],
+            **self._inputs(slices),
             use_cache=False,
             attention_groups=[packed.groups for packed in slices],
             **layout,
         )
         return output.last_hidden_state[0]
+
+    def _inputs(self, slices: Sequence[PackedSlice]) -> dict[str, Any]:
+        """What the decoder computes from: ids and positions; where rows hold pictures, embeddings, the positions of
+        tokens with those in time, height and width, and what the first layers add."""
+        tokens = torch.cat([packed.tokens for packed in slices])[None]
+        positions = torch.cat([packed.positions for packed in slices])[None]
+        seeing = [(packed, packed.pictures) for packed in slices if packed.pictures is not None]
+        if not seeing:
+            return {"input_ids": tokens, "position_ids": positions}
+        embeddings = self.model.get_input_embeddings()(tokens)
+        rows = torch.cat([packed.start + pictures.rows for packed, pictures in seeing])
+        of_pictures = torch.cat([pictures.embeddings for _, pictures in seeing]).to(embeddings.dtype)
+        of_axes = [
+            packed.positions.expand(3, -1) if packed.pictures is None else packed.pictures.positions
+            for packed in slices
+        ]
+        inputs: dict[str, Any] = {
+            "inputs_embeds": embeddings.index_copy(1, rows, of_pictures[None]),
+            "position_ids": torch.cat([positions, torch.cat(of_axes, dim=1)])[:, None],
+        }
+        deepstack = list(zip(*(pictures.deepstack for _, pictures in seeing), strict=True))
+        if deepstack:
+            inputs["visual_pos_masks"] = torch.zeros_like(tokens, dtype=torch.bool).index_fill(1, rows, True)
+            inputs["deepstack_visual_embeds"] = [torch.cat(of_layer) for of_layer in deepstack]
+        return inputs

@@ -6,7 +6,7 @@ Knows lengths and token ids. Knows nothing of adapters or losses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from skyrl.training.backends.base import Datum
+from skyrl.training.backends.torch_lora.picture_rows import PictureRows
 from skyrl.training.backends.torch_lora.prefixes import Layout, lay_out, prefix_tree
 from skyrl.training.backends.torch_lora.routed_experts import experts_of
 from skyrl.training.backends.torch_lora.segments import similar
+from skyrl.training.backends.torch_lora.vision import Seen
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,10 @@ class AttentionGroup:
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """Rows [start, stop) of a micro-batch, which hold one slice. tokens, positions: int64 [stop - start]. `layout`: the
-    rows of each sequence, counted from `start`. experts: int32 [stop - start, layers * k], the experts that
-    each row must use (-1: any); None if no sequence names any."""
+    """Rows [start, stop) of a micro-batch, which hold one slice. tokens, positions: int64 [stop - start]; positions
+    count tokens. `layout`: the rows of each sequence, counted from `start`. experts: int32 [stop - start, layers * k],
+    the experts that each row must use (-1: any); None if no sequence names any. `pictures`: None if no sequence has
+    one."""
 
     start: int
     stop: int
@@ -50,6 +53,7 @@ class PackedSlice:
     groups: tuple[AttentionGroup, ...]
     layout: Layout
     experts: Tensor | None = None
+    pictures: PictureRows | None = None
 
 
 def cut(lengths: Sequence[int], budget: int) -> list[range]:
@@ -64,13 +68,22 @@ def cut(lengths: Sequence[int], budget: int) -> list[range]:
     return [*runs, range(first, len(lengths))] if lengths else []
 
 
-def pack_alone(data: Sequence[Datum], device: torch.device) -> PackedSlice:
-    """Pack sequences that are no slice of a pass, from row 0."""
-    return pack(data, lay_out(prefix_tree(data), range(len(data))), 0, device)
+_NOTHING_SEEN: Mapping[str, Seen] = {}
 
 
-def pack(data: Sequence[Datum], layout: Layout, start: int, device: torch.device) -> PackedSlice:
-    """The rows of one slice from row `start`. layout: of `data`."""
+def pack_alone(data: Sequence[Datum], device: torch.device, seen: Mapping[str, Seen] = _NOTHING_SEEN) -> PackedSlice:
+    """Pack sequences that are no slice of a pass, from row 0. `seen`: every picture, by digest."""
+    return pack(data, lay_out(prefix_tree(data), range(len(data))), 0, device, seen)
+
+
+def pack(
+    data: Sequence[Datum],
+    layout: Layout,
+    start: int,
+    device: torch.device,
+    seen: Mapping[str, Seen] = _NOTHING_SEEN,
+) -> PackedSlice:
+    """The rows of one slice from row `start`. layout: of `data`. `seen`: every picture, by digest."""
     tokens = layout.of_rows([datum.tokens for datum in data])
     positions = np.concatenate([segment.start + np.arange(segment.rows) for segment in layout.segments])
     experts = experts_of(data)
@@ -82,6 +95,7 @@ def pack(data: Sequence[Datum], layout: Layout, start: int, device: torch.device
         groups=tuple(_groups(layout, device)),
         layout=layout,
         experts=None if experts is None else torch.from_numpy(layout.of_rows(experts)).to(device),
+        pictures=PictureRows.of(data, layout, seen, device),
     )
 
 

@@ -8,7 +8,7 @@ requests or where results go.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,9 +24,11 @@ from skyrl.training.backends.torch_lora.logprobs import Targets
 from skyrl.training.backends.torch_lora.lora import LoraSegment
 from skyrl.training.backends.torch_lora.losses import LossInputs, LossValue
 from skyrl.training.backends.torch_lora.model import BaseModel
+from skyrl.training.backends.torch_lora.picture_targets import text_entries
 from skyrl.training.backends.torch_lora.prefixes import lay_out
 from skyrl.training.backends.torch_lora.recomputation import Recomputation
 from skyrl.training.backends.torch_lora.running import Part, Slice, not_finite
+from skyrl.training.backends.torch_lora.vision import Seen, VisionTower, check_tokens
 
 
 @dataclass(frozen=True)
@@ -97,20 +99,25 @@ class MicroBatch:
     inputs: list[list[LossInputs]] = field(default_factory=list)
 
     @staticmethod
-    def of(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
-        """With `backward`, each slice gets its own leaves of its adapter's weights."""
-        made = MicroBatch.without_adapters(batch, device)
+    def of(
+        batch: Sequence[Slice], seen: Sequence[Mapping[str, Seen]], device: torch.device, *, backward: bool
+    ) -> MicroBatch:
+        """With `backward`, each slice gets its own leaves of its adapter's weights. `seen`: the pictures of each
+        slice."""
+        made = MicroBatch.without_adapters(batch, seen, device)
         for index, piece in enumerate(batch):
             packed, adapter = made.packed[index], piece.running.adapter
             made.segments[index] = LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward))
         return made
 
     @staticmethod
-    def without_adapters(batch: Sequence[Slice], device: torch.device) -> MicroBatch:
+    def without_adapters(
+        batch: Sequence[Slice], seen: Sequence[Mapping[str, Seen]], device: torch.device
+    ) -> MicroBatch:
         made = MicroBatch()
-        for piece in batch:
+        for piece, pictures in zip(batch, seen, strict=True):
             data, layout = piece.data, lay_out(piece.running.tree, piece.indices)
-            packed = packing.pack(data, layout, made.packed[-1].stop if made.packed else 0, device)
+            packed = packing.pack(data, layout, made.packed[-1].stop if made.packed else 0, device, pictures)
             made.packed.append(packed)
             arrays = [datum.loss_inputs["target_tokens"] for datum in data]
             trained = np.concatenate([trained_entries(part) for part in piece.parts])
@@ -120,14 +127,31 @@ class MicroBatch:
         return made
 
 
+def look_at(tower: VisionTower | None, piece: Slice) -> Mapping[str, Seen]:
+    """The pictures of a checked slice, by digest. Raises InvalidRequest if one has another number of tokens than its
+    sequence leaves for it."""
+    found: dict[str, Seen] = {}
+    for part in piece.parts:
+        if tower is None or not any(datum.pictures for datum in part.data):
+            continue
+        found |= tower.look_at(part.data, part.running.training_pass.files)
+        for index, datum in zip(part.indices, part.data, strict=True):
+            check_tokens(index, datum, found)
+    return found
+
+
 def loss_of(part: Part, logprobs: Tensor, inputs: LossInputs) -> LossValue:
+    """logprobs: of all entries of target_tokens."""
     training_pass = part.running.training_pass
     config = loss_config(training_pass.loss_fn, part.loss, training_pass.loss_config)
+    if inputs.entries is not None:
+        logprobs = logprobs.index_select(0, inputs.entries)
     return part.loss.function(logprobs, inputs, config)
 
 
 def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[SliceResult]:
-    made = MicroBatch.of(batch, base.device, backward=backward)
+    seen = [look_at(base.tower, piece) for piece in batch]
+    made = MicroBatch.of(batch, seen, base.device, backward=backward)
     with torch.set_grad_enabled(backward), base.packed.active.use(made.segments):
         logprobs = base.packed(made.packed, made.targets, made.segments)
         scored = [_scored(*each) for each in zip(batch, logprobs, made.inputs, strict=True)]
@@ -166,12 +190,21 @@ def _gradients(totals: Sequence[Sequence[Tensor]], segments: Sequence[LoraSegmen
 
 
 def loss_inputs(part: Part, device: torch.device) -> LossInputs:
-    """The inputs of a part's loss, flattened to one entry per target in the order of `target_tokens`."""
+    """The inputs of a part's loss, flattened to one entry per target in the order of `target_tokens`, without the
+    targets that are tokens of pictures."""
     names = (*part.loss.required, *part.loss.optional)
-    tensors = {name: torch.from_numpy(_entries(part, name)).to(device) for name in names}
-    sizes = [datum.loss_inputs["target_tokens"].size for datum in part.data]
-    datum_of_entry = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
-    return LossInputs(tensors, datum_of_entry, len(sizes))
+    data = part.data
+    arrays = {name: _entries(part, name) for name in names}
+    sizes = [datum.loss_inputs["target_tokens"].size for datum in data]
+    datum_of_entry = np.repeat(np.arange(len(sizes)), sizes)
+    text = text_entries(data)
+    if text is None:
+        entries = None
+    else:
+        arrays, datum_of_entry = {name: array[text] for name, array in arrays.items()}, datum_of_entry[text]
+        entries = torch.from_numpy(np.flatnonzero(text)).to(device)
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    return LossInputs(tensors, torch.from_numpy(datum_of_entry).to(device), len(sizes), entries)
 
 
 def trained_entries(part: Part) -> npt.NDArray[np.bool_]:
@@ -179,6 +212,8 @@ def trained_entries(part: Part) -> npt.NDArray[np.bool_]:
     graph. Without a backward they are the same, so that the logprobs are the same bits."""
     trained = part.loss.trained
     found = np.ones(part.entries, np.bool_) if trained is None else _entries(part, trained) != 0
+    if (text := text_entries(part.data)) is not None:
+        found &= text
     if not found.any():
         found[0] = True
     return found

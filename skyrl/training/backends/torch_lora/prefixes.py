@@ -29,9 +29,10 @@ copies need less memory than the rows if 24k < 14h + 4i + 4q."""
 
 
 def contents(data: Sequence[Datum]) -> list[npt.NDArray[np.int64]]:
-    """What must be equal before rows are shared, for each sequence int64 [N, columns]: the token's id, and a number of
-    the token's routed experts if the data have any."""
-    tokens = [datum.tokens.astype(np.int64) for datum in data]
+    """What must be equal before rows are shared, for each sequence int64 [N, columns]: the token's id, or for a token
+    of a picture a number of that token of that picture; and a number of the token's routed experts if the data have
+    any."""
+    tokens = _numbered(data)
     experts = experts_of(data)
     if experts is None:
         return [ids[:, None] for ids in tokens]
@@ -40,6 +41,22 @@ def contents(data: Sequence[Datum]) -> list[npt.NDArray[np.int64]]:
     for ids, rows in zip(tokens, experts, strict=True):
         digests = (blake2b(row, digest_size=16).digest() for row in rows)  # rows of hundreds of bytes are not kept
         found.append(np.stack([ids, [numbers.setdefault(digest, len(numbers)) for digest in digests]], axis=1))
+    return found
+
+
+def _numbered(data: Sequence[Datum]) -> list[npt.NDArray[np.int64]]:
+    """The tokens of each sequence. Those of pictures have negative numbers: equal ones where the picture and the place
+    in it are the same."""
+    first: dict[tuple[str, int], int] = {}
+    given = -1
+    found = []
+    for datum in data:
+        tokens = datum.tokens.astype(np.int64)
+        for picture in datum.pictures:
+            number = first.setdefault((picture.digest, picture.tokens), given)
+            given = min(given, number - picture.tokens)
+            tokens[picture.start : picture.stop] = number - np.arange(picture.tokens)
+        found.append(tokens)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from skyrl.training.backends.torch_lora.plan import Plan
 from skyrl.training.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
 from skyrl.training.backends.torch_lora.sharding import frozen, reshard
+from skyrl.training.backends.torch_lora.vision import Seen
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Rank(RankBase):
     def load(self) -> AdapterFacts:
         """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
         base = self._load_model(frozen(mlp_of_mixtures=self._settings.mlp_of_mixtures)).base
-        mixture = base.packed.mixture
-        return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, tuple(base.targets))
+        mixture, targets = base.packed.mixture, tuple(base.targets)
+        return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, base.sight, targets)
 
     def create(self, model_id: str, spec: LoraSpec, targets: Sequence[Target]) -> None:
         """Add an adapter, with initial weights drawn from its seed. Raises Agreed with OutOfMemory."""
@@ -166,12 +168,17 @@ class Rank(RankBase):
         return copy.to(self._device)
 
     def _micro_batch(self, pieces: Sequence[Slice], *, backward: bool) -> list[PieceResult]:
-        """Run pieces together; an empty list runs one token of weight 0.
+        return self._run_those_seen(pieces, partial(self._together, backward=backward))
+
+    def _together(
+        self, pieces: Sequence[Slice], seen: Sequence[Mapping[str, Seen]], *, backward: bool
+    ) -> list[PieceResult]:
+        """Run pieces together, with the pictures of each; an empty list runs one token of weight 0.
 
         The ranks gather each layer together in forward, and again in backward. So a backward goes down to the
         embeddings on every rank, whatever its pieces train.
         """
-        made = MicroBatch.of(pieces, self._device, backward=backward) if pieces else one_token(self._device)
+        made = MicroBatch.of(pieces, seen, self._device, backward=backward) if pieces else one_token(self._device)
         packed = self._base.packed
         with torch.set_grad_enabled(backward), packed.active.use(made.segments):
             with packed.embeddings_in_graph() as embeddings:

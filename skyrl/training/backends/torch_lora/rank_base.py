@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
+from skyrl.base.pictures.sight import Sight
 from skyrl.training.backends.base import Datum, Mixture
 from skyrl.training.backends.torch_lora.collectives import Agreed, agree, sendable
 from skyrl.training.backends.torch_lora.device import failure_of, prepare_device
@@ -28,17 +29,18 @@ from skyrl.training.backends.torch_lora.lora import LoraSegment
 from skyrl.training.backends.torch_lora.losses import LossInputs, served_losses
 from skyrl.training.backends.torch_lora.metrics import Tally
 from skyrl.training.backends.torch_lora.packing import pack_alone
-from skyrl.training.backends.torch_lora.passes import MicroBatch, by_datum, loss_of
+from skyrl.training.backends.torch_lora.passes import MicroBatch, by_datum, look_at, loss_of
 from skyrl.training.backends.torch_lora.plan import Piece
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
 from skyrl.training.backends.torch_lora.sharding import ModelForm, ShardedModel, load_sharded_model
+from skyrl.training.backends.torch_lora.vision import Seen
 
 
 @dataclass(frozen=True)
 class RankSettings:
     """What a rank is told at its start. `mlp_of_mixtures`: adapters can train the experts of a mixture. `timeout_s`: a
-    rank that waits this long for another rank fails."""
+    rank that waits this long for another rank fails. `pictures`: whether a model that sees keeps its vision tower."""
 
     base_model: str
     threads: int
@@ -46,6 +48,7 @@ class RankSettings:
     stable_reinforce: Literal["refuse", "cispo"]
     mlp_of_mixtures: bool
     timeout_s: float
+    pictures: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class BaseFacts:
     max_context: int
     device: str
     mixture: Mixture | None
+    sight: Sight | None
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ class RankBase:
             init_device_mesh(self._device.type, (self._ranks,)),
             form,
             gradient_checkpointing=self._settings.gradient_checkpointing,
+            pictures=self._settings.pictures,
             agree=agree,
         )
         self._base = self._model.base
@@ -151,6 +156,25 @@ class RankBase:
             del self._base, self._model
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _run_those_seen(
+        self,
+        pieces: Sequence[Slice],
+        run: Callable[[Sequence[Slice], Sequence[Mapping[str, Seen]]], Sequence[PieceResult]],
+    ) -> list[PieceResult]:
+        """Look at the pictures of pieces, and `run` the pieces with what was seen. A piece whose pictures raise an
+        exception fails alone: the others run, because other ranks wait for this one."""
+        seen: list[Mapping[str, Seen]] = []
+        left: list[Slice] = []
+        failed: dict[int, PieceResult] = {}
+        for number, piece in enumerate(pieces):
+            try:
+                seen.append(look_at(self._base.tower, piece))
+                left.append(piece)
+            except Exception as error:
+                failed[number] = PieceResult([], Tally(), sendable(failure_of(error, self._device)))
+        results = iter(run(left, seen))
+        return [failed[number] if number in failed else next(results) for number in range(len(pieces))]
 
     def _slice(self, running: RunningPass, piece: Piece) -> Slice:
         return Slice(running, piece.data, piece.rows, last=False)

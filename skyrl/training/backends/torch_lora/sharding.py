@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.collectives import SumInRankOrder, failed_anywhere
 from skyrl.training.backends.torch_lora.conversions import FileTensor, Rows, file_tensors, stored_parameters
-from skyrl.training.backends.torch_lora.device import base_dtype
+from skyrl.training.backends.torch_lora.device import HOST, base_dtype
 from skyrl.training.backends.torch_lora.loading import check_weights
 from skyrl.training.backends.torch_lora.model import BaseModel, check_config, wrap
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, read_config
@@ -30,7 +30,8 @@ from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routing import CORRECTION
 from skyrl.training.backends.torch_lora.shards import rows_of
 from skyrl.training.backends.torch_lora.stored_weights import INDEX, ONE_FILE, StoredWeights, weight_files
-from skyrl.training.backends.torch_lora.text_part import drop_vision, model_class
+from skyrl.training.backends.torch_lora.text_part import TOWER, detach_vision, model_class
+from skyrl.training.backends.torch_lora.vision import VisionTower, make_tower
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,11 @@ def load_sharded_model(
     form: ModelForm,
     *,
     gradient_checkpointing: Setting,
+    pictures: bool = True,
     agree: Callable[[Exception | None], None],
 ) -> ShardedModel:
-    """Load this rank's rows of the base model. Every rank calls this at the same time.
+    """Load this rank's rows of the base model. Every rank calls this at the same time. `pictures`: whether a model that
+    sees keeps its vision tower: every rank holds all of it, because each computes the pictures of its own pieces.
 
     No rank ever holds the whole model: the parameters of one decoder layer, or those outside the layers, are the most
     that a rank gathers. Each decoder layer is gathered for itself; embeddings, final norm and output layer together,
@@ -97,7 +100,7 @@ def load_sharded_model(
     failure: Exception | None = None
     loaded: tuple[BaseModel, dict[str, list[FileTensor]]] | None = None
     try:
-        loaded = _load(path, device, mesh, form)
+        loaded = _load(path, device, mesh, form, pictures=pictures)
     except ConfigError as error:
         failure = error
     except LOADING_ERRORS as error:
@@ -111,8 +114,7 @@ def load_sharded_model(
         register_fsdp_forward_method(packed, method)
     try:
         base.check_stock()
-        with torch.no_grad():
-            expected = packed.stock_logits(base.probe_rows())
+        expected = base.stock_logits()
         packed.use_own_kernels()
         base.verify(expected)
     except ConfigError as error:
@@ -133,7 +135,7 @@ def reshard(packed: PackedModel) -> None:
 
 
 def _load(
-    path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm
+    path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *, pictures: bool
 ) -> tuple[BaseModel, dict[str, list[FileTensor]]]:
     """The model with this rank's rows, and `ShardedModel.in_files`."""
     described = read_config(path)
@@ -145,7 +147,7 @@ def _load(
     policy = MixedPrecisionPolicy(None if held == computed else computed, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model: Any = model_class(config).from_config(config, dtype=held, attn_implementation="eager")
-    drop_vision(model)
+    visual = detach_vision(model)
     _keep_in_float32(model)
     model.eval().requires_grad_(form.trained)
     packed = form.wrap(path, model)
@@ -160,7 +162,20 @@ def _load(
         _fill_buffers(path, model)
         parameters = _fill_parameters(path, packed, stored, mesh.get_local_rank(), mesh.size())
         in_files = file_tensors(path, model, parameters) if form.trained else {}
-    return BaseModel(path, device, packed, config), in_files
+        tower = _tower(path, model, visual, stored, device) if pictures and visual is not None else None
+    return BaseModel(path, device, packed, config, tower), in_files
+
+
+def _tower(path: str, model: Any, visual: Any, stored: StoredWeights, device: torch.device) -> VisionTower | None:
+    """The whole vision tower `visual` of the model, which has no memory yet, with its weights."""
+    visual.to_empty(device=HOST)
+    _fill_buffers(path, visual)
+    named = {f"{model.base_model_prefix}.{TOWER}.{name}": each for name, each in visual.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in named.items()}
+    found = stored_parameters(model, shapes, dict.fromkeys(stored.keys(), stored))
+    for name, parameter in named.items():
+        parameter.data = found[name][:].to(base_dtype(device))
+    return make_tower(path, visual, device, pictures=True)
 
 
 def _keep_in_float32(model: Any) -> None:

@@ -1,0 +1,231 @@
+"""Pictures in the packed design: each is computed once, shared with its prompt, and never with another picture; passes
+of others, several tenants and restarts change nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from picture_support import SEEING_FAMILIES, Picture, Sequences, group, mixed, text
+from torch_lora_support import assert_close, assert_same, ok, rl, saved, sft, spec, train
+
+from skyrl.base.config.loading import load_config
+from skyrl.training.backends.base import AdamParams, TrainingPass
+from skyrl.training.backends.torch_lora import prefixes
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.vision import KeptPictures, Seen
+from tests.families import make_family
+
+STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
+"""With an `eps` above the rounding of gradients, as in test_ranks."""
+TOLERANCE = 1e-3
+"""As in test_families_packed."""
+BackendOf = Callable[..., TorchLoraBackend]
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    made: dict[str, str] = {}
+
+    def path(family: str) -> str:
+        if family not in made:
+            made[family] = make_family(family, tmp_path_factory.mktemp("seeing"))
+        return made[family]
+
+    return path
+
+
+@pytest.fixture
+def backend_of(path_of: Callable[[str], str]) -> BackendOf:
+    """A backend on a family's tiny model, with a model "m"."""
+
+    def make(family: str = "qwen3-vl", *, merge: bool = False, rows: int = 4096, **trainer: Any) -> TorchLoraBackend:
+        settings = {"micro_batch_tokens": rows, "merge_passes": merge, **trainer}
+        keys = {f"trainer.{key}": value for key, value in settings.items()}
+        backend = TorchLoraBackend(load_config({"base_model": path_of(family), "backend_config": keys}))
+        backend.create_model("m", spec(4, 1))
+        return backend
+
+    return make
+
+
+@contextmanager
+def tower_calls(backend: TorchLoraBackend) -> Iterator[list[int]]:
+    """The numbers of patches of the pictures that go through the tower."""
+    tower = backend._base.tower
+    assert tower is not None
+    calls: list[int] = []
+    handle = tower.module.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    yield calls
+    handle.remove()
+
+
+def _learn(backend: TorchLoraBackend, sequences: Sequences, path: Path, loss: str = "cross_entropy") -> Any:
+    """A step, then a gradient that waits: logprobs, and weights, moments and gradients."""
+    results = ok(backend.run([sequences.to("m", loss)]))
+    backend.optim_step("m", STEP)
+    results += ok(backend.run([sequences.to("m", loss)]))
+    return [each for result in results for each in result.logprobs], saved(backend, "m", path)
+
+
+def _assert_close(one: Any, other: Any) -> None:
+    for logprobs, of_other in zip(one[0], other[0], strict=True):
+        np.testing.assert_allclose(logprobs, of_other, atol=1e-4)
+    assert_close(one[1], other[1], TOLERANCE)
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_a_group_about_one_picture_computes_picture_and_prompt_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend_of: BackendOf, family: str
+) -> None:
+    picture = Picture.drawn(1)
+    sequences = group(picture, 16, loss="ppo")
+    backend = backend_of(family)
+    with tower_calls(backend) as calls:
+        (result,) = ok(backend.run([sequences.to("m", "ppo")]))
+    assert calls == [4 * picture.tokens]
+    prompt = 4 + picture.tokens + 10
+    answers = sum(len(datum.tokens) - prompt for datum in sequences.data)
+    assert result.metrics["computed_tokens:sum"] == prompt + answers
+    shared = _learn(backend_of(family), sequences, tmp_path / "shared", "ppo")
+    monkeypatch.setattr(prefixes, "MIN_SAVED_ROWS", 10**9)
+    _assert_close(shared, _learn(backend_of(family), sequences, tmp_path / "apart", "ppo"))
+
+
+def test_pictures_of_one_size_at_one_place_do_not_share_rows(backend_of: BackendOf) -> None:
+    pictures = [Picture.drawn(seed) for seed in (1, 2)]
+    sequences, alone = Sequences(), []
+    before, behind = text(1, 20), text(2, 20)
+    for picture in pictures:
+        sequences.add(before, picture, behind, answer=3)
+        alone.append(Sequences())
+        alone[-1].add(before, picture, behind, answer=3)
+    backend = backend_of()
+    (result,) = ok(backend.run([sequences.to("m", backward=False)]))
+    assert result.metrics["computed_tokens:sum"] == 20 + 2 * (pictures[0].tokens + 20)
+    first, second = result.logprobs
+    np.testing.assert_array_equal(first[:19], second[:19])
+    assert np.abs(first - second)[26:].max() > 1e-3
+    for of_both, one in zip(result.logprobs, alone, strict=True):
+        (expected,) = ok(backend.run([one.to("m", backward=False)]))
+        np.testing.assert_allclose(of_both, expected.logprobs[0], atol=2e-5)
+
+
+def test_text_alone_gives_the_same_bits_with_a_tower_and_without(
+    tmp_path: Path, path_of: Callable[[str], str], backend_of: BackendOf
+) -> None:
+    blind_path = shutil.copytree(path_of("qwen3-vl"), tmp_path / "blind")
+    (blind_path / "preprocessor_config.json").unlink()
+    blind = TorchLoraBackend(load_config({"base_model": str(blind_path)}))
+    blind.create_model("m", spec(4, 1))
+    assert blind.limits.sight is None
+    assert blind._base.tower is None
+    states = []
+    for number, backend in enumerate((blind, backend_of())):
+        ok(backend.run([train("m", sft(1, 30, 7, 19)), train("m", rl(2, 12, 40), "ppo")]))
+        backend.optim_step("m", STEP)
+        states.append(saved(backend, "m", tmp_path / str(number)))
+    assert_same(*states)
+
+
+def test_a_sequence_of_text_beside_pictures_is_unchanged(backend_of: BackendOf) -> None:
+    sequences = mixed()
+    (alone,) = [index for index, datum in enumerate(sequences.data) if not datum.pictures]
+    backend = backend_of()
+    (result,) = ok(backend.run([sequences.to("m", backward=False)]))
+    (expected,) = ok(backend.run([TrainingPass("m", [sequences.data[alone]], "cross_entropy", backward=False)]))
+    np.testing.assert_allclose(result.logprobs[alone], expected.logprobs[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES[:2])
+def test_other_passes_do_not_change_a_bit(tmp_path: Path, backend_of: BackendOf, family: str) -> None:
+    states = []
+    for number, others in enumerate(([], [group(Picture.drawn(9), 3).to("a", "ppo"), train("b", sft(2, 30))])):
+        backend = backend_of(family)
+        for model_id in "ab":
+            backend.create_model(model_id, spec())
+        ok(backend.run([*others, mixed().to("m"), *others]))
+        states.append(saved(backend, "m", tmp_path / str(number)))
+    assert_same(*states)
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_two_tenants_in_one_micro_batch_share_pictures_and_change_at_most_rounding(
+    tmp_path: Path, backend_of: BackendOf, family: str
+) -> None:
+    alone = backend_of(family)
+    ok(alone.run([mixed().to("m")]))
+    merged = backend_of(family, merge=True)
+    merged.create_model("other", spec(8, 2))
+    merged.create_model("text", spec(2, 3))
+    sequences = mixed()
+    with tower_calls(merged) as calls:
+        ok(merged.run([sequences.to("other"), sequences.to("m"), train("text", sft(3, 20))]))
+    assert len(calls) == len(sequences.files)
+    assert_close(saved(merged, "m", tmp_path / "merged"), saved(alone, "m", tmp_path / "alone"), TOLERANCE)
+
+
+def test_recomputed_layers_give_the_same_bits(tmp_path: Path, backend_of: BackendOf) -> None:
+    kept = _learn(backend_of(gradient_checkpointing=False), mixed(), tmp_path / "kept")
+    again = _learn(backend_of(gradient_checkpointing=True), mixed(), tmp_path / "again")
+    assert_same(again[1], kept[1])
+
+
+def test_slices_of_few_rows_change_at_most_rounding(tmp_path: Path, backend_of: BackendOf) -> None:
+    whole = _learn(backend_of(), mixed(), tmp_path / "whole")
+    _assert_close(_learn(backend_of(rows=40), mixed(), tmp_path / "cut"), whole)
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, backend_of: BackendOf) -> None:
+    first = backend_of()
+    _learn(first, mixed(), tmp_path / "saved", "cross_entropy")
+    second = backend_of()
+    second.load_state("m", tmp_path / "saved", optimizer=True)
+    states = []
+    for number, backend in enumerate((first, second)):
+        backend.optim_step("m", STEP)
+        states.append(_learn(backend, group(Picture.drawn(5), 4), tmp_path / str(number), "ppo"))
+    assert_same(states[0][1], states[1][1])
+
+
+def test_what_the_tower_made_is_kept_between_passes_and_for_all_models(backend_of: BackendOf) -> None:
+    backend = backend_of()
+    backend.create_model("other", spec())
+    sequences = mixed()
+    with tower_calls(backend) as calls:
+        for model_id, backward in (("m", False), ("m", True), ("other", True)):
+            ok(backend.run([sequences.to(model_id, backward=backward)]))
+    assert len(calls) == len(sequences.files)
+
+
+def _seen(rows: int) -> Seen:
+    """Of 4 * 8 bytes a row, half of them in a deepstack layer."""
+    return Seen((1, rows), torch.zeros(rows, 4), (torch.zeros(rows, 4),))
+
+
+def test_kept_pictures_are_bounded_in_bytes_and_the_longest_unused_go_first() -> None:
+    kept = KeptPictures(320)
+    for name, rows in (("a", 3), ("b", 4), ("c", 3)):
+        kept.put(name, _seen(rows))
+    assert kept.nbytes == 320
+    assert kept.get("a") is not None
+    kept.put("d", _seen(2))
+    assert [name for name in "abcd" if kept.get(name) is not None] == ["a", "c", "d"]
+    assert kept.nbytes == 8 * 32
+    kept.put("too large", _seen(11))
+    assert kept.get("too large") is None
+    assert kept.nbytes == 8 * 32
+
+
+def test_a_backend_that_keeps_nothing_computes_the_same(tmp_path: Path, backend_of: BackendOf) -> None:
+    expected = _learn(backend_of(), mixed(), tmp_path / "kept")
+    backend = backend_of(rows=40)
+    tower: Any = backend._base.tower
+    tower._kept = KeptPictures(0)
+    _assert_close(_learn(backend, mixed(), tmp_path / "none"), expected)
