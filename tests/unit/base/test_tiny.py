@@ -8,10 +8,19 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
+from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
-from skyrl.base.tiny import corpus, model_path, moe
+from skyrl.base.tiny import corpus, model_path, moe, vision
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 TASKS = list(corpus.TASKS.values())
@@ -148,3 +157,47 @@ def test_the_tiny_mixture_has_the_models_vocabulary_and_eight_experts(tmp_path: 
     one, other = (stored[f"model.layers.1.mlp.experts.{number}.up_proj.weight"].float() for number in (0, 7))
     assert 0.3 < float((one - other).std() / one.std()) < 0.5
     assert sum(tensor.numel() for tensor in stored.values()) < 3_300_000
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the tiny model that sees."""
+    directory = tmp_path_factory.mktemp("vision")
+    vision.make(directory)
+    return directory
+
+
+def test_the_tiny_model_that_sees_answers_text_as_the_tiny_model_does(seeing: Path) -> None:
+    both = AutoModelForImageTextToText.from_pretrained(seeing), AutoModelForCausalLM.from_pretrained(model_path())
+    tokens = AutoTokenizer.from_pretrained(model_path())(corpus.chat_prompt("count from 3 by 2"), return_tensors="pt")
+    with torch.no_grad():
+        logits, expected = (model.float()(**tokens).logits for model in both)
+    torch.testing.assert_close(logits[..., : expected.shape[-1]], expected)
+    new = [AutoTokenizer.from_pretrained(seeing).convert_tokens_to_ids(token) for token in vision.TOKENS]
+    assert new == [512, 513, 514, 515]
+    assert logits[0, -1].softmax(-1)[512:].sum() < 1e-3
+
+
+def test_the_tiny_model_that_sees_tells_colours_and_places_apart(seeing: Path) -> None:
+    processor = AutoProcessor.from_pretrained(seeing)
+    model = AutoModelForImageTextToText.from_pretrained(seeing).float()
+    halves = Image.new("RGB", (96, 64), "red")
+    halves.paste("blue", (48, 0, 96, 64))
+    pictures = [Image.new("RGB", (96, 64), "red"), Image.new("RGB", (96, 64), "blue"), halves, halves.rotate(180)]
+    turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    text = processor.apply_chat_template([turn], add_generation_prompt=True)
+    rows = []
+    for picture in pictures:
+        inputs = processor(images=picture, text=text, return_tensors="pt")
+        assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == 6
+        with torch.no_grad():
+            rows.append(model(**inputs).logits[0, -1].softmax(-1))
+    apart = torch.cdist(torch.stack(rows), torch.stack(rows), p=1)
+    assert apart[~torch.eye(len(pictures), dtype=torch.bool)].min() > 0.01
+
+
+def test_a_picture_takes_at_most_64_tokens_in_the_tiny_model(seeing: Path) -> None:
+    images = AutoProcessor.from_pretrained(seeing).image_processor
+    sizes = [(1, 1), (32, 32), (96, 64), (640, 480), (2000, 2000)]
+    patches = [images.get_number_of_image_patches(height, width) for width, height in sizes]
+    assert [count // 4 for count in patches] == [4, 4, 6, 54, 64]
