@@ -102,6 +102,19 @@ def with_scans(data: bytes, scans: int) -> bytes:
     return data[:at] + data[at:-2] * (scans + 1) + data[-2:]
 
 
+def plain(side: int, mode: str = "RGB", **how: Any) -> bytes:
+    """A square of one color as a progressive JPEG file. Each scan takes few bytes, and work for all pixels."""
+    file = BytesIO()
+    Image.new(mode, (side, side), (9, 99, 200, 7)[: len(mode)]).save(file, "JPEG", progressive=True, **how)
+    return file.getvalue()
+
+
+def black(side: int) -> bytes:
+    """A square of bits as a PNG file: few bytes, and 4 for each pixel once it is RGB."""
+    rows = zlib.compress(bytes((side // 8 + 1) * side), 1)
+    return PNG_MAGIC + header(side, side, bits=1, color=0) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
 def animation(frames: int) -> bytes:
     file = BytesIO()
     first, *others = [Image.new("RGB", (8, 8), (50 * number, 0, 0)) for number in range(frames)]

@@ -45,15 +45,16 @@ def opened(data: bytes, format: PictureFormat) -> Image.Image:
     """
     _check_kind(data, format)
     with _Decoding(format):
-        picture = _READERS[format](BytesIO(data))
-        _check_header(picture)
+        file = _READERS[format](BytesIO(data))
+        _check_header(file)
         if format == "jpeg" and has_more_scans(data, MAX_SCANS):
             raise BadPicture(f"has more than {MAX_SCANS} scans")
-        picture.load()
-        rotated: Image.Image = picture
+        file.load()
+        picture: Image.Image = file
+        del file  # frees the pixels as soon as they are rotated
         with suppress(Exception):  # vLLM shows a picture whose EXIF is malformed unrotated
-            rotated = ImageOps.exif_transpose(picture)
-        return _over_white(rotated)
+            picture = ImageOps.exif_transpose(picture)
+        return _over_white(picture)
 
 
 class _Decoding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-MAX_SCANS = 100
+MAX_SCANS = 50
 """Encoders write 1 to about 20."""
 
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")

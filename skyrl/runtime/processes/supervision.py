@@ -172,10 +172,10 @@ class SupervisedProcess:
         try:
             if self._stopping.is_set():
                 self._terminate()
-            code = await _exit_code(child)
+            code = await exit_code(child)
         finally:
             _kill_group(child.pid)
-            await _exit_code(child)
+            await exit_code(child)
             await _wait_for_group(child.pid)
         if self.on_exit is not None and not self._stopping.is_set():
             self.on_exit(code)
@@ -205,13 +205,13 @@ class SupervisedProcess:
         return log.seek(0, os.SEEK_END)
 
     def _terminate(self) -> None:
-        """Send SIGTERM to the child, if there is one. `pid` cannot be another process's by now: only `_exit_code` reaps
+        """Send SIGTERM to the child, if there is one. `pid` cannot be another process's by now: only `exit_code` reaps
         the child, and it cannot run while this method does."""
         if self.pid is not None:
             os.kill(self.pid, signal.SIGTERM)
 
 
-async def _exit_code(child: subprocess.Popen[bytes]) -> int:
+async def exit_code(child: subprocess.Popen[bytes]) -> int:
     """Wait until the child has ended, and reap it. Needs no thread, unlike asyncio's subprocesses: where no thread can
     be started, nobody waits for their child."""
     if (code := child.poll()) is not None:
