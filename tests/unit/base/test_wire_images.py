@@ -88,7 +88,8 @@ def test_a_training_body_keeps_its_inputs_and_names_its_images(body_format: str)
     if body_format == "proto":
         found = [EncodedTextChunk(tokens=[1, 2]), ImageChunk(data=PNG, format="png", expected_tokens=6)]
         model_input = ModelInput(chunks=[*found, EncodedTextChunk(tokens=[3])])
-        body = sdk_body([Datum(model_input, {"weights": np.ones(9, np.float32)})])
+        inputs: Any = {"weights": np.ones(9, np.float32)}
+        body = sdk_body([Datum(model_input, inputs)])
     taken = take_out(body, body_format)
     assert taken.files == {digest_of(PNG): PNG}
     decoded = decode_forward_backward(taken.body, body_format, forward_only=False)
