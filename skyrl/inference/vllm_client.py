@@ -6,6 +6,7 @@ which control calls never reach. Knows one server only.
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -132,6 +133,21 @@ class VllmClient:
         self._check(response, "score a prompt")
         rows = response.json()["choices"][0]["prompt_logprobs"]
         return [row[str(token)]["logprob"] for row, token in zip(rows[1:], tokens[1:], strict=True)]
+
+    async def logprobs_behind(self, model: str, tokens: list[int], picture: bytes, count: int) -> list[float]:
+        """The logprobs of the last `count` tokens of a prompt with a picture, a PNG. In `tokens` one token stands for
+        the picture."""
+        address = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        body = {
+            "model": model,
+            "token_ids": tokens,
+            "content_parts": [{"type": "image_url", "url": address}],
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+        }
+        response = await self._http.post("/inference/v1/generate", json=body)
+        self._check(response, "score a prompt with a picture")
+        rows = response.json()["prompt_logprobs"]
+        return [row[str(token)]["logprob"] for row, token in zip(rows[-count:], tokens[-count:], strict=True)]
 
     async def _complete(self, extra: dict[str, Any]) -> None:
         body = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True, "return_token_ids": True} | extra

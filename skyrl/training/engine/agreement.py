@@ -50,6 +50,14 @@ def compare_base(trainer: Logprobs, sampler: Logprobs) -> BaseAgreement:
     return BaseAgreement(size(apart), float(np.max(np.abs(apart))), allowed)
 
 
+def compare_seen(trainer: Logprobs, sampler: Logprobs, base: BaseAgreement) -> BaseAgreement:
+    """The base model's logprobs of the text behind a picture. They may be apart by a few times what those of text alone
+    are apart: a picture changes logprobs less than other weights do."""
+    apart = sampler - trainer
+    allowed = max(NOISE_FACTOR * base.difference, BASE_FLOOR)
+    return BaseAgreement(size(apart), float(np.max(np.abs(apart))), allowed)
+
+
 @dataclass(frozen=True)
 class ChangeAgreement:
     """What an adapter changes in both: medians over tokens of the absolute changes, and of their difference."""

@@ -20,11 +20,14 @@ from skyrl.base.config.server import ConfigError
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.inference.vllm_client import VllmError
 from skyrl.runtime.processes.startup import NotLoaded
-from skyrl.training.engine.agreement import Logprobs, compare_base, compare_change
+from skyrl.training.engine.agreement import BaseAgreement, Logprobs, compare_base, compare_change, compare_seen
+from skyrl.training.engine.picture_probe import PicturePrompt
 from skyrl.training.engine.trainer_probes import Expected, Probe
 
 logger = logging.getLogger(__name__)
 
+NO_PICTURES = (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
+"""The answers of a vLLM that was started without `--enable-scale-out`, and of one that does not have the route."""
 LEAVE_OUT = "generator.inference_engine.compare_with_trainer = false leaves this comparison out"
 
 
@@ -38,6 +41,8 @@ class Sampler(Protocol):
     async def unload_adapter(self, name: str) -> None: ...
 
     async def prompt_logprobs(self, model: str, tokens: list[int]) -> list[float]: ...
+
+    async def logprobs_behind(self, model: str, tokens: list[int], picture: bytes, count: int) -> list[float]: ...
 
 
 class SamplerCheck:
@@ -64,14 +69,37 @@ class SamplerCheck:
                 f"median over {len(self._base)} tokens; {base.allowed:.2g} is allowed), so vLLM serves other "
                 f"weights or computes another model; {LEAVE_OUT}"
             )
-        parts = {probe.layers: await self._part(probe) for probe in self._trainer.probes}
         figures = f"the base model's logprobs are at most {base.largest:.2g} apart"
+        if self._trainer.picture is not None and self._trainer.seen is not None:
+            figures += await self._compare_picture(self._trainer.picture, self._trainer.seen, base)
+        parts = {probe.layers: await self._part(probe) for probe in self._trainer.probes}
         if compared := {layers: part for layers, part in parts.items() if part is not None}:
             least = min(compared, key=compared.__getitem__)
             figures += (
                 f", and of the changes by {len(compared)} adapters at least {compared[least]:.1%} is the same ({least})"
             )
         return f"{figures}; the comparison took {time.monotonic() - began:.2f} s"
+
+    async def _compare_picture(self, prompt: PicturePrompt, expected: Logprobs, base: BaseAgreement) -> str:
+        """The figure for the text behind a picture. Raises as `run`."""
+        try:
+            async with self._answers("the base model with a picture"):
+                sampled = await self._sampler.logprobs_behind(
+                    self._base_model, prompt.token_ids, prompt.file, len(expected)
+                )
+        except ConfigError as error:
+            if isinstance(error.__cause__, VllmError) and error.__cause__.status in NO_PICTURES:
+                logger.warning("vLLM takes no pictures, so requests with images will fail: %s", error.__cause__)
+                return ""
+            raise
+        seen = compare_seen(expected, np.asarray(sampled, np.float32), base)
+        if not seen.agrees:
+            raise ConfigError(
+                f"base_model: vLLM's logprobs of the text behind a picture differ from the trainer's by "
+                f"{seen.difference:.2g} (a median over {len(expected)} tokens; {seen.allowed:.2g} is allowed), so "
+                f"vLLM has another vision tower or another image processor; {LEAVE_OUT}"
+            )
+        return f", behind a picture {seen.largest:.2g}"
 
     async def _part(self, probe: Probe) -> float | None:
         """Which part of an adapter's change of logprobs is the same in both; None if it changes too little to tell."""

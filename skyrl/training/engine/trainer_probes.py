@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import atomic_directory, remove
 from skyrl.training.backends.base import Backend, Datum, TrainingPass
 from skyrl.training.engine.agreement import Logprobs, size
+from skyrl.training.engine.picture_probe import PicturePrompt
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,14 @@ class Probe:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the trainer has computed: logprobs of `tokens`, int64 [N], with the base model and with each probe."""
+    """What the trainer has computed: logprobs of `tokens`, int64 [N], with the base model and with each probe. `seen`:
+    with the base model, of the text behind the picture in `picture`; None for a model that takes none."""
 
     tokens: npt.NDArray[np.int64]
     base: Logprobs
     probes: Sequence[Probe]
+    picture: PicturePrompt | None = None
+    seen: Logprobs | None = None
 
 
 def probe_tokens(vocab_size: int, max_context: int) -> npt.NDArray[np.int64]:
@@ -76,7 +80,10 @@ class TrainerProbes:
         """A new name at each start: a server that has loaded a name never loads other files by it. Digits, because two
         causes of a failed start are compared without their numbers."""
         self._tokens = probe_tokens(backend.limits.vocab_size, backend.limits.max_context)
+        sight, context = backend.limits.sight, backend.limits.max_context
+        self._picture = None if sight is None else PicturePrompt.of(sight, self._tokens, context)
         self._base: Logprobs = np.zeros(0, np.float32)
+        self._seen: Logprobs | None = None
         self._probes: list[Probe] = []
 
     def run(self) -> Expected:
@@ -84,17 +91,26 @@ class TrainerProbes:
         if self._config.full_finetuning:
             whole = LoraSpec(0, self._config.backend_config.lora.alpha, SEED)
             with self._model(whole):
-                self._base = self._logprobs()
-            return Expected(self._tokens, self._base, [])
+                self._run_base()
+            return self._expected()
         kinds = {flag: self._backend.kinds_of_layers(self._spec({flag})) for flag in _FLAGS}
         trained = [flag for flag in _FLAGS if kinds[flag]]
         with self._model(self._spec(trained)):
-            self._base = self._logprobs()
+            self._run_base()
         for flag in trained:
             for kind in kinds[flag]:
                 self._add(kind, self._spec({flag}), [kind])
         self._add("all layers", self._spec(trained), [kind for flag in trained for kind in kinds[flag]])
-        return Expected(self._tokens, self._base, self._probes)
+        return self._expected()
+
+    def _expected(self) -> Expected:
+        return Expected(self._tokens, self._base, self._probes, self._picture, self._seen)
+
+    def _run_base(self) -> None:
+        self._base = self._logprobs()
+        if (prompt := self._picture) is not None:
+            files = {prompt.picture.digest: prompt.file}
+            self._seen = self._logprobs_of(prompt.datum, files)[-len(prompt.behind) :]
 
     def remove(self) -> None:
         """Delete the files of all probes. A failure is logged: the sweeper deletes adapters that nobody uses."""
@@ -152,8 +168,11 @@ class TrainerProbes:
             self._backend.delete_model(self._model_id)
 
     def _logprobs(self) -> Logprobs:
-        datum = Datum(self._tokens[:-1], {"target_tokens": self._tokens[1:]})
-        (outcome,) = self._backend.run([TrainingPass(self._model_id, [datum], "cross_entropy", backward=False)])
+        return self._logprobs_of(Datum(self._tokens[:-1], {"target_tokens": self._tokens[1:]}), {})
+
+    def _logprobs_of(self, datum: Datum, files: Mapping[str, bytes]) -> Logprobs:
+        run = TrainingPass(self._model_id, [datum], "cross_entropy", backward=False, files=files)
+        (outcome,) = self._backend.run([run])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome.logprobs[0]

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_harness import Harness, Trainer, harness_in
+from msgspec.structs import replace
+from PIL import Image
 
+from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.picture import digest_of
 from skyrl.base.pictures.placing import KnownPicture
 from skyrl.base.pictures.sight import Sight
 from skyrl.base.tiny.vision import make
 from skyrl.base.types.kinds import Kind
+from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.wire.images import take_out
+from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.pictures import CheckedFile
+from skyrl.training.backends.base import PassResult, TrainingPass
+from skyrl.training.backends.registry import create_backend
+from skyrl.training.engine.agreement import BASE_FLOOR, size
+from skyrl.training.engine.trainer_probes import TrainerProbes
 from tests.unit.picture_files import png
 
 PICTURES = [png(64, 96, seed=seed) for seed in range(3)]
@@ -163,3 +174,25 @@ async def test_the_files_of_unfinished_commands_outlive_the_engine(model: Path, 
         assert digest_of(PICTURES[2]) in kept
         await harness.start()
         assert (await pictures.trainer.result(waiting))["metrics"]["loss:sum"] > 0
+
+
+def test_the_picture_of_the_start_check_changes_what_the_trainer_expects(model: Path, tmp_path: Path) -> None:
+    """Or a sampler with another tower would pass the check."""
+    config = load_config({"state_dir": tmp_path, "base_model": str(model)})
+    backend = create_backend(config.backend, config)
+    probes = TrainerProbes(config, backend, open_store(config))
+    seen = probes.run()
+    assert seen.picture is not None
+    assert seen.seen is not None
+    assert len(seen.seen) == len(seen.picture.behind)
+    probes.remove()
+    blank = BytesIO()
+    Image.new("RGB", (96, 64)).save(blank, "PNG")
+    data = blank.getvalue()
+    picture = replace(seen.picture.picture, digest=digest_of(data))
+    other = dataclasses.replace(seen.picture, picture=picture, file=data)
+    backend.create_probe("m", LoraSpec(2, 32.0, 0))
+    run = TrainingPass("m", [other.datum], "cross_entropy", backward=False, files={picture.digest: data})
+    (result,) = backend.run([run])
+    assert isinstance(result, PassResult)
+    assert size(result.logprobs[0][-len(seen.seen) :] - seen.seen) > 2 * BASE_FLOOR

@@ -6,7 +6,7 @@ The real vLLM is compared at each start of the end-to-end tests' servers, and re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import numpy as np
@@ -14,15 +14,22 @@ import pytest
 from adapter_hosts import HostWithAllAdapters, UnreachableHost
 
 from skyrl.base.config.server import ConfigError
+from skyrl.base.pictures.sight import Sight
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.vllm_client import VllmError
 from skyrl.runtime.processes.startup import FirstStarts, NotLoaded, cause_of_own
+from skyrl.training.engine.picture_probe import PicturePrompt
 from skyrl.training.engine.sampler_check import SamplerCheck
 from skyrl.training.engine.trainer_probes import Expected, Probe
 
 KINDS = ("self_attn.q_proj", "mlp.experts.down_proj", "lm_head")
 BASE = np.random.default_rng(0).normal(-6, 1.5, 63).astype(np.float32)
 CHANGES = {kind: np.random.default_rng(n + 1).normal(0, 1, 63).astype(np.float32) for n, kind in enumerate(KINDS)}
+
+
+IMAGE = 99
+PICTURE = PicturePrompt.of(Sight("qwen3_vl", IMAGE, 16, 2, 32 * 32, 256 * 256), np.arange(64), max_context=100)
+SEEN = np.random.default_rng(5).normal(-6, 1.5, 32).astype(np.float32)
 
 
 def expected(start: int = 1) -> Expected:
@@ -43,6 +50,7 @@ class ScriptedSampler:
     other: dict[str, np.ndarray] = field(default_factory=dict)
     """Changes by kind, in place of the trainer's."""
     base: np.ndarray = field(default_factory=lambda: BASE + np.float32(0.01))
+    seen: np.ndarray = field(default_factory=lambda: SEEN + np.float32(0.002))
     failure: Exception | None = None
     fails_at: str = ""
     is_alive: bool = False
@@ -65,6 +73,12 @@ class ScriptedSampler:
 
     async def unload_adapter(self, name: str) -> None:
         del self.loaded[name]
+
+    async def logprobs_behind(self, model: str, tokens: list[int], picture: bytes, count: int) -> list[float]:
+        self._fail("picture")
+        assert (model, tokens.count(IMAGE), picture[1:4]) == ("tiny", 1, b"PNG")
+        assert count == len(self.seen)
+        return self.seen.tolist()
 
     async def prompt_logprobs(self, model: str, tokens: list[int]) -> list[float]:
         layers = self._layers(model)
@@ -89,6 +103,42 @@ async def test_a_sampler_that_computes_the_same_passes_with_figures() -> None:
         "(lm_head); the comparison took "
     )
     assert sampler.loaded == {}, "the sampler keeps no probe"
+
+
+def seeing() -> Expected:
+    return replace(expected(), picture=PICTURE, seen=SEEN)
+
+
+async def test_the_text_behind_a_picture_is_compared_too() -> None:
+    assert ", behind a picture 0.002, and of the changes by" in await run(ScriptedSampler(seeing()))
+    other = (
+        r"behind a picture differ from the trainer's by 0\.1 .*; 0\.05 is allowed\), so vLLM has another vision tower"
+    )
+    with pytest.raises(ConfigError, match=other):
+        await run(ScriptedSampler(seeing(), seen=SEEN + np.float32(0.1)))
+
+
+@pytest.mark.parametrize("status", [403, 404])
+async def test_a_sampler_without_a_route_for_pictures_is_named_and_not_refused(
+    status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = VllmError("score a prompt with a picture", status, "Restart vllm serve with --enable-scale-out")
+    said = await run(ScriptedSampler(seeing(), failure=failure, fails_at="picture"))
+    assert "behind a picture" not in said
+    assert "requests with images will fail" in caplog.text
+    assert "--enable-scale-out" in caplog.text
+
+
+async def test_a_sampler_that_refuses_a_picture_is_a_reason_not_to_start() -> None:
+    failure = VllmError("score a prompt with a picture", 400, "too large")
+    with pytest.raises(ConfigError, match=r"with a picture"):
+        await run(ScriptedSampler(seeing(), failure=failure, fails_at="picture"))
+
+
+def test_a_picture_that_does_not_fit_the_context_is_not_compared() -> None:
+    sight = Sight("qwen3_vl", IMAGE, 16, 2, 1024 * 1024, 2048 * 2048)
+    assert PicturePrompt.of(sight, np.arange(64), max_context=1024) is None
+    assert PicturePrompt.of(sight, np.arange(64), max_context=4096) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)
