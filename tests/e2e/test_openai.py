@@ -306,7 +306,7 @@ def test_verifiers_finds_token_ids_and_logprobs_of_a_chat(client: OpenAI, run: R
         ({"extra_body": {"guided_json": {}}}, "guided_json", None),
         ({"extra_body": {"frequenzy_penalty": 1}}, "frequenzy_penalty", None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
-         "messages[0].content[0].type", None),
+         "messages[0].content[0].image_url", None),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, None, None),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, "input_tokens", "context_length_exceeded"),
         ({"temperature": -1.0}, "temperature", None),

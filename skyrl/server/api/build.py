@@ -31,6 +31,7 @@ from skyrl.server.api.signing import SignedUrls
 from skyrl.server.api.tokens import Tokens
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.futures.trace import Traces
+from skyrl.server.openai.chat_pictures import ChatPictures
 from skyrl.server.openai.in_flight import InFlight
 from skyrl.server.openai.models import ModelNames
 from skyrl.server.openai.service import OpenAIService, Passage
@@ -170,7 +171,8 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     transport = HttpTransport(config.forwarding_inference_max_connections)
     loaded = LoadedWeights(database) if config.full_finetuning else None
     files, checker = PictureFiles(database), PictureChecker()
-    pictures = PictureIngress(database, checker, files, sight_of(config), config.max_stored_image_bytes)
+    sight = sight_of(config)
+    pictures = PictureIngress(database, checker, files, sight, config.max_stored_image_bytes)
     client = _client(base, adapters, transport, loaded, files)
     passage = Passage(
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.samples),
@@ -233,7 +235,9 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         curves=Curves(),
         metrics=base.metrics,
         published_metrics=MetricsDirectory(base.runtime.metrics_directory),
-        openai=None if client is None else OpenAIService(client, transport, passage, uses),
+        openai=(
+            None if client is None else OpenAIService(client, transport, passage, uses, ChatPictures(checker, sight))
+        ),
         openai_models=ModelNames(config, checkpoints, base.watch.limits, loaded),
         openai_in_flight=InFlight(),
         adapter_uses=uses,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from starlette.responses import Response
 
@@ -12,6 +14,7 @@ from skyrl.server.api.reply import reply
 from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.services import Services
+from skyrl.server.futures.recording import LARGE_BODY_BYTES
 from skyrl.server.openai.errors import OpenAIError
 from skyrl.server.openai.fields import ChatFields, CompletionFields
 from skyrl.server.openai.generation import Generation, chat, completion
@@ -51,7 +54,8 @@ def router(services: Services) -> Routes:
                 final=True,
             )
         in_flight.check_open()
-        request = check(body, services.watch.limits(), grammars=services.config.openai_grammars)
+        checked = partial(check, body, services.watch.limits(), grammars=services.config.openai_grammars)
+        request = await asyncio.to_thread(checked) if len(body) > LARGE_BODY_BYTES else checked()
         if call.large_body is not None:
             call.large_body.release()  # the request may run for minutes; from here on its bytes count in the admission
         target = await models.find(request.model, call.tenant)

@@ -77,6 +77,11 @@ def check_size(size: Size, logprob_token_ids: Sequence[int] | None) -> None:
             f"the {MAX_SAMPLED} that one request may ask for",
             field="n" if size.n > 1 else "max_tokens",
         )
+    check_prompt(size)
+
+
+def check_prompt(size: Size) -> None:
+    """What depends on the length of the prompt. Raises RequestError naming the field."""
     if size.n * size.most_prompt > MAX_ECHOED:
         raise RequestError(
             f"{size.n} choices for prompts of up to {size.most_prompt} tokens are more than one request may ask for",

@@ -6,7 +6,7 @@ counted here: a text has at most as many tokens as bytes, and the inference serv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -14,7 +14,8 @@ import msgspec
 from skyrl.base.wire.decoding import decode_json, raw_fields
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
-from skyrl.server.openai.bounds import Size, check_size
+from skyrl.server.openai.bounds import Size, check_prompt, check_size
+from skyrl.server.openai.chat_pictures import ChatPicture
 from skyrl.server.openai.fields import ChatFields, CommonFields, CompletionFields, accepted
 from skyrl.server.openai.messages import check_template_arguments, checked_messages
 from skyrl.server.openai.nested import StreamOptions
@@ -45,6 +46,8 @@ class Generation:
     """Whether the answer has logprobs of the prompt."""
     shape: str | None
     """The field that says what the answer must look like; None if it may be any text."""
+    pictures: tuple[ChatPicture, ...] = ()
+    """Of all messages. `size` does not count their tokens, before `with_pictures`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -58,6 +61,13 @@ class Generation:
     @property
     def max_tokens(self) -> int | None:
         return self.size.max_tokens
+
+    def with_pictures(self, tokens: int) -> Generation:
+        """The same request whose size counts the `tokens` of its pictures. Raises RequestError if it is too large."""
+        most, likely = self.size.most_prompt + tokens, self.size.likely_prompt + tokens
+        size = replace(self.size, most_prompt=most, likely_prompt=likely)
+        check_prompt(size)
+        return replace(self, size=size)
 
     def body(self, served_name: str, priority: int | None) -> bytes:
         """The body for a server that knows the weights as `served_name`, and orders requests if `priority` is given.
@@ -96,7 +106,9 @@ def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Gener
     check_template_arguments(given.chat_template_kwargs)
     if given.tools and given.tool_choice != "none":
         check_tools(given.tools, must_call=_must_call(given), grammars=grammars)
+    messages, pictures = checked_messages(given.messages)
     text = sum(len(fields[name]) for name in ("messages", "tools", "documents") if name in fields)
+    text -= sum(len(picture.base64) for picture in pictures)
     longest = limits.max_context
     echoed = (given.top_logprobs or 0) if given.echo else None  # as vLLM reads it
     asked = given.max_completion_tokens if given.max_completion_tokens is not None else given.max_tokens
@@ -110,8 +122,8 @@ def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Gener
         prompt_topk=echoed if given.prompt_logprobs is None else given.prompt_logprobs,
         topk_field="top_logprobs",
     )
-    checked: dict[str, Any] = {**fields, "messages": checked_messages(given.messages)}
-    return _generation(CHAT, given, checked, size, limits, grammars)
+    checked: dict[str, Any] = {**fields, "messages": messages}
+    return _generation(CHAT, given, checked, size, limits, grammars, pictures)
 
 
 def _decode(body: bytes, kind: type[Any]) -> tuple[dict[str, Any], Any]:
@@ -121,7 +133,13 @@ def _decode(body: bytes, kind: type[Any]) -> tuple[dict[str, Any], Any]:
 
 
 def _generation(
-    path: str, given: CommonFields, fields: dict[str, Any], size: Size, limits: ContextLimits, grammars: bool
+    path: str,
+    given: CommonFields,
+    fields: dict[str, Any],
+    size: Size,
+    limits: ContextLimits,
+    grammars: bool,
+    pictures: tuple[ChatPicture, ...] = (),
 ) -> Generation:
     _check_stops(given, limits)
     if given.response_format is not None:
@@ -146,6 +164,7 @@ def _generation(
         continuous_usage=bool(options.continuous_usage_stats),
         scores_prompt=size.prompt_topk is not None,
         shape=_shape(given),
+        pictures=pictures,
     )
 
 

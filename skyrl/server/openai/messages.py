@@ -1,6 +1,7 @@
-"""Checks the messages of a chat: text alone, and no key that vLLM would ignore.
+"""Checks the messages of a chat: text and pictures, and no key that vLLM would ignore.
 
-vLLM fetches images, audio and video from the addresses in a message. So only parts with text go on.
+vLLM fetches images, audio and video from the addresses in a message. So only parts with text go on, and pictures that
+are in the request itself.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from skyrl.base.wire.errors import RequestError
+from skyrl.server.openai.chat_pictures import PICTURE, ChatPicture, picture_in
 from skyrl.server.openai.nested import check_tool_calls
 
 _KEYS = frozenset(
@@ -24,14 +26,18 @@ TEMPLATE_KEYS = frozenset(
 """Arguments that have fields of their own, or that the renderer of the template takes instead of the template."""
 
 
-def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without empty keys, which clients send when they repeat an answer. Raises RequestError."""
+def checked_messages(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[ChatPicture, ...]]:
+    """The messages without empty keys, which clients send when they repeat an answer, and their pictures, which are not
+    checked yet. Raises RequestError."""
     if not messages:
         raise RequestError("must hold at least one message", field="messages")
-    return [_checked(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    pictures: list[ChatPicture] = []
+    checked = [_checked(message, f"messages[{index}]", pictures) for index, message in enumerate(messages)]
+    return checked, tuple(pictures)
 
 
-def _checked(message: dict[str, Any], place: str) -> dict[str, Any]:
+def _checked(message: dict[str, Any], place: str, pictures: list[ChatPicture]) -> dict[str, Any]:
+    """Adds the message's pictures to `pictures`."""
     kept = {key: value for key, value in message.items() if key == "content" or value not in (None, [])}
     if unknown := kept.keys() - _KEYS:
         raise RequestError("is not a field that this server knows", field=f"{place}.{min(unknown)}")
@@ -41,22 +47,27 @@ def _checked(message: dict[str, Any], place: str) -> dict[str, Any]:
     check_tool_calls(kept.get("tool_calls", []), f"{place}.tool_calls")
     content = kept.get("content")
     if isinstance(content, list):
-        for index, part in enumerate(content):
-            _check_part(part, f"{place}.content[{index}]")
+        kept["content"] = [
+            _checked_part(part, f"{place}.content[{index}]", pictures) for index, part in enumerate(content)
+        ]
     elif content is not None and not isinstance(content, str):
         raise RequestError("must be a string or a list of parts", field=f"{place}.content")
     return kept
 
 
-def _check_part(part: Any, place: str) -> None:
+def _checked_part(part: Any, place: str, pictures: list[ChatPicture]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == PICTURE:
+        pictures.append(picture_in(part, place))
+        return pictures[-1].part
     key = _PART_KEYS.get(kind) if isinstance(kind, str) else None
     if key is None:
-        raise RequestError("must be 'text': this server takes text alone", field=f"{place}.type")
+        raise RequestError("must be 'text' or 'image_url'", field=f"{place}.type")
     if not isinstance(part.get(key), str):
         raise RequestError("must be a string", field=f"{place}.{key}")
     if unknown := part.keys() - {"type", key}:
         raise RequestError("is not a field that this server knows", field=f"{place}.{min(unknown)}")
+    return part
 
 
 def check_template_arguments(arguments: dict[str, Any] | None) -> None:

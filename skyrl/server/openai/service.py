@@ -21,6 +21,7 @@ from skyrl.runtime.metrics.samples import Ages, SampleMetrics
 from skyrl.runtime.processes.log_format import about_request
 from skyrl.runtime.tracing.current import current_trace
 from skyrl.server.openai.answers import EventRewriter, Used
+from skyrl.server.openai.chat_pictures import ChatPictures
 from skyrl.server.openai.errors import OpenAIError
 from skyrl.server.openai.events import DONE, event
 from skyrl.server.openai.exchanges import Sending, StreamedAnswer, Transport, WholeAnswer, is_error
@@ -77,7 +78,14 @@ class Passage:
 
 
 class OpenAIService:
-    def __init__(self, client: ForwardingClient, transport: Transport, passage: Passage, uses: AdapterUses) -> None:
+    def __init__(
+        self,
+        client: ForwardingClient,
+        transport: Transport,
+        passage: Passage,
+        uses: AdapterUses,
+        pictures: ChatPictures,
+    ) -> None:
         self._client = client
         self._transport = transport
         self._admission = passage.admission
@@ -89,6 +97,7 @@ class OpenAIService:
         self._ages = Ages()
         passage.metrics.watch(self._ages)
         self._uses = uses
+        self._pictures = pictures
 
     async def answer(self, asked: Asked) -> bytes:
         """The whole answer. Raises RequestError."""
@@ -170,6 +179,8 @@ class OpenAIService:
         self._admission.enter(tenant, asked.size)
         ticket = place = turn = None
         try:
+            if request.pictures:
+                request = request.with_pictures(await self._pictures.tokens(request.pictures))
             async with self._uses.using(asked.target.weights):
                 if self._quotas.in_use:
                     # The id is not the request's own: clients choose that, and two tenants may choose the same.

@@ -21,6 +21,7 @@ from skyrl.server.openai.models import Target
 from skyrl.server.sampling.answer_bound import MAX_ANSWER_BYTES
 from skyrl.server.sampling.http import HttpTransport
 from skyrl.server.sampling.job import (
+    MAX_ECHOED,
     MAX_NUM_SAMPLES,
     MAX_PROMPT_CELLS,
     MAX_SAMPLED,
@@ -243,7 +244,7 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}, "content[0].type"),
+        ({"role": "user", "content": [{"type": "video_url", "video_url": {"url": "http://x"}}]}, "content[0].type"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]}, "content[1].type"),
         ({"role": "user", "content": [{"image_url": "http://x"}]}, "content[0].type"),
         ({"role": "user", "content": ["text"]}, "content[0].type"),
@@ -257,7 +258,7 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         ({"role": "assistant", "tool_calls": "f"}, "tool_calls"),
     ],
 )
-def test_a_message_with_more_than_text_is_refused(message: dict[str, Any], field: str) -> None:
+def test_a_message_with_more_than_text_and_pictures_is_refused(message: dict[str, Any], field: str) -> None:
     assert refused(lambda: converse(messages=[{"role": "user", "content": "x"}, message])) == f"messages[1].{field}"
 
 
@@ -268,6 +269,24 @@ def test_messages_go_on_without_the_empty_keys_of_a_repeated_answer() -> None:
     body = sent(converse(messages=[kept | {"audio": None, "annotations": [], "refusal": None}, parts]))
     assert body["messages"] == [kept, parts]
     assert refused(lambda: converse(messages=[])) == "messages"
+
+
+def test_the_size_of_a_chat_counts_the_tokens_of_pictures_and_not_their_bytes() -> None:
+    def asking(data: str, limits: ContextLimits = UNKNOWN, **changes: Any) -> Generation:
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+        return converse(limits, messages=[{"role": "user", "content": [part]}], **changes)
+
+    small, large = asking("AAAA"), asking("AAAA" * 1000)
+    assert small.size == large.size
+    (picture,) = large.pictures
+    assert (picture.name, picture.format) == ("messages[0].content[0].image_url", "png")
+    counted = large.with_pictures(100).size
+    assert (counted.most_prompt, counted.likely_prompt) == (
+        large.size.most_prompt + 100,
+        large.size.likely_prompt + 100,
+    )
+    assert refused(lambda: asking("AAAA", n=10).with_pictures(MAX_ECHOED // 10)) == "n"
+    assert refused(lambda: asking("AAAA", prompt_logprobs=1).with_pictures(MAX_PROMPT_CELLS // 2)) == "prompt"
 
 
 def test_the_models_own_template_cannot_be_replaced() -> None:
