@@ -16,13 +16,13 @@ from typing import Any
 from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, PictureFormat, digest_of
 from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.base.wire.errors import RequestError
-from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
+from skyrl.runtime.pictures.checker import PictureChecker
+from skyrl.server.pictures.checking import size_in_pixels
 
 PICTURE = "image_url"
 """The type of a part with a picture, and its key."""
 MAX_REMEMBERED = 10_000
 """Pictures whose size is remembered: the turns of a conversation send the same pictures again."""
-NOT_CHECKED_S = 5.0
 _DETAILS = ("auto", "low", "high")
 _DATA_URI = re.compile(r"data:image/(png|jpe?g);base64,", re.IGNORECASE)
 _PIECE = 2**20
@@ -89,15 +89,11 @@ class ChatPictures:
             return sight.tokens(*await self._size(picture))
         except BadPicture as error:
             raise RequestError(str(error), field=picture.name) from error
-        except TooManyPictures as error:
-            raise RequestError(str(error), status=429, retry_after_s=error.retry_after_s) from error
-        except NotChecked as error:
-            raise RequestError(str(error), status=503, retry_after_s=NOT_CHECKED_S) from error
 
     async def _size(self, picture: ChatPicture) -> tuple[int, int]:
         data = await _decoded(picture.base64)
         key = (await asyncio.to_thread(digest_of, data), picture.format)
-        size = self._sizes.pop(key, None) or await self._checker.check(data, picture.format)
+        size = self._sizes.pop(key, None) or await size_in_pixels(self._checker, data, picture.format)
         self._sizes[key] = size
         while len(self._sizes) > MAX_REMEMBERED:
             del self._sizes[next(iter(self._sizes))]

@@ -15,7 +15,8 @@ from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.images import TakenOut, may_have_images, take_out
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request, text_and_images
-from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
+from skyrl.runtime.pictures.checker import PictureChecker
+from skyrl.server.pictures.checking import size_in_pixels
 from skyrl.server.pictures.placed import place_images, place_stored, seeing
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Connection, Database
@@ -23,7 +24,6 @@ from skyrl.storage.db.picture_files import PictureFiles
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are read on a thread."""
-NOT_CHECKED_S = 5.0
 
 
 class PictureIngress:
@@ -93,11 +93,7 @@ class PictureIngress:
     async def _check(self, data: bytes) -> rows.CheckedFile:
         try:
             form = format_of(data)
-            width, height = await self._checker.check(data, form)
-        except TooManyPictures as error:
-            raise RequestError(str(error), status=429, retry_after_s=error.retry_after_s) from error
-        except NotChecked as error:
-            raise RequestError(str(error), status=503, retry_after_s=NOT_CHECKED_S) from error
+            width, height = await size_in_pixels(self._checker, data, form)
         except BadPicture as error:
             return rows.CheckedFile(KnownPicture("png", error=str(error)), b"")
         return rows.CheckedFile(KnownPicture(form, width, height), data)
