@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from cachetools import LRUCache
 from picture_support import SEEING_FAMILIES, Picture, Sequences, group, mixed, text
 from torch_lora_support import assert_close, assert_same, ok, rl, saved, sft, spec, train
 
@@ -19,7 +19,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.training.backends.base import AdamParams, TrainingPass
 from skyrl.training.backends.torch_lora import prefixes
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.vision import KeptPictures, Seen
+from skyrl.training.backends.torch_lora.vision import Seen
 from tests.families import make_family
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
@@ -204,28 +204,30 @@ def test_what_the_tower_made_is_kept_between_passes_and_for_all_models(backend_o
     assert len(calls) == len(sequences.files)
 
 
-def _seen(rows: int) -> Seen:
-    """Of 4 * 8 bytes a row, half of them in a deepstack layer."""
-    return Seen((1, rows), torch.zeros(rows, 4), (torch.zeros(rows, 4),))
+def _bounded(most: int) -> LRUCache[str, Seen]:
+    return LRUCache(most, getsizeof=lambda seen: seen.nbytes)
 
 
-def test_kept_pictures_are_bounded_in_bytes_and_the_longest_unused_go_first() -> None:
-    kept = KeptPictures(320)
-    for name, rows in (("a", 3), ("b", 4), ("c", 3)):
-        kept.put(name, _seen(rows))
-    assert kept.nbytes == 320
-    assert kept.get("a") is not None
-    kept.put("d", _seen(2))
-    assert [name for name in "abcd" if kept.get(name) is not None] == ["a", "c", "d"]
-    assert kept.nbytes == 8 * 32
-    kept.put("too large", _seen(11))
-    assert kept.get("too large") is None
-    assert kept.nbytes == 8 * 32
+def test_kept_pictures_are_bounded_in_bytes_and_the_longest_unused_go_first(backend_of: BackendOf) -> None:
+    backend = backend_of()
+    sequences = mixed()
+    tower: Any = backend._base.tower
+    seen = tower.look_at(sequences.data, sequences.files)
+    room = sum(each.nbytes for each in seen.values()) - 1
+    tower._kept = _bounded(room)
+    with tower_calls(backend) as calls:
+        for _ in range(2):
+            tower.look_at(sequences.data, sequences.files)
+    assert len(calls) > len(seen)
+    assert 0 < tower._kept.currsize <= room
+    tower._kept = _bounded(1)
+    assert tower.look_at(sequences.data, sequences.files).keys() == seen.keys()
+    assert tower._kept.currsize == 0
 
 
 def test_a_backend_that_keeps_nothing_computes_the_same(tmp_path: Path, backend_of: BackendOf) -> None:
     expected = _learn(backend_of(), mixed(), tmp_path / "kept")
     backend = backend_of(rows=40)
     tower: Any = backend._base.tower
-    tower._kept = KeptPictures(0)
+    tower._kept = _bounded(0)
     _assert_close(_learn(backend, mixed(), tmp_path / "none"), expected)

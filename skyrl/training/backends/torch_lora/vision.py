@@ -6,12 +6,12 @@ transformers' vision towers and image processors. Knows nothing of packed rows, 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
@@ -46,32 +46,6 @@ class Seen:
         return sum(tensor.nbytes for tensor in (self.embeddings, *self.deepstack))
 
 
-class KeptPictures:
-    """What was seen last, by digest: as many pictures as fit into a number of bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept: OrderedDict[str, Seen] = OrderedDict()
-        self.nbytes = 0
-
-    def get(self, digest: str) -> Seen | None:
-        """The picture, which then is the last to be dropped."""
-        if (found := self._kept.get(digest)) is not None:
-            self._kept.move_to_end(digest)
-        return found
-
-    def put(self, digest: str, seen: Seen) -> None:
-        """Keep a new picture, and drop those that were used longest ago. One that is larger than the limit is not
-        kept."""
-        if seen.nbytes > self._limit:
-            return
-        self._kept[digest] = seen
-        self.nbytes += seen.nbytes
-        while self.nbytes > self._limit:
-            _, dropped = self._kept.popitem(last=False)
-            self.nbytes -= dropped.nbytes
-
-
 class VisionTower:
     """The vision tower and projector on one device. Nothing trains them. One thread at a time may look."""
 
@@ -85,7 +59,7 @@ class VisionTower:
         self.module: Any = module.to(device).eval().requires_grad_(False)
         self._processor = processor
         self._device = device
-        self._kept = KeptPictures(kept_bytes)
+        self._kept: LRUCache[str, Seen] = LRUCache(kept_bytes, getsizeof=lambda seen: seen.nbytes)
 
     @property
     def parameters(self) -> int:
@@ -102,7 +76,8 @@ class VisionTower:
             return kept
         patches = self._processor(images=[opened(file, picture.format)], return_tensors="pt")
         seen = self.seen(patches["pixel_values"], patches["image_grid_thw"])
-        self._kept.put(picture.digest, seen)
+        if seen.nbytes <= self._kept.maxsize:
+            self._kept[picture.digest] = seen
         return seen
 
     @torch.no_grad()
