@@ -11,6 +11,7 @@ from skyrl.runtime.metrics.adapters import AdapterMetrics
 from skyrl.runtime.metrics.commands import CommandMetrics
 from skyrl.runtime.metrics.database import CommitMetrics, DatabaseGauges
 from skyrl.runtime.metrics.http import HttpMetrics
+from skyrl.runtime.metrics.images import ImageMetrics
 from skyrl.runtime.metrics.phases import PhaseMetrics
 from skyrl.runtime.metrics.process import LoopLag
 from skyrl.runtime.metrics.restarts import RestartMetrics
@@ -24,6 +25,7 @@ class ApiMetrics:
     lag: LoopLag
     http: HttpMetrics
     samples: SampleMetrics
+    images: ImageMetrics
     adapters: AdapterMetrics
     commits: CommitMetrics
     traffic: TrafficMetrics
@@ -36,6 +38,7 @@ class ApiMetrics:
             LoopLag(registry),
             HttpMetrics(registry),
             SampleMetrics(registry),
+            ImageMetrics(registry),
             AdapterMetrics(registry),
             CommitMetrics(registry),
             TrafficMetrics(registry),

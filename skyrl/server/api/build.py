@@ -17,7 +17,6 @@ from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.metrics.readiness import ReadinessMetrics
-from skyrl.runtime.pictures.checker import PictureChecker
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.tracing.opening import open_spans
 from skyrl.server.api.access import Access
@@ -35,6 +34,7 @@ from skyrl.server.openai.chat_pictures import ChatPictures
 from skyrl.server.openai.in_flight import InFlight
 from skyrl.server.openai.models import ModelNames
 from skyrl.server.openai.service import OpenAIService, Passage
+from skyrl.server.pictures.checking import PictureChecks
 from skyrl.server.pictures.files import StoredPictureFiles
 from skyrl.server.pictures.ingress import PictureIngress
 from skyrl.server.quotas.limits import Bounds, QuotaLimits
@@ -170,9 +170,10 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
     transport = HttpTransport(config.forwarding_inference_max_connections)
     loaded = LoadedWeights(database) if config.full_finetuning else None
-    files, checker = PictureFiles(database), PictureChecker()
+    files, checks = PictureFiles(database), PictureChecks(base.metrics.images)
     sight = sight_of(config)
-    pictures = PictureIngress(database, checker, files, sight, config.max_stored_image_bytes)
+    most_bytes = config.max_stored_image_bytes
+    pictures = PictureIngress(database, checks, files, sight, most_bytes, base.metrics.images)
     client = _client(base, adapters, transport, loaded, files)
     passage = Passage(
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.samples),
@@ -236,7 +237,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         metrics=base.metrics,
         published_metrics=MetricsDirectory(base.runtime.metrics_directory),
         openai=(
-            None if client is None else OpenAIService(client, transport, passage, uses, ChatPictures(checker, sight))
+            None if client is None else OpenAIService(client, transport, passage, uses, ChatPictures(checks, sight))
         ),
         openai_models=ModelNames(config, checkpoints, base.watch.limits, loaded),
         openai_in_flight=InFlight(),

@@ -16,8 +16,7 @@ from typing import Any
 from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, PictureFormat, digest_of
 from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.base.wire.errors import RequestError
-from skyrl.runtime.pictures.checker import PictureChecker
-from skyrl.server.pictures.checking import size_in_pixels
+from skyrl.server.pictures.checking import PictureChecks
 
 PICTURE = "image_url"
 """The type of a part with a picture, and its key."""
@@ -68,8 +67,8 @@ def picture_in(part: dict[str, Any], place: str) -> ChatPicture:
 class ChatPictures:
     """Checks the pictures of chats. Belongs to one event loop."""
 
-    def __init__(self, checker: PictureChecker, sight: Sight | Blind) -> None:
-        self._checker = checker
+    def __init__(self, checks: PictureChecks, sight: Sight | Blind) -> None:
+        self._checks = checks
         self._sight = sight
         self._sizes: dict[tuple[str, PictureFormat], tuple[int, int]] = {}
 
@@ -93,7 +92,7 @@ class ChatPictures:
     async def _size(self, picture: ChatPicture) -> tuple[int, int]:
         data = await _decoded(picture.base64)
         key = (await asyncio.to_thread(digest_of, data), picture.format)
-        size = self._sizes.pop(key, None) or await size_in_pixels(self._checker, data, picture.format)
+        size = self._sizes.pop(key, None) or await self._checks.size(data, picture.format)
         self._sizes[key] = size
         while len(self._sizes) > MAX_REMEMBERED:
             del self._sizes[next(iter(self._sizes))]

@@ -15,8 +15,8 @@ from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.images import TakenOut, may_have_images, take_out
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request, text_and_images
-from skyrl.runtime.pictures.checker import PictureChecker
-from skyrl.server.pictures.checking import size_in_pixels
+from skyrl.runtime.metrics.images import ImageMetrics
+from skyrl.server.pictures.checking import PictureChecks
 from skyrl.server.pictures.placed import place_images, place_stored, seeing
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Connection, Database
@@ -30,13 +30,20 @@ class PictureIngress:
     """Of one API process. `sight`: how the base model sees. `most_bytes` bounds the files in the database."""
 
     def __init__(
-        self, database: Database, checker: PictureChecker, files: PictureFiles, sight: Sight | Blind, most_bytes: int
+        self,
+        database: Database,
+        checks: PictureChecks,
+        files: PictureFiles,
+        sight: Sight | Blind,
+        most_bytes: int,
+        metrics: ImageMetrics,
     ) -> None:
         self._database = database
-        self._checker = checker
+        self._checks = checks
         self._files = files
         self._sight = sight
         self._most_bytes = most_bytes
+        self._metrics = metrics
         self._writes = asyncio.Lock()
         self._checking: dict[str, asyncio.Task[rows.CheckedFile]] = {}
 
@@ -71,7 +78,7 @@ class PictureIngress:
         return taken.body, sum(counts)
 
     async def close(self) -> None:
-        await self._checker.close()
+        await self._checks.close()
 
     async def _look(self, taken: TakenOut, tenant: str) -> tuple[dict[str, KnownPicture], dict[str, rows.CheckedFile]]:
         """What is known of the pictures of a request, and those among them that are not stored. Files that are not
@@ -81,6 +88,8 @@ class PictureIngress:
         for digest in taken.files:
             if digest not in known:
                 new[digest] = await self._checked(digest, taken.files[digest])
+        faulty = sum(file.known.error is not None for file in new.values())
+        self._metrics.taken(len(new) - faulty, len(known), faulty)
         return known | {digest: file.known for digest, file in new.items()}, new
 
     async def _checked(self, digest: str, data: bytes) -> rows.CheckedFile:
@@ -93,7 +102,7 @@ class PictureIngress:
     async def _check(self, data: bytes) -> rows.CheckedFile:
         try:
             form = format_of(data)
-            width, height = await size_in_pixels(self._checker, data, form)
+            width, height = await self._checks.size(data, form)
         except BadPicture as error:
             return rows.CheckedFile(KnownPicture("png", error=str(error)), b"")
         return rows.CheckedFile(KnownPicture(form, width, height), data)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, SAMPLE, Api, Serve, sample_body, tokens
+from api_harness import BASE, SAMPLE, Api, Serve, sample_body, scrape, tokens
 from fake_upstream import FakeUpstream, error, never
 from test_forwarding_pictures import generated, requests, script
 from test_forwarding_pictures import next_reply as next_generation
@@ -102,6 +102,9 @@ async def test_sixteen_requests_about_one_image_store_it_once(
     for seq_id in range(16):
         await seeing_api.sample(sampler, seq_id, prompt=prompt([5], image(), [6], image(OTHER), [7]))
     assert (rows(database, "pictures"), rows(database, "picture_uses")) == (2, 32)
+    seen = await scrape(seeing_api)
+    assert (seen["skyrl_images_total{outcome=stored}"], seen["skyrl_images_total{outcome=known}"]) == (2, 30)
+    assert (seen["skyrl_images_in_check{}"], seen["skyrl_image_check_seconds_count{}"]) == (0, 2)
     assert all(len(body) < 1000 for body in bodies(database))
 
 
