@@ -61,8 +61,11 @@ _LAYERS = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 VISION_OF: dict[str, dict[str, Any]] = {
     "kimi_k25": {**_LAYERS, "intermediate_size": 48},
     "nemotron_h_omni": {**_LAYERS, "image_size": 32, "max_img_size": 64, "video_temporal_patch_size": 2},
+    "qwen3_5": {**VISION, "deepstack_visual_indexes": []},
+    "qwen3_5_moe": {**VISION, "deepstack_visual_indexes": []},
 }
-"""The vision towers that have other settings."""
+"""The vision towers that have other settings. Qwen3.5's has no layers for deepstack: vLLM would make the indexes into
+layers, and not find their weights."""
 IMAGE_TOKEN = 123
 PICTURE_TOKENS: dict[str, int] = {
     "vision_start_token_id": 121,

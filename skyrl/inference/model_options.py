@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl.base.config.server import ConfigError
+from skyrl.base.pictures.picture import MAX_PICTURES
 
 _DELTA_RULE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
@@ -52,6 +53,17 @@ def text_options(whole: dict[str, Any]) -> dict[str, Any]:
     """For a model that sees, when it is used for text: vLLM loads no vision tower and makes no pictures to measure its
     memory. `whole`: all of config.json."""
     return {"language_model_only": True} if "vision_config" in whole else {}
+
+
+def picture_options(*, cuda: bool) -> dict[str, Any]:
+    """For a model that sees, when it gets pictures. vLLM would fetch pictures from any address; no domain ends in
+    `.invalid`, so it takes only those that come with a request. On a CPU, vLLM makes no pictures to measure its memory
+    at its start, because it has a fixed cache there, and keeps 1 GiB of pixels of the last pictures instead of 4."""
+    options: dict[str, Any] = {
+        "limit_mm_per_prompt": {"image": MAX_PICTURES, "video": 0},
+        "allowed_media_domains": ["none.invalid"],
+    }
+    return options if cuda else options | {"skip_mm_profiling": True, "mm_processor_cache_gb": 1}
 
 
 def quantization_of(whole: dict[str, Any]) -> str | None:
