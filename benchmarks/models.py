@@ -83,6 +83,55 @@ def _make_hybrid(directory: Path, **sizes: Any) -> str:
     return str(directory)
 
 
+def make_seeing(directory: Path, *, layers: int = 4, depth: int = 6) -> str:
+    """Layers of Qwen3-VL with a hidden size of 512, and a vision tower of so many blocks with 256, two of which are
+    followed by deepstack features: 28 million parameters. A picture of 448 x 448 pixels has 196 tokens. Returns the
+    path."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    text = {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 16_384,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 8, 8]},
+    }
+    vision = {
+        "depth": depth,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_heads": 4,
+        "out_hidden_size": 512,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [1, 3],
+    }
+    ids: Any = {
+        "vision_start_token_id": 8000,
+        "vision_end_token_id": 8001,
+        "image_token_id": 8002,
+        "video_token_id": 8003,
+    }
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **ids))
+    model.save_pretrained(directory)
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"shortest_edge": 4096, "longest_edge": 2**22},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+    return str(directory)
+
+
 class Shape:
     """The numbers of a model's config.json that formulas need."""
 
