@@ -130,7 +130,9 @@ def of_transformers(path: str, datum: Datum, files: Mapping[str, bytes]) -> dict
 
 
 def logprobs_of(model: Any, path: str, datum: Datum, files: Mapping[str, bytes]) -> Tensor:
-    """Of the targets, as transformers' model computes them: [N]."""
-    logits = model(**of_transformers(path, datum, files), use_cache=False).logits[0]
-    targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+    """Of the targets, as transformers' model computes them, on its device: float32 [N]."""
+    device = next(model.parameters()).device
+    inputs = {name: tensor.to(device) for name, tensor in of_transformers(path, datum, files).items()}
+    logits = model(**inputs, use_cache=False).logits[0].float()
+    targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).to(device)
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]

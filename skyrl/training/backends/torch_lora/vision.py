@@ -61,11 +61,6 @@ class VisionTower:
         self._device = device
         self._kept: LRUCache[str, Seen] = LRUCache(kept_bytes, getsizeof=lambda seen: seen.nbytes)
 
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the tower, which every rank has."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
-
     def look_at(self, data: Sequence[Datum], files: Mapping[str, bytes]) -> dict[str, Seen]:
         """All pictures of some sequences, by digest. files: of each digest."""
         placed = {picture.digest: picture for datum in data for picture in datum.pictures}
