@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
+from skyrl.base.tiny import vision
 from skyrl.cli.demo.server import DemoServer
 
 SLOW_START_S = 500.0
@@ -22,3 +24,12 @@ def ready(server: Server) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def seeing_server(directory: Path, *names: str) -> DemoServer:
+    """A server of the tiny model that sees, under these names, not started. `directory / "model"` has the model."""
+    model = directory / "model"
+    model.mkdir(parents=True)
+    vision.make(model)
+    served = (part for name in names for part in ("--served-model-name", name))
+    return DemoServer(directory / "server", "--base-model", str(model), *served)

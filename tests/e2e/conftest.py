@@ -21,12 +21,14 @@ from skyrl.storage.db.database import Database
 from tests.databases import rows_in, url_of
 from tests.otlp_receiver import Collector, collector
 from tests.postgres_server import PostgresServer
-from tests.servers import ready
+from tests.servers import ready, seeing_server
 
 ClientFactory = Callable[..., tinker.ServiceClient]
 
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
-"""A second name of the served model, for clients that know models by their hub names."""
+"""A second name of the served models, for clients that know models by their hub names."""
+SEEING_ALIAS = "Qwen/Qwen3-VL-30B-A3B-Instruct"
+"""Likewise of the model that sees."""
 
 
 @pytest.fixture(scope="package")
@@ -43,6 +45,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Itera
     config = directory / "skyrl.toml"
     config.write_text(f'otlp_endpoint = "{traces.url}"\ntrace_ratio = 0.0\nopenai_grammars = true\n')
     with ready(DemoServer(directory, *names, "--config", str(config))) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    """Its model is the tiny one that sees, in the directory `model` beside the server's state."""
+    with ready(seeing_server(tmp_path_factory.mktemp("seeing"), "tiny-vision", SEEING_ALIAS, ALIAS)) as running:
         yield running
 
 

@@ -24,17 +24,33 @@ KEY = "tml-cookbook"
 TIME_BOUND_S = 900.0
 QUESTIONS = ["How are you?", "Where is the fox?", "What does the owl do?", "Is it cold today?"]
 PLACES = ["river", "mill", "bridge", "garden"]
+NAME_THEIR_OWN = frozenset({"vlm_classifier.train"})
+"""Recipes that write into a directory with a name of their choice, below the one that they are told."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The files that a recipe wrote. `path` is its log directory."""
+    """The files that a recipe wrote."""
 
-    path: Path
+    directory: Path
+    """What the recipe was told to write its logs to."""
+    names_its_own: bool = False
+    """The recipe is one of NAME_THEIR_OWN."""
+
+    @property
+    def path(self) -> Path:
+        """The log directory."""
+        made = list(self.directory.glob("*/")) if self.names_its_own else []
+        return made[0] if made else self.directory
+
+    @property
+    def output(self) -> Path:
+        """The file with what the recipe's process printed."""
+        return self.directory.with_suffix(".log")
 
     @property
     def log(self) -> str:
-        return self.path.with_suffix(".log").read_text()
+        return self.output.read_text()
 
     def column(self, metric: str) -> list[Any]:
         """The metric's values in the order of writing, from the rows that have the metric."""
@@ -92,11 +108,12 @@ class Workspace:
     ) -> tuple[Run, subprocess.Popen[bytes]]:
         """Start the recipe's process; its log directory is `runs/<name>`, its output goes to `runs/<name>.log`.
         `model`: the first of the workspace's names unless given."""
-        run = Run(self.root / "runs" / name)
-        run.path.parent.mkdir(exist_ok=True)
-        fixed = (f"model_name={model or self._model}", f"log_path={run.path}")
+        run = Run(self.root / "runs" / name, recipe in NAME_THEIR_OWN)
+        run.directory.parent.mkdir(exist_ok=True)
+        told = f"{'experiment_dir' if run.names_its_own else 'log_path'}={run.directory}"
+        fixed = (f"model_name={model or self._model}", told)
         command = [str(self._python), "-m", f"tinker_cookbook.recipes.{recipe}", *fixed, *options]
-        with run.path.with_suffix(".log").open("ab") as log:
+        with run.output.open("ab") as log:
             process = subprocess.Popen(
                 dies_with_parent(command), cwd=self.root, env=self._env, stdout=log, stderr=subprocess.STDOUT
             )

@@ -43,6 +43,8 @@ class Feature:
     """HTTP statuses of 400 and above that the check provokes on purpose."""
     last: bool = False
     """Checked after all other features."""
+    sees: bool = False
+    """Checked on a server whose model takes pictures."""
 
 
 CATALOGUE: dict[str, Feature] = {}
@@ -57,13 +59,14 @@ def feature(
     refusal: str | None = None,
     statuses: tuple[int, ...] = (),
     last: bool = False,
+    sees: bool = False,
 ) -> Callable[[Check], Check]:
     """Enter a check. The feature's name is the function's name with spaces."""
 
     def enter(check: Check) -> Check:
         name = check.__name__.replace("_", " ").strip()
         assert name not in CATALOGUE, f"two features are named {name!r}"
-        CATALOGUE[name] = Feature(name, group, sentence, check, needs, refusal, frozenset(statuses), last)
+        CATALOGUE[name] = Feature(name, group, sentence, check, needs, refusal, frozenset(statuses), last, sees)
         return check
 
     return enter

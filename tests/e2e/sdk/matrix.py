@@ -1,4 +1,4 @@
-"""One run of the catalogue per released SDK, each in an isolated environment, all against one server.
+"""One run of the catalogue per released SDK, each in an isolated environment, all against the same two servers.
 
 Knows where the environments are and which answers count as surprises; knows nothing of pytest or of the table.
 """
@@ -132,13 +132,15 @@ def isolated(version: str, directory: Path) -> tuple[Path, dict[str, str]]:
     return environment(REQUIREMENTS / f"tinker-{version}.txt"), kept | set_here
 
 
-def run_version(version: str, server: str, directory: Path) -> Result:
-    """Run the catalogue with one SDK; `server` is the URL. Raises RuntimeError if the run itself fails."""
+def run_version(version: str, server: str, seeing: str, directory: Path) -> Result:
+    """Run the catalogue with one SDK. `server` and `seeing` are the URLs of two servers; the model of the second takes
+    pictures. Raises RuntimeError if the run itself fails."""
     python, env = isolated(version, directory)
     out = directory / "result.json"
-    with Recorder(server) as recorder:
+    with Recorder(server) as recorder, Recorder(seeing) as seeing_recorder:
         key = f"tml-matrix-{version}-{os.getpid()}"
-        command = [python, "-m", "tests.e2e.sdk.run", "--url", recorder.url, "--key", key, "--out", out]
+        command = [python, "-m", "tests.e2e.sdk.run", "--url", recorder.url, "--seeing-url", seeing_recorder.url]
+        command += ["--key", key, "--out", out]
         log = directory / "run.log"
         try:
             with log.open("wb") as said:
@@ -147,4 +149,5 @@ def run_version(version: str, server: str, directory: Path) -> Result:
             raise RuntimeError(f"the run with {version} broke: {error}\n{log.read_text()[-LOG:]}") from error
     told = json.loads(out.read_text())
     assert told["sdk"] == version
-    return Result(version, told["features"], told["methods"], told["commands"], told["called"], recorder.answers)
+    answers = recorder.answers + seeing_recorder.answers
+    return Result(version, told["features"], told["methods"], told["commands"], told["called"], answers)

@@ -1,8 +1,9 @@
 """Runs the catalogue with the installed SDK, and writes the results.
 
 Started as a program in an isolated environment, with its own working directory and the repository on the path: `python
--m tests.e2e.sdk.run --url URL --key KEY --out FILE`. Before each feature the program announces the feature to the
-recorder, the proxy in front of the server (recorder.py), so that every HTTP status belongs to a feature.
+-m tests.e2e.sdk.run --url URL --seeing-url URL --key KEY --out FILE`. The model of the second server takes pictures.
+Before each feature the program announces the feature to the recorder, the proxy in front of the feature's server
+(recorder.py), so that every HTTP status belongs to a feature.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def announce(url: str, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
+    parser.add_argument("--seeing-url", required=True)
     parser.add_argument("--key", required=True)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -81,12 +83,13 @@ def main() -> None:
 
     calls = Calls()
     calls.watch()
-    user = User(given.url, given.key, Path.cwd())
+    users = {sees: User(url, given.key, Path.cwd()) for sees, url in ((False, given.url), (True, given.seeing_url))}
     outcomes: dict[str, Any] = {}
-    _ = user.quiet  # made first: its heartbeats come while other features are checked
+    _ = users[False].quiet  # made first: its heartbeats come while other features are checked
     for feature in sorted(CATALOGUE.values(), key=lambda each: each.last):
         calls.feature = feature.name
-        announce(given.url, feature.name)
+        user = users[feature.sees]
+        announce(user.url, feature.name)
         began = time.monotonic()
         outcomes[feature.name] = attempt(feature, user) | {"seconds": round(time.monotonic() - began, 2)}
     result = {

@@ -1,4 +1,4 @@
-"""The released SDKs run the catalogue on one server, two SDKs at a time; the compatibility page matches the results.
+"""The released SDKs run the catalogue on two servers, two SDKs at a time; the compatibility page matches the results.
 
 `make test` runs the newest SDK, and the oldest one beside it in the test of two programs; `make test-slow` runs all.
 """
@@ -30,10 +30,12 @@ TEXTS = ("The old fox watches the river at dawn.", "A quiet owl remembers the sm
 
 
 @pytest.fixture(scope="module")
-def runs(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Result]]]:
+def runs(
+    server: DemoServer, seeing: DemoServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Result]]]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
-            version: pool.submit(run_version, version, server.url, tmp_path_factory.mktemp(version))
+            version: pool.submit(run_version, version, server.url, seeing.url, tmp_path_factory.mktemp(version))
             for version in TRIED
         }
 

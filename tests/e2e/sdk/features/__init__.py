@@ -18,6 +18,7 @@ GROUPS = (
     "samplers",
     "sampling",
     "logprobs",
+    "pictures",
     "account",
     "command_line",
 )

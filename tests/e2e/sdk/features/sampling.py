@@ -136,7 +136,7 @@ def prompt_too_long(user: User) -> None:
     assert "prompt" in refusal(lambda: user.sampler.sample(long, 1, params))
 
 
-@feature(GROUP, "Images in a prompt: the served model reads text only.", refusal="takes text only", statuses=(400,))
+@feature(GROUP, "Images, where the served model takes text only: refused.", refusal="takes text only", statuses=(400,))
 def images(user: User) -> None:
     image = types.ImageChunk(data=b"\x89PNG\r\n", format="png", expected_tokens=4)
     prompt = types.ModelInput(chunks=[image, types.EncodedTextChunk(tokens=user.tokens)])
