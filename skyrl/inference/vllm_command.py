@@ -20,7 +20,7 @@ from typing import Any
 
 from skyrl.base.config.mixtures import experts_of, model_config, whole_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.config.sight import takes_pictures
 from skyrl.inference.expert_adapters import check_layers
 from skyrl.inference.model_options import (
     check_served,
@@ -122,7 +122,7 @@ def vllm_spec(
     Raises ConfigError for options of vLLM that skyrl sets itself, for models that vLLM does not serve (`check_served`),
     and for adapters that vLLM does not load (`check_layers`); without GPUs, also for tensor parallelism.
     """
-    passed_through = _passed_through(config)
+    passed_through = config.backend_config.inference.engine_options
     if "middleware" in passed_through:
         passed_through["middleware"] = [*_middleware(config), *_as_list(passed_through["middleware"])]
     if isinstance(given := passed_through.get("structured_outputs_config"), dict):
@@ -148,7 +148,7 @@ def vllm_spec(
     whole, model = whole_config(config.base_model_path), model_config(config.base_model_path)
     mixture = experts_of(model) > 0
     check_served(config.base_model_path, model, cuda=cuda)
-    options |= picture_options(cuda=cuda) if _sees(config) else text_options(whole)
+    options |= picture_options(cuda=cuda) if takes_pictures(config) else text_options(whole)
     if config.full_finetuning:
         options |= WEIGHT_UPDATES
         if mixture and cuda:
@@ -168,27 +168,6 @@ def vllm_spec(
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
     argv = (sys.executable, "-m", START, SERVER, *render(options | passed_through))
     return ServerSpec(argv=argv, env=env, host=host, port=port, log_name=log_name)
-
-
-def served_sight(config: ServerConfig) -> Sight:
-    """How the inference servers of this configuration see. Raises Blind if they take no pictures: because of the base
-    model, or because the operator has switched pictures off. Servers that skyrl does not run are expected to see."""
-    if config.modes.manages_inference and _passed_through(config).get("language_model_only"):
-        raise Blind("the operator has switched images off (engine_init_kwargs.language_model_only)")
-    return Sight.of(config.base_model_path)
-
-
-def _sees(config: ServerConfig) -> bool:
-    try:
-        served_sight(config)
-    except Blind:
-        return False
-    return True
-
-
-def _passed_through(config: ServerConfig) -> dict[str, Any]:
-    given = config.backend_config.inference.engine_init_kwargs
-    return {name.replace("-", "_"): value for name, value in given.items()}
 
 
 def _middleware(config: ServerConfig) -> tuple[str, ...]:

@@ -139,6 +139,11 @@ class InferenceEngineConfig(Strict):
     engine_init_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
+    def engine_options(self) -> dict[str, Any]:
+        """`engine_init_kwargs`, with underscores in the names."""
+        return {name.replace("-", "_"): value for name, value in self.engine_init_kwargs.items()}
+
+    @property
     def ports(self) -> list[int] | None:
         """The port of each replica; None if free ports are to be found."""
         return None if self.port is None else [self.port + number for number in range(self.num_engines)]

@@ -110,7 +110,9 @@ KEYS: dict[str, Entry] = {
     "trainer.policy.sequence_parallel_size": _taken(1, why=_DATA_PARALLEL),
     "trainer.policy.fsdp_config.cpu_offload": _taken(False, why="weights and optimizer states stay on the device"),
     "trainer.policy.fsdp_config.fsdp_size": _taken(-1, 1, why=_DATA_PARALLEL),
-    "trainer.policy.language_model_only": _taken(True, why="images are refused: only the language model is used"),
+    "trainer.policy.language_model_only": _taken(
+        False, why=f"{ENGINE}language_model_only decides for the trainer, too: with it images are refused"
+    ),
     "trainer.policy.use_torch_compile": _taken(False, why="the trainer does not compile the model"),
     "trainer.gradient_checkpointing_use_reentrant": _taken(False, why="checkpointing is not reentrant"),
     "trainer.max_tokens_per_microbatch": _becomes("trainer.micro_batch_tokens"),

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.sight import takes_pictures
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import (
     AdamParams,
@@ -50,7 +51,10 @@ class TorchFullBackend(StateSnapshots):
         self._budget = trainer.micro_batch_tokens
         self._device = prepare_device(config.threads)
         self._model = FullModel(
-            config.base_model_path, self._device, gradient_checkpointing=trainer.gradient_checkpointing
+            config.base_model_path,
+            self._device,
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            pictures=takes_pictures(config),
         )
         self._limits = self._model.base.limits(config.backend_config.inference.max_model_len)
         self._losses = served_losses(config.losses.stable_reinforce)

@@ -12,6 +12,7 @@ import torch
 
 from skyrl.base.config.mixtures import TrainMlpOfMixtures
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.sight import takes_pictures
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import (
     AdamParams,
@@ -68,6 +69,7 @@ class TorchLoraBackend(StateSnapshots):
             self._device,
             gradient_checkpointing=config.backend_config.trainer.gradient_checkpointing,
             mlp_of_mixtures=self._train_mlp_of_mixtures == "train",
+            pictures=takes_pictures(config),
         )
         self._limits = self._base.limits(config.backend_config.inference.max_model_len)
         self._losses = served_losses(config.losses.stable_reinforce)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.sight import takes_pictures
 from skyrl.training.backends.base import AdamParams, ModelLimits, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora import checks
 from skyrl.training.backends.torch_lora.device import HOST, failure_of
@@ -35,6 +36,7 @@ def rank_settings(config: ServerConfig) -> RankSettings:
         config.losses.stable_reinforce,
         config.backend_config.lora.train_mlp_of_mixtures == "train",
         trainer.rank_timeout_s,
+        takes_pictures(config),
     )
 
 

@@ -48,7 +48,7 @@ class RankSettings:
     stable_reinforce: Literal["refuse", "cispo"]
     mlp_of_mixtures: bool
     timeout_s: float
-    pictures: bool = True
+    pictures: bool
 
 
 @dataclass(frozen=True)
