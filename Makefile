@@ -112,7 +112,7 @@ chaos: setup
 # FUZZ: for how many seconds new inputs are tried: make fuzz FUZZ=3600
 FUZZ ?= 300
 fuzz: setup
-	FUZZ_S=$(FUZZ) $(PY) -m pytest -q --timeout 0 tests/fuzz/test_fuzz.py tests/fuzz/test_pictures.py
+	FUZZ_S=$(FUZZ) $(PY) -m pytest -q --timeout 0 tests/fuzz/test_fuzz.py tests/fuzz/test_picture*.py
 
 # The pictures of docs/operating/status.md; needs chromium and chromium-driver
 screenshots: setup

@@ -71,8 +71,14 @@ class _Decoding:
         if isinstance(error, MemoryError):
             raise BadPicture("takes too much memory to decode") from error
         if isinstance(error, Exception) and not isinstance(error, BadPicture):
-            reason = str(error) if isinstance(error, (OSError, SyntaxError, ValueError)) else type(error).__name__
-            raise BadPicture(f"is not a complete and valid {self._format.upper()} file: {reason}") from error
+            raise BadPicture(f"is not a complete and valid {self._format.upper()} file: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """In Pillow's words, but not in Python's about indexes and buffers, which Pillow repeats as a SyntaxError."""
+    if isinstance(error, (OSError, SyntaxError, ValueError)) and str(error.__cause__) != str(error):
+        return str(error)
+    return "its parts do not fit together"
 
 
 def _check_kind(data: bytes, format: PictureFormat) -> None:
