@@ -67,8 +67,15 @@ def test_the_sampler_has_all_that_was_trained(
     ranks: int,
     largest_gap: float,
 ) -> None:
-    flags = ("--base-model", str(make(tmp_path)), "--served-model-name", "model")
-    config = {"trainer.full_finetuning": True, "trainer.placement.policy_num_cpu_ranks": ranks}
+    path = make(tmp_path)
+    flags = ("--base-model", str(path), "--served-model-name", "model")
+    # The tokenizer of `_family` has no tokens for pictures.
+    text_only = {"language_model_only": True} if (path / "preprocessor_config.json").is_file() else {}
+    config = {
+        "trainer.full_finetuning": True,
+        "trainer.placement.policy_num_cpu_ranks": ranks,
+        "generator.inference_engine.engine_init_kwargs": text_only,
+    }
     server = DemoServer(tmp_path / "server", *flags, backend_config=config)
     tokens = tokenizer.encode(TEXT)
     with ready(server), tinker.ServiceClient(base_url=server.url, api_key="tml-full-family") as client:
