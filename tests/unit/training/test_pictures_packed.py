@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,26 @@ def test_a_backend_that_keeps_nothing_computes_the_same(tmp_path: Path, backend_
     tower: Any = backend._base.tower
     tower._kept = _bounded(0)
     _assert_close(_learn(backend, mixed(), tmp_path / "none"), expected)
+
+
+def test_passes_of_one_model_share_a_picture_and_a_wrong_one_fails_alone(backend_of: BackendOf) -> None:
+    """With merged passes, those of one model run as one where they have prompts in common."""
+    picture = Picture.drawn(1)
+    whole = group(picture, 4)
+    parts = [replace(whole.to("m", "ppo"), data=whole.data[first : first + 2]) for first in (0, 2)]
+    backend = backend_of(merge=True)
+    (expected,) = ok(backend.run([whole.to("m", "ppo")]))
+    results = ok(backend.run(parts))
+    rows = [result.metrics["computed_tokens:sum"] for result in results]
+    assert sum(rows) == expected.metrics["computed_tokens:sum"]
+    for logprobs, of_whole in zip([*results[0].logprobs, *results[1].logprobs], expected.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, of_whole, atol=2e-5)
+
+    wrong = Sequences()
+    wrong.add(text(1, 4), picture, text(2, 10), answer=2)
+    wrong.add(text(1, 4), replace(Picture.drawn(2), columns=2), text(2, 10), answer=2)
+    outcomes = backend.run([parts[0], wrong.to("m"), parts[1]])
+    assert str(outcomes[1]).startswith("data[1]: model_input: the picture at position 4 takes 6 tokens")
+    for outcome, before in zip(ok([outcomes[0], outcomes[2]]), results, strict=True):
+        for logprobs, earlier in zip(outcome.logprobs, before.logprobs, strict=True):
+            np.testing.assert_allclose(logprobs, earlier, atol=2e-5)
