@@ -212,17 +212,18 @@ def _bounded(most: int) -> LRUCache[str, Seen]:
 def test_kept_pictures_are_bounded_in_bytes_and_the_longest_unused_go_first(backend_of: BackendOf) -> None:
     backend = backend_of()
     sequences = mixed()
+    numbered = list(enumerate(sequences.data))
     tower: Any = backend._base.tower
-    seen = tower.look_at(sequences.data, sequences.files)
+    seen = tower.look_at(numbered, sequences.files)
     room = sum(each.nbytes for each in seen.values()) - 1
     tower._kept = _bounded(room)
     with tower_calls(backend) as calls:
         for _ in range(2):
-            tower.look_at(sequences.data, sequences.files)
+            tower.look_at(numbered, sequences.files)
     assert len(calls) > len(seen)
     assert 0 < tower._kept.currsize <= room
     tower._kept = _bounded(1)
-    assert tower.look_at(sequences.data, sequences.files).keys() == seen.keys()
+    assert tower.look_at(numbered, sequences.files).keys() == seen.keys()
     assert tower._kept.currsize == 0
 
 

@@ -108,6 +108,15 @@ def test_another_number_of_tokens_than_the_picture_takes_fails_the_pass_alone(
     assert_same(saved(backend, "m", tmp_path / "with"), saved(other, "m", tmp_path / "without"))
 
 
+def test_a_file_that_cannot_be_opened_names_its_picture(make: Callable[[], TorchLoraBackend]) -> None:
+    """Files are checked before a pass runs. This holds for one that was damaged since."""
+    datum, files = _one()
+    ((digest, file),) = files.items()
+    (outcome,) = make().run([TrainingPass("m", [datum], "cross_entropy", files={digest: file[:1000]})])
+    assert isinstance(outcome, InvalidRequest)
+    assert str(outcome).startswith("data[0]: model_input: the picture at position 4 is not a complete and valid PNG")
+
+
 @pytest.mark.parametrize("position", [3, 8])
 @pytest.mark.parametrize("name", ["weights", "advantages", "sequence_ratio_mask"])
 def test_a_weight_at_a_picture_is_refused(make: Callable[[], TorchLoraBackend], name: str, position: int) -> None:

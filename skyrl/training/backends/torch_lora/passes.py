@@ -28,7 +28,7 @@ from skyrl.training.backends.torch_lora.picture_targets import text_entries
 from skyrl.training.backends.torch_lora.prefixes import lay_out
 from skyrl.training.backends.torch_lora.recomputation import Recomputation
 from skyrl.training.backends.torch_lora.running import Part, Slice, not_finite
-from skyrl.training.backends.torch_lora.vision import Seen, VisionTower, check_tokens
+from skyrl.training.backends.torch_lora.vision import Seen, VisionTower
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,12 @@ class MicroBatch:
 
 
 def look_at(tower: VisionTower | None, piece: Slice) -> Mapping[str, Seen]:
-    """The pictures of a checked slice, by digest. Raises InvalidRequest if one has another number of tokens than its
-    sequence leaves for it."""
+    """The pictures of a checked slice, by digest. Raises InvalidRequest as `VisionTower.look_at`."""
     found: dict[str, Seen] = {}
-    for part in piece.parts:
-        if tower is None or not any(datum.pictures for datum in part.data):
-            continue
-        found |= tower.look_at(part.data, part.running.training_pass.files)
-        for index, datum in zip(part.indices, part.data, strict=True):
-            check_tokens(index, datum, found)
+    if tower is not None:
+        for part in piece.parts:
+            numbered = zip(part.indices, part.data, strict=True)
+            found |= tower.look_at(numbered, part.running.training_pass.files)
     return found
 
 

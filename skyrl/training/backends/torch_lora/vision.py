@@ -6,7 +6,7 @@ transformers' vision towers and image processors. Knows nothing of packed rows, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from skyrl.base.pictures.decoding import opened
-from skyrl.base.pictures.picture import PlacedPicture
+from skyrl.base.pictures.picture import BadPicture, PlacedPicture
 from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.training.backends.base import Datum, InvalidRequest
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, cannot_load, one_line
@@ -61,10 +61,24 @@ class VisionTower:
         self._device = device
         self._kept: LRUCache[str, Seen] = LRUCache(kept_bytes, getsizeof=lambda seen: seen.nbytes)
 
-    def look_at(self, data: Sequence[Datum], files: Mapping[str, bytes]) -> dict[str, Seen]:
-        """All pictures of some sequences, by digest. files: of each digest."""
-        placed = {picture.digest: picture for datum in data for picture in datum.pictures}
-        return {digest: self._seen(picture, files[digest]) for digest, picture in placed.items()}
+    def look_at(self, numbered: Iterable[tuple[int, Datum]], files: Mapping[str, bytes]) -> dict[str, Seen]:
+        """All pictures of checked sequences, by digest. numbered: the sequences with their indices in the pass; files:
+        of each digest. Raises InvalidRequest if a file cannot be opened, or a picture has another number of tokens than
+        its sequence leaves for it."""
+        found: dict[str, Seen] = {}
+        for index, datum in numbered:
+            for picture in datum.pictures:
+                where = f"data[{index}]: model_input: the picture at position {picture.start}"
+                try:
+                    seen = found.get(picture.digest) or self._seen(picture, files[picture.digest])
+                except BadPicture as bad:
+                    raise InvalidRequest(f"{where} {bad}") from None
+                if seen.tokens != picture.tokens:
+                    raise InvalidRequest(
+                        f"{where} takes {seen.tokens} tokens of the base model, and {picture.tokens} were given"
+                    )
+                found[picture.digest] = seen
+        return found
 
     def _seen(self, picture: PlacedPicture, file: bytes) -> Seen:
         if (kept := self._kept.get(picture.digest)) is not None:
@@ -122,14 +136,3 @@ def load_processor(path: str) -> Any:
     except (*LOADING_ERRORS, RuntimeError, TypeError, AttributeError) as error:
         raise cannot_load(path, f"its image processor: {one_line(error)}") from error
     return processor
-
-
-def check_tokens(index: int, datum: Datum, seen: Mapping[str, Seen]) -> None:
-    """Raise InvalidRequest if a picture has another number of tokens than the sequence leaves for it. `index`: of the
-    sequence in its pass."""
-    for picture in datum.pictures:
-        if (tokens := seen[picture.digest].tokens) != picture.tokens:
-            raise InvalidRequest(
-                f"data[{index}]: model_input: the picture at position {picture.start} takes {tokens} tokens of the "
-                f"base model, and {picture.tokens} were given"
-            )
