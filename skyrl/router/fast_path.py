@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from skyrl.router.connections import Address, address_of
 from skyrl.router.heads import RequestHead
 from skyrl.router.policies import RequestFacts
-from skyrl.router.proxy import CHOSEN, Proxy
+from skyrl.router.proxy import CHOSEN, Proxy, is_vllms
 from skyrl.router.refusals import INTERRUPTED, refusal
 from skyrl.router.upstream import Upstream
 from skyrl.router.worker import Worker
@@ -213,8 +213,8 @@ class RouterHttp(WholeRequests):
     def _start_fast(self, worker: Worker, path: str, head: RequestHead, body: bytes) -> bool:
         """False: this request must take the long way. The caller has taken a slot."""
         proxy = self.lane.proxy
-        is_v1 = worker.completions_url is not None and path.startswith("/v1/")
-        address = address_of(worker.completions_url if is_v1 and worker.completions_url else worker.url)
+        other = worker.completions_url if worker.completions_url is not None and is_vllms(path) else None
+        address = address_of(other or worker.url)
         connection = proxy.connections.take(address)
         if connection is None:
             return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ class _Named(msgspec.Struct):
 
 
 _decode_named = msgspec.json.Decoder(_Named).decode
+_BEGINS_WITH_MODEL = re.compile(rb'\s*\{\s*"model"\s*:\s*("(?:[^"\\]|\\.)*")')
+_VLLMS = ("/v1/", "/inference/v1/")
+"""Where the paths of vLLM's own routes for samples begin. SGLang's have no such beginning."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ class Limits:
     waiting: int = 16_384
     body_bytes: int = 64 * 2**20
     change_s: float = 600.0
+
+
+def is_vllms(path: str) -> bool:
+    """Whether a worker with two addresses takes this path at its `completions_url`."""
+    return path.startswith(_VLLMS)
 
 
 class Proxy:
@@ -137,7 +146,7 @@ class Proxy:
             framing = b"content-length: %d\r\n" % len(body) if head.has_body or body else b""
         else:
             framing = b"content-length: %d\r\n" % head.length if head.length >= 0 else b"transfer-encoding: chunked\r\n"
-        facts = RequestFacts(head.key, self.adapter(scope["path"], body) if not more else None)
+        facts = RequestFacts(head.key, self.adapter(scope["path"], body, whole=not more))
         lines = b"%s%s\r\n" % (head.lines, framing)
         request = _Request(scope, lines, body, more, chunked=more and head.length < 0)
         await self._try_workers(request, facts, scope, receive, send)
@@ -162,10 +171,16 @@ class Proxy:
             if not more or size > COLLECTED_BYTES:
                 return b"".join(chunks), more
 
-    def adapter(self, path: str, body: bytes) -> str | None:
-        """The adapter that a request names, if the policy wants to know it."""
-        if not self._uses_adapter or not (path == "/generate" or path.startswith("/v1/")):
+    def adapter(self, path: str, body: bytes, *, whole: bool = True) -> str | None:
+        """The adapter that a request names, if the policy wants to know it. In a body that is not `whole`, such as one
+        with pictures, the name must come first."""
+        if not self._uses_adapter or not (path == "/generate" or is_vllms(path)):
             return None
+        if not whole:
+            found = _BEGINS_WITH_MODEL.match(body)
+            if found is None:
+                return None
+            body = b'{"model":%s}' % found[1]
         try:
             named = _decode_named(body)
         except msgspec.MsgspecError:
@@ -188,7 +203,9 @@ class Proxy:
                 break
             pool.begin(worker)
             try:
-                address = address_of(worker.completions_url if request.is_v1 and worker.completions_url else worker.url)
+                address = address_of(
+                    worker.completions_url if request.is_vllms and worker.completions_url else worker.url
+                )
                 try:
                     connection = self.connections.take(address) or await self.connections.connect(address)
                 except NotAccepted as error:
@@ -333,7 +350,7 @@ class _Request:
         "body",
         "chunked",
         "client_left",
-        "is_v1",
+        "is_vllms",
         "method",
         "sent",
         "too_large",
@@ -342,7 +359,7 @@ class _Request:
 
     def __init__(self, scope: Scope, lines: bytes, body: bytes, more: bool, chunked: bool) -> None:
         self.method: str = scope["method"]
-        self.is_v1 = scope["path"].startswith("/v1/")
+        self.is_vllms = is_vllms(scope["path"])
         query = scope["query_string"]
         path = scope.get("raw_path") or scope["path"].encode()
         self._target = b"%s?%s" % (path, query) if query else path

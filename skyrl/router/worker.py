@@ -41,7 +41,8 @@ def normalise_url(url: str, field: str = "url") -> str:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """`url` is normalised. `completions_url` is a second address, for requests to `/v1/...` alone; None: the same."""
+    """`url` is normalised. `completions_url` is a second address, for requests to `/v1/...` and
+    `/inference/v1/...` alone; None: the same."""
 
     url: str
     completions_url: str | None = None
