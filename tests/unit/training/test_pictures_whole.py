@@ -19,6 +19,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.device import ALIGNMENT
 from skyrl.training.backends.torch_lora.sharded import ShardedBackend
 from skyrl.training.backends.torch_lora.text_part import model_class
 from tests.families import make_family
@@ -180,3 +181,12 @@ def test_experts_of_the_sampler_are_followed_at_pictures(path_of: PathOf) -> Non
     assert np.abs(followed.logprobs[0] - own.logprobs[0]).max() > 1e-3
     assert np.abs(followed.logprobs[0] - other.logprobs[0]).max() > 1e-3
     np.testing.assert_allclose(followed.logprobs[1], other.logprobs[1], atol=2e-5)
+
+
+def test_the_tower_lies_in_memory_where_torch_would_put_it(path_of: PathOf, full: Callable[..., Any]) -> None:
+    """Else its last bits could be others after a restart."""
+    path = path_of("qwen3-vl")
+    adapters = TorchLoraBackend(load_config({"base_model": path}))
+    for tower in (adapters._base.tower, full(path=path)._model.base.tower):
+        assert tower is not None
+        assert all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in tower.module.parameters())

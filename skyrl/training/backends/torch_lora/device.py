@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -43,6 +43,18 @@ def prepare_device(threads: int) -> torch.device:
 def base_dtype(device: torch.device) -> torch.dtype:
     """The base model's dtype on this device."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+ALIGNMENT = 64
+"""Bytes to which torch aligns the tensors that it allocates."""
+
+
+def align(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Copy the parameters that lie elsewhere, as those may that come from a file without a copy. On processors without
+    AVX-512 the last bits of a product depend on where its matrices begin."""
+    for parameter in parameters:
+        if parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def synchronize(device: torch.device) -> None:

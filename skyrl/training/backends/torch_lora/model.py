@@ -16,7 +16,7 @@ from skyrl.base.config.server import ConfigError
 from skyrl.base.pictures.sight import Sight
 from skyrl.training.backends.base import Datum, ModelLimits
 from skyrl.training.backends.torch_lora.adapter import Target
-from skyrl.training.backends.torch_lora.device import base_dtype
+from skyrl.training.backends.torch_lora.device import align, base_dtype
 from skyrl.training.backends.torch_lora.loading import load_model
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.packing import pack_alone
@@ -161,8 +161,7 @@ def load_base_model(
     model = load_model(path, base_dtype(device))
     tower = make_tower(path, detach_vision(model), device, pictures=pictures)
     model.to(device).eval().requires_grad_(False)
-    for part in (model,) if tower is None else (model, tower.module):
-        _align(part)
+    align(model.parameters())
     check_config(path, model.config)
     packed = wrap(path, model, mlp_of_mixtures=mlp_of_mixtures)
     base = BaseModel(path, device, packed, model.config, tower)
@@ -172,18 +171,6 @@ def load_base_model(
     base.verify(expected)
     packed.recompute(gradient_checkpointing)
     return base
-
-
-ALIGNMENT = 64
-"""Bytes to which torch aligns the tensors that it allocates."""
-
-
-def _align(model: torch.nn.Module) -> None:
-    """Copy the parameters that lie elsewhere, as those may that come from a file without a copy. On processors without
-    AVX-512 the last bits of a product depend on where its matrices begin."""
-    for parameter in model.parameters():
-        if parameter.data_ptr() % ALIGNMENT:
-            parameter.data = parameter.data.clone()
 
 
 def check_config(path: str, config: Any) -> None:

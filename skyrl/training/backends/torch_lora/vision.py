@@ -20,6 +20,7 @@ from skyrl.base.pictures.decoding import opened
 from skyrl.base.pictures.picture import BadPicture, PlacedPicture
 from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.training.backends.base import Datum, InvalidRequest
+from skyrl.training.backends.torch_lora.device import align
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, cannot_load, one_line
 
 KEPT_BYTES = 512 * 2**20
@@ -57,6 +58,7 @@ class VisionTower:
         module.set_attn_implementation("sdpa")  # eager attention keeps all scores: 17 GB for 16,384 patches
         self.sight = sight
         self.module: Any = module.to(device).eval().requires_grad_(False)
+        align(self.module.parameters())
         self._processor = processor
         self._device = device
         self._kept: LRUCache[str, Seen] = LRUCache(kept_bytes, getsizeof=lambda seen: seen.nbytes)
