@@ -151,3 +151,45 @@ def test_a_checkpoint_is_the_start_of_another_run(gallery: Workspace, learned: R
     run = gallery.run("vlm_classifier.train", "loaded", *LEARNS, "max_steps=2", "eval_every=90", "n_eval=16", start)
     assert run.column("train_mean_nll")[0] < blind_loss / 2
     assert run.column("accuracy")[0] > 0.8
+
+
+RENDERED = """
+import sys
+import numpy as np
+import tinker
+from PIL import Image
+from tinker_cookbook.image_processing_utils import get_image_processor
+from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.supervised.common import datum_from_model_input_weights
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+model, *names = sys.argv[1:]
+service = tinker.ServiceClient()
+trainer = service.create_lora_training_client(base_model=model, rank=8).result()
+sampler = service.create_sampling_client(base_model=model).result()
+for name in names:
+    renderer = get_renderer(name, get_tokenizer(model), get_image_processor(model))
+    for sizes in ([(96, 64)], [(1, 1), (33, 200)], [(640, 480), (96, 64), (48, 48)]):
+        parts = [{"type": "image", "image": Image.new("RGB", size, "red")} for size in sizes]
+        asked = {"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}
+        said = {"role": "assistant", "content": [{"type": "text", "text": "It is red."}]}
+        model_input, weights = renderer.build_supervised_example([asked, said])
+        datum = datum_from_model_input_weights(model_input, weights)
+        (output,) = trainer.forward_backward([datum], "cross_entropy").result().loss_fn_outputs
+        trained, taken = output["logprobs"].to_numpy(), np.array(datum.loss_fn_inputs["weights"].data) > 0
+        assert len(trained) == len(taken) == datum.model_input.length == model_input.length - 1, (name, sizes)
+        scores = sampler.compute_logprobs(model_input).result()
+        assert len(scores) == model_input.length, (name, sizes)
+        apart = np.abs(np.array(scores[1:])[taken] - trained[taken])
+        assert 0 < taken.sum() and apart.mean() < 1e-4, (name, sizes, apart)
+"""
+RENDERERS = (
+    *("qwen3_vl", "qwen3_vl_instruct"),
+    *("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking"),
+    *("qwen3_8_xhigh_reasoning", "qwen3_8_disable_thinking"),
+)
+"""Of the cookbook's models that see and whose pictures this server takes."""
+
+
+def test_the_renderers_count_the_positions_of_pictures_as_the_server_does(gallery: Workspace) -> None:
+    gallery.script(RENDERED, SEEING_ALIAS, *RENDERERS)
