@@ -7,7 +7,7 @@ for prompts with pictures. Does not know connections, retries or futures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -121,6 +121,7 @@ class _LargeCompletion(msgspec.Struct):
     usage: Usage | None = None
 
 
+C = TypeVar("C", bound=Choice)
 _encoder = msgspec.json.Encoder()
 _completion_decoder = msgspec.json.Decoder(_Completion)
 _large_decoder = msgspec.json.Decoder(_LargeCompletion)
@@ -181,12 +182,12 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
     return answer_of(choices, answer.usage, job, zero_fill=zero_fill)
 
 
-def answer_of(choices: Sequence[Choice], usage: Usage | None, job: SampleJob, *, zero_fill: bool) -> SampleAnswer:
-    """The SampleResponse made of an answer's parts. Raises as `decode_answer`."""
+def answer_of(choices: list[C], usage: Usage | None, job: SampleJob, *, zero_fill: bool) -> SampleAnswer:
+    """The SampleResponse made of an answer's parts. Sorts `choices`. Raises as `decode_answer`."""
     expected = 1 if job.greedy else job.num_samples
     if len(choices) != expected:
         raise MalformedAnswer(f"{len(choices)} choices for {expected} samples")
-    choices = sorted(choices, key=lambda choice: choice.index)
+    choices.sort(key=lambda choice: choice.index)
     for choice in choices:  # before other checks: an aborted answer may lack the parts that they need
         if choice.finish_reason not in ENDED:
             raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")

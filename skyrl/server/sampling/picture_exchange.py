@@ -17,7 +17,7 @@ from skyrl.server.sampling.endpoint import Endpoint
 from skyrl.server.sampling.error_messages import server_failure
 from skyrl.server.sampling.job import SampleJob
 from skyrl.server.sampling.picture_files import PictureFiles
-from skyrl.server.sampling.sample_exchange import JobExchange
+from skyrl.server.sampling.sample_exchange import SampleExchange
 from skyrl.server.sampling.served_context import ServedContext
 from skyrl.server.sampling.transport import Answer, CompletionTransport, NotAccepted, Pieces
 
@@ -62,7 +62,7 @@ class Turn:
         self.end()
 
 
-class PictureExchange(JobExchange):
+class PictureExchange(SampleExchange):
     """Of a job with pictures."""
 
     operation = "generate_content"

@@ -21,9 +21,8 @@ from skyrl.server.sampling.served_context import ServedContext
 from skyrl.server.sampling.transport import Answer, CompletionTransport
 
 
-class JobExchange:
-    """What the exchanges of sample jobs share. If `job.max_tokens` is None, each try asks the server how many tokens
-    fit."""
+class SampleExchange:
+    """If `job.max_tokens` is None, each try asks the server how many tokens fit."""
 
     operation = "text_completion"
 
@@ -48,27 +47,8 @@ class JobExchange:
         self._reader = reader
         self._upstream_s = 0.0
         """How long servers have had the job until they answered."""
-
-    def refusal(self, answer: Answer) -> Exception:
-        return FailedRequest(message_of(answer), ErrorCategory.USER)
-
-    def failure(self, answer: Answer) -> Exception:
-        return server_failure(describe(answer))
-
-
-class SampleExchange(JobExchange):
-    """Of a job without pictures."""
-
-    def __init__(
-        self,
-        job: SampleJob,
-        priority: int | None,
-        transport: CompletionTransport,
-        context: ServedContext,
-        reader: AnswerReader,
-    ) -> None:
-        super().__init__(job, priority, transport, context, reader)
-        self._body = None if job.max_tokens is None else completion.encode_request(job, priority)
+        known = job.max_tokens is not None and job.pictures is None
+        self._body = completion.encode_request(job, priority) if known else None
 
     async def send(self, endpoint: Endpoint, headers: Mapping[str, str], timeout_s: float) -> Answer:
         job, body = self._job, self._body
@@ -85,3 +65,9 @@ class SampleExchange(JobExchange):
         result = await self._reader.read(answer, self._job)
         result.upstream_s, result.server = self._upstream_s, answer.worker
         return result
+
+    def refusal(self, answer: Answer) -> Exception:
+        return FailedRequest(message_of(answer), ErrorCategory.USER)
+
+    def failure(self, answer: Answer) -> Exception:
+        return server_failure(describe(answer))
