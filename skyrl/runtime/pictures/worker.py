@@ -27,7 +27,7 @@ def main(cpu_s: float, memory_bytes: int, nice: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the asking one decides
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     warnings.simplefilter("ignore")  # of what Pillow forgives
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    _limit_memory(memory_bytes)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(nice)
     _answer({})
@@ -43,6 +43,14 @@ def main(cpu_s: float, memory_bytes: int, nice: int) -> None:
             answer = {"bad": str(bad)}
         signal.setitimer(signal.ITIMER_PROF, 0)
         _answer(answer)
+
+
+def _limit_memory(most_bytes: int) -> None:
+    """Of the address space. The operator may have set a lower limit, which stays. Only Linux has such a limit."""
+    if sys.platform == "linux":
+        _, allowed = resource.getrlimit(resource.RLIMIT_AS)
+        most = most_bytes if allowed == resource.RLIM_INFINITY else min(most_bytes, allowed)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _answer(values: dict[str, Any]) -> None:
