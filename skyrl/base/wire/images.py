@@ -6,8 +6,6 @@ send such pointers, too. Knows no library for images, and not what a model sees.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -18,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.long_base64 import decode_base64
 
 LOCATION = "sha256:"
 """How the location of a stored image begins; its digest, in hexadecimal, follows."""
@@ -108,8 +107,8 @@ def _from_json(body: bytes) -> TakenOut:
         data, location = chunk.get("data"), chunk.get("location")
         if isinstance(data, str):
             try:
-                file = base64.b64decode(data, validate=True)
-            except (binascii.Error, ValueError) as error:
+                file = decode_base64(data)
+            except ValueError as error:
                 raise RequestError(f"is not base64: {error}", field=f"{name}.data") from error
             del chunk["data"]
             chunk |= {"type": "image_asset_pointer", "location": _take(taken, file, name)}

@@ -7,7 +7,6 @@ nothing but pictures that were decoded here before. Knows neither tenants nor ho
 from __future__ import annotations
 
 import asyncio
-import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, PictureFormat, digest_of
 from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.long_base64 import decode_base64
 from skyrl.server.pictures.checking import PictureChecks
 
 PICTURE = "image_url"
@@ -24,8 +24,6 @@ MAX_REMEMBERED = 10_000
 """Pictures whose size is remembered: the turns of a conversation send the same pictures again."""
 _DETAILS = ("auto", "low", "high")
 _DATA_URI = re.compile(r"data:image/(png|jpe?g);base64,", re.IGNORECASE)
-_PIECE = 2**20
-"""Characters of base64 that are decoded at once: it takes 2 ms, in which no other thread of the process runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,8 @@ class ChatPictures:
             raise RequestError(str(error), field=picture.name) from error
 
     async def _size(self, picture: ChatPicture) -> tuple[int, int]:
-        data = await _decoded(picture.base64)
-        key = (await asyncio.to_thread(digest_of, data), picture.format)
+        data, digest = await asyncio.to_thread(_read, picture.base64)
+        key = digest, picture.format
         size = self._sizes.pop(key, None) or await self._checks.size(data, picture.format)
         self._sizes[key] = size
         while len(self._sizes) > MAX_REMEMBERED:
@@ -99,16 +97,10 @@ class ChatPictures:
         return size
 
 
-async def _decoded(text: str) -> bytes:
-    """The event loop serves others between the pieces. Raises BadPicture."""
-    if "=" in text[:-2] or len(text) % 4:
-        raise BadPicture("is not base64")
-    pieces: list[bytes] = []
-    for start in range(0, len(text), _PIECE):
-        try:
-            pieces.append(binascii.a2b_base64(text[start : start + _PIECE], strict_mode=True))
-        except ValueError as error:
-            raise BadPicture(f"is not base64: {error}") from error
-        if start:
-            await asyncio.sleep(0)
-    return b"".join(pieces)
+def _read(text: str) -> tuple[bytes, str]:
+    """The file and its digest. Raises BadPicture."""
+    try:
+        data = decode_base64(text)
+    except ValueError as error:
+        raise BadPicture(f"is not base64: {error}") from error
+    return data, digest_of(data)
