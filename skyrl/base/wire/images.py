@@ -6,6 +6,7 @@ send such pointers, too. Knows no library for images, and not what a model sees.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -20,6 +21,7 @@ from skyrl.base.wire.long_base64 import decode_base64
 
 LOCATION = "sha256:"
 """How the location of a stored image begins; its digest, in hexadecimal, follows."""
+_LOCATION = re.compile(LOCATION + "([0-9a-f]{64})")
 MAX_FILES = 1024
 """The most different images in one request."""
 _JSON_MARKS = (b'"iVBORw0KGgo', b'"/9j/', b'"\\/9j\\/', b'"location"')
@@ -52,18 +54,17 @@ class TakenOut:
 
 def digest_in(location: str, name: str) -> str:
     """The digest in the location of a stored image. Raises RequestError naming the chunk."""
-    digest = location.removeprefix(LOCATION)
     if not location:
         raise RequestError(
             f"is neither a PNG nor a JPEG file, or the request has more than {MAX_FILES} different files", field=name
         )
-    if not location.startswith(LOCATION) or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+    if (found := _LOCATION.fullmatch(location)) is None:
         raise RequestError(
             f"{location[:200]!r} is no image that this server stores: send the file itself as an image chunk, or "
             f"'{LOCATION}' and the SHA-256 of one sent before; no address is opened",
             field=f"{name}.location",
         )
-    return digest
+    return found[1]
 
 
 def may_have_images(body: bytes, body_format: str) -> bool:
@@ -124,7 +125,8 @@ def _take(taken: TakenOut, file: bytes, name: str) -> str:
 
 
 def _name(taken: TakenOut, location: str, name: str) -> str:
-    taken.names.setdefault(location.removeprefix(LOCATION), []).append(name)
+    if (found := _LOCATION.fullmatch(location)) is not None:
+        taken.names.setdefault(found[1], []).append(name)
     return location
 
 

@@ -19,7 +19,7 @@ from skyrl.runtime.metrics.images import ImageMetrics
 from skyrl.server.pictures.checking import PictureChecks
 from skyrl.server.pictures.placed import place_images, place_stored, seeing
 from skyrl.storage.db import pictures as rows
-from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.database import Database
 from skyrl.storage.db.picture_files import PictureFiles
 
 LARGE_BODY_BYTES = 256 * 2**10
@@ -57,7 +57,7 @@ class PictureIngress:
         known, new = await self._look(taken, tenant)
         request = decode_sample_request(taken.body, vocab_size)
         pictures = place_images(request, known, sight, tenant)
-        await self._keep(tenant, request_id, taken, new)
+        await self._keep(tenant, request_id, taken, known, new)
         return taken.body, request, pictures
 
     async def stored_sample(self, request: SampleRequest, tenant: str) -> Pictures:
@@ -73,7 +73,7 @@ class PictureIngress:
         except RequestError:  # the command fails for the same reason when its turn comes
             return body, 0
         known, new = await self._look(taken, tenant)
-        await self._keep(tenant, request_id, taken, new)
+        await self._keep(tenant, request_id, taken, known, new)
         counts = (len(taken.names[digest]) * _tokens(found, self._sight) for digest, found in known.items())
         return taken.body, sum(counts)
 
@@ -107,16 +107,27 @@ class PictureIngress:
             return rows.CheckedFile(KnownPicture("png", error=str(error)), b"")
         return rows.CheckedFile(KnownPicture(form, width, height), data)
 
-    async def _keep(self, tenant: str, request_id: str, taken: TakenOut, new: Mapping[str, rows.CheckedFile]) -> None:
+    async def _keep(
+        self,
+        tenant: str,
+        request_id: str,
+        taken: TakenOut,
+        known: Mapping[str, KnownPicture],
+        new: Mapping[str, rows.CheckedFile],
+    ) -> None:
         """Store the new files, and note that the request uses its pictures. Returns when this is durable."""
-
-        def keep(connection: Connection) -> None:
-            rows.keep(connection, tenant, request_id, taken.names, new, self._most_bytes)
-
         for digest, data in taken.files.items():
-            self._files.put(tenant, digest, data)
+            if known[digest].error is None:
+                self._files.put(tenant, digest, data)
+        most, digests = self._most_bytes, list(known)
         async with self._writes:  # one at a time, so that the group commit gets the write lock in between
-            await asyncio.to_thread(self._database.write, keep)
+            write = self._database.write
+            lost = await asyncio.to_thread(write, lambda c: rows.keep(c, tenant, request_id, digests, new, most))
+            # Deleted since they were looked up, because nobody had used them for long: the request may have the files.
+            files = ((digest, taken.files[digest]) for digest in lost if digest in taken.files)
+            again = {digest: rows.CheckedFile(known[digest], data) for digest, data in files}
+            if again:
+                await asyncio.to_thread(write, lambda c: rows.keep(c, tenant, request_id, again, again, most))
 
 
 async def _taken_out(body: bytes, body_format: str) -> TakenOut:

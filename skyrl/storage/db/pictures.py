@@ -84,19 +84,26 @@ def keep(
     digests: Collection[str],
     new: Mapping[str, CheckedFile],
     most_bytes: int,
-) -> None:
+) -> list[str]:
     """Note that a request refers to these pictures, and store those that are `new`. The request must be recorded within
-    RECORD_S. Raises RequestError (429) if all pictures together would have more than `most_bytes`."""
+    RECORD_S. Returns those that are neither new nor stored any more. Raises RequestError (429) if all pictures together
+    would have more than `most_bytes`."""
     now = time.time()
+    rows = [
+        {"tenant": tenant, "digest": digest, "request_id": request_id, "now": now}
+        for digest in sorted(digests)  # in a fixed order, so that two processes cannot deadlock
+    ]
+    lost: list[str] = []
+    for row in rows:  # before there is room made, which would delete what nobody uses
+        connection.execute(_USE, row)
+        if not connection.execute(_TOUCH, row).rowcount and row["digest"] not in new:
+            lost.append(row["digest"])
     _make_room(connection, sum(len(file.data) for file in new.values()), most_bytes, now)
-    for digest in sorted(digests):  # in a fixed order, so that two processes cannot deadlock
-        row = {"tenant": tenant, "digest": digest, "request_id": request_id, "now": now}
-        if (file := new.get(digest)) is not None:
+    for row in rows:
+        if (file := new.get(row["digest"])) is not None:
             known = msgspec.structs.asdict(file.known)
             connection.execute(_ADD, row | known | {"size_bytes": len(file.data), "data": file.data})
-        else:
-            connection.execute(_TOUCH, row)
-        connection.execute(_USE, row)
+    return lost
 
 
 def forget(connection: Connection, now: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from test_forwarding_pictures import generated, requests, script
 from test_forwarding_pictures import next_reply as next_generation
 
 from skyrl.base.pictures.picture import digest_of
+from skyrl.base.pictures.placing import KnownPicture
 from skyrl.base.pictures.sight import Sight
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.training import decode_forward_backward
 from skyrl.server.sampling import generation
-from skyrl.storage.db.database import Database
+from skyrl.storage.db import pictures as picture_rows
+from skyrl.storage.db.database import Connection, Database
 from skyrl.training.engine.pictures import PassPictures
 from tests.unit.picture_files import png
 
@@ -77,6 +79,10 @@ def rows(database: Database, table: str) -> int:
     return database.read(lambda c: c.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar_one())
 
 
+def tenant_of(database: Database) -> str:
+    return database.read(lambda c: c.exec_driver_sql("SELECT DISTINCT tenant FROM futures").scalar_one())
+
+
 def bodies(database: Database) -> list[bytes]:
     query = "SELECT body FROM futures WHERE body IS NOT NULL"
     return [bytes(body) for body in database.read(lambda c: c.exec_driver_sql(query).scalars().all())]
@@ -106,6 +112,26 @@ async def test_sixteen_requests_about_one_image_store_it_once(
     assert (seen["skyrl_images_total{outcome=stored}"], seen["skyrl_images_total{outcome=known}"]) == (2, 30)
     assert (seen["skyrl_images_in_check{}"], seen["skyrl_image_check_seconds_count{}"]) == (0, 2)
     assert all(len(body) < 1000 for body in bodies(database))
+
+
+async def test_a_file_that_was_deleted_in_the_moment_of_its_next_use_is_stored_again(
+    seeing_api: Api, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.extend([never] * 2)
+    sampler = await seeing_api.sampler()
+    await seeing_api.sample(sampler, 0, prompt=ABOUT)
+    find = picture_rows.find
+
+    def find_and_lose(connection: Connection, tenant: str, digests: Collection[str]) -> dict[str, KnownPicture]:
+        found = find(connection, tenant, digests)
+        database.write(lambda c: c.exec_driver_sql("DELETE FROM pictures"))
+        return found
+
+    monkeypatch.setattr(picture_rows, "find", find_and_lose)
+    await seeing_api.sample(sampler, 1, prompt=ABOUT)
+    monkeypatch.undo()
+    stored = database.read(lambda c: picture_rows.files(c, tenant_of(database), [digest_of(PICTURE)]))
+    assert stored == {digest_of(PICTURE): PICTURE}
 
 
 async def test_the_repeat_of_a_request_is_known(seeing_api: Api) -> None:
@@ -255,9 +281,9 @@ async def test_a_training_command_with_a_wrong_image_is_recorded_and_fails_in_it
     messages = []
     for body in bodies(database)[-2:]:
         with pytest.raises(RequestError) as refused:
-            pictures.data_of(decode_forward_backward(body, "json", forward_only=False), "tml-one")
+            pictures.data_of(decode_forward_backward(body, "json", forward_only=False), tenant_of(database))
         messages.append(refused.value.message)
-    assert messages[0].startswith("data[0].model_input.chunks[1]: ")
+    assert messages[0].startswith("data[0].model_input.chunks[1]: is not a complete and valid PNG file")
     assert messages[1].startswith("data[0].model_input.chunks[1]: is neither a PNG nor a JPEG file")
 
 

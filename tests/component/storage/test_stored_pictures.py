@@ -35,9 +35,9 @@ def file(content: bytes) -> tuple[str, CheckedFile]:
     return digest_of(content), CheckedFile(KnownPicture("png", 3, 4), content)
 
 
-def keep(database: Database, request_id: str, *contents: bytes, tenant: str = "a", new: bool = True) -> None:
+def keep(database: Database, request_id: str, *contents: bytes, tenant: str = "a", new: bool = True) -> list[str]:
     found = dict(file(content) for content in contents)
-    database.write(lambda c: rows.keep(c, tenant, request_id, found, found if new else {}, MOST))
+    return database.write(lambda c: rows.keep(c, tenant, request_id, found, found if new else {}, MOST))
 
 
 def stored(database: Database, *contents: bytes, tenant: str = "a") -> list[bytes]:
@@ -169,6 +169,21 @@ def test_the_bound_makes_room_and_refuses_only_what_running_requests_leave_no_ro
     end(database, "r1")
     keep(database, "r3", b"z" * 300)
     assert stored(database, b"r1" * 200, b"r2" * 200, b"z" * 300) == [b"r2" * 200, b"z" * 300]
+
+
+def test_making_room_spares_what_the_same_request_uses(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "RECORD_S", 0.0)
+    keep(database, "old", b"x" * 600)
+    found = dict([file(b"x" * 600), file(b"y" * 600)])
+    new = dict([file(b"y" * 600)])
+    with pytest.raises(RequestError):
+        database.write(lambda c: rows.keep(c, "a", "both", found, new, MOST))
+    assert stored(database, b"x" * 600) == [b"x" * 600]
+
+
+def test_a_picture_that_was_deleted_since_it_was_looked_up_is_named(database: Database) -> None:
+    keep(database, "r1", b"x")
+    assert keep(database, "r2", b"x", b"y", new=False) == [digest_of(b"y")]
 
 
 def test_files_are_read_once_and_kept_within_their_bound(database: Database) -> None:
