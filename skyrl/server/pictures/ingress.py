@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 from skyrl.base.pictures.picture import BadPicture, Pictures, format_of
 from skyrl.base.pictures.placing import KnownPicture
@@ -16,6 +17,7 @@ from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.images import TakenOut, may_have_images, take_out
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request, text_and_images
 from skyrl.runtime.metrics.images import ImageMetrics
+from skyrl.runtime.processes.switches import with_short_switches
 from skyrl.server.pictures.checking import PictureChecks
 from skyrl.server.pictures.placed import place_images, place_stored, seeing
 from skyrl.storage.db import pictures as rows
@@ -86,7 +88,7 @@ class PictureIngress:
         if len(body) <= LARGE_BODY_BYTES:
             return take_out(body, body_format)
         async with self._reading:
-            return await asyncio.to_thread(take_out, body, body_format)
+            return await asyncio.to_thread(with_short_switches, partial(take_out, body, body_format))
 
     async def _look(self, taken: TakenOut, tenant: str) -> tuple[dict[str, KnownPicture], dict[str, rows.CheckedFile]]:
         """What is known of the pictures of a request, and those among them that are not stored. Files that are not

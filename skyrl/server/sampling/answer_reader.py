@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from skyrl.runtime.processes.switches import with_short_switches
 from skyrl.server.sampling import completion
 from skyrl.server.sampling.answer_bound import MAX_ANSWER_BYTES
 from skyrl.server.sampling.error_messages import describe, server_failure
@@ -21,23 +20,6 @@ from skyrl.server.sampling.job import SampleJob
 from skyrl.server.sampling.transport import Answer
 
 logger = logging.getLogger(__name__)
-
-DECODING_SWITCH_S, NORMAL_SWITCH_S = 0.0002, sys.getswitchinterval()
-"""Python's switch interval while a large answer is decoded, and otherwise. After this time a thread gives the
-interpreter lock to another thread that waits."""
-
-T = TypeVar("T")
-
-
-def _with_short_switches(work: Callable[[], T]) -> T:
-    """Run `work` with DECODING_SWITCH_S. The event loop gives up the lock at each system call; with NORMAL_SWITCH_S it
-    would wait 5 ms each time to get the lock back. If two calls overlap, the first that ends sets NORMAL_SWITCH_S for
-    both, so DECODING_SWITCH_S never stays."""
-    sys.setswitchinterval(DECODING_SWITCH_S)
-    try:
-        return work()
-    finally:
-        sys.setswitchinterval(NORMAL_SWITCH_S)
 
 
 class Decode(Protocol):
@@ -83,7 +65,7 @@ class AnswerReader:
         if len(body) <= completion.LARGE_BYTES:
             return decode(body, job, zero_fill=zero_fill)
         work = partial(decode, body, job, zero_fill=zero_fill)
-        return await asyncio.get_running_loop().run_in_executor(self._decoder, _with_short_switches, work)
+        return await asyncio.get_running_loop().run_in_executor(self._decoder, with_short_switches, work)
 
     def close(self) -> None:
         self._decoder.shutdown(wait=False, cancel_futures=True)
