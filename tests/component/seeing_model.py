@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from skyrl.base.pictures.decoding import opened
@@ -33,8 +34,10 @@ def make_seeing_model(family: str, directory: Path, **changed: Any) -> str:
     """`make_family`, with a tokenizer whose token 7 is the word `w7`. Returns the model's path."""
     path = make_family(family, directory, **changed)
     words = {_NAMES.get(token, f"w{token}"): token for token in range(VOCAB)}
+    split = Tokenizer(WordLevel(words, unk_token="w0"))
+    split.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
+        tokenizer_object=split,
         unk_token="w0",
         additional_special_tokens=list(_NAMES.values()),
     )

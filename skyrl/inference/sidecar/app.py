@@ -22,6 +22,7 @@ from skyrl.inference.sidecar.memory import Memory
 from skyrl.inference.sidecar.metrics import Figures, SidecarMetrics
 from skyrl.inference.sidecar.pass_through import pass_through
 from skyrl.inference.sidecar.pause import Pause
+from skyrl.inference.sidecar.pictures import Pictures
 from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.sidecar.updates import Updates
 from skyrl.inference.sidecar.vllm import Vllm
@@ -44,7 +45,8 @@ class Sidecar:
         self.in_flight = InFlight(vllm, settings.max_in_flight, settings.abort_s)
         self._settings = settings
         self._vllm = vllm
-        self._generation = Generation(vllm, facts, version, self.in_flight)
+        self.pictures = Pictures()
+        self._generation = Generation(vllm, facts, version, self.in_flight, self.pictures)
         self.pause = Pause(vllm, self.in_flight, settings.abort_s, settings.rpc_s)
         weights = VllmWeights(vllm, settings.rpc_s)
         self.updates = Updates(settings, vllm, weights, version, self.in_flight, self.pause)
@@ -138,4 +140,5 @@ async def open_sidecar(settings: SidecarSettings) -> AsyncIterator[Sidecar]:
             for task in background:
                 task.cancel()
             await asyncio.wait(background)
+            await sidecar.pictures.close()
             await vllm.close()

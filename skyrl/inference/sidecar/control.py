@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from skyrl import __version__
+from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.inference.sidecar.call import PLAIN, Call
 from skyrl.inference.sidecar.errors import BadRequest, SidecarError, VllmAway
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion, is_paused
@@ -150,12 +151,19 @@ class Control:
                 "is_generation": True,
                 "preferred_sampling_params": None,
                 "weight_version": await self._known_version(),
-                "has_image_understanding": None if config is None else "vision_config" in config,
+                "has_image_understanding": None if config is None else await self._takes_images(facts.root),
                 "has_audio_understanding": None if config is None else "audio_config" in config,
                 "model_type": None if config is None else config.get("model_type"),
                 "architectures": None if config is None else config.get("architectures"),
             }
         )
+
+    async def _takes_images(self, root: str) -> bool:
+        try:
+            await asyncio.to_thread(Sight.of, root)
+        except Blind:
+            return False
+        return not await self._config.only_text()
 
     async def server_info(self, call: Call) -> None:
         """What this server knows. SGLang's other arguments have no meaning for vLLM."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,12 @@ import msgspec
 
 from skyrl.inference.sidecar.errors import BadRequest
 from skyrl.inference.sidecar.fields import boolean, integer, mapping, string, token_ids
+from skyrl.inference.sidecar.pictures import FIELD as PICTURES
+from skyrl.inference.sidecar.pictures import read_pictures
 from skyrl.inference.sidecar.sampling_params import Sampling, read_sampling
 
 REFUSED = (
     "input_embeds",
-    "image_data",
     "video_data",
     "audio_data",
     "session_params",
@@ -43,7 +44,7 @@ class Logprobs:
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """`rid` is the request id, `id` the name of a prompt with one sample. `extra` holds further fields for vLLM.
-    `logprobs` is None if none are wanted."""
+    `logprobs` is None if none are wanted. `pictures` are as they were sent."""
 
     rid: str
     tokens: list[int] | str
@@ -51,6 +52,7 @@ class Prompt:
     logprobs: Logprobs | None
     adapter: str | None
     extra: dict[str, Any]
+    pictures: tuple[str, ...] = ()
 
     def sample_ids(self) -> list[str]:
         """A name for each sample. The samples of one prompt get new names, as SGLang names them."""
@@ -96,13 +98,24 @@ def read_generate(body: bytes) -> GenerateRequest:
     wanted = _per_prompt(given, "return_logprob", count, batched, boolean, False)
     logprobs = _logprobs(given, count, batched)
     adapters = _per_prompt(given, "lora_path", count, batched, string, None)
+    pictures = read_pictures(given.get(PICTURES), count, batched)
+    each = zip(pictures, wanted, logprobs, strict=True)
+    _check_beside_pictures(one for shown, asked, one in each if shown and asked)
     rids = _rids(given.get("rid"), count, batched)
     extra = _extra(given)
     start = integer("routed_experts_start_len", given.get("routed_experts_start_len", 0), 0)
     if flag["return_routed_experts"]:
         extra["routed_experts_prompt_start"] = start
     prompts = [
-        Prompt(rids[i], tokens[i], samplings[i], logprobs[i] if wanted[i] else None, adapters[i] or None, extra)
+        Prompt(
+            rids[i],
+            tokens[i],
+            samplings[i],
+            logprobs[i] if wanted[i] else None,
+            adapters[i] or None,
+            extra,
+            pictures[i],
+        )
         for i in range(count)
     ]
     return GenerateRequest(
@@ -166,6 +179,14 @@ def _logprobs(given: dict[str, Any], count: int, batched: bool) -> list[Logprobs
         if start >= 0 and named:
             raise BadRequest("token_ids_logprob: cannot be combined with logprob_start_len: vLLM has no such logprobs")
     return [Logprobs(*one) for one in zip(starts, tops, each, strict=True)]
+
+
+def _check_beside_pictures(wanted: Iterable[Logprobs]) -> None:
+    """vLLM names the most likely tokens beside pictures by their texts, which several tokens may have."""
+    for one in wanted:
+        for name, value in (("top_logprobs_num", one.top), ("token_ids_logprob", one.ids)):
+            if value:
+                raise BadRequest(f"{name}: cannot be combined with {PICTURES}")
 
 
 def _per_prompt(

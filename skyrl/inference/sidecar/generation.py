@@ -13,6 +13,7 @@ from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
 from skyrl.inference.sidecar.generate_request import GenerateRequest, Prompt
 from skyrl.inference.sidecar.in_flight import InFlight, Sample
 from skyrl.inference.sidecar.meta_info import finish_reason, logprob_lists
+from skyrl.inference.sidecar.pictures import Pictures, PlacedPictures
 from skyrl.inference.sidecar.routed_experts import to_int32
 from skyrl.inference.sidecar.sampling import Job, collect, new_tokens
 from skyrl.inference.sidecar.token_texts import TokenTexts
@@ -22,11 +23,14 @@ T = TypeVar("T")
 
 
 class Generation:
-    def __init__(self, vllm: Vllm, facts: KnownFacts, version: WeightVersion, in_flight: InFlight) -> None:
+    def __init__(
+        self, vllm: Vllm, facts: KnownFacts, version: WeightVersion, in_flight: InFlight, pictures: Pictures
+    ) -> None:
         self._vllm = vllm
         self._facts = facts
         self._version = version
         self._in_flight = in_flight
+        self._pictures = pictures
         self._texts = TokenTexts(vllm)
 
     async def whole(self, request: GenerateRequest) -> Any:
@@ -107,13 +111,18 @@ class Generation:
     async def _jobs(self, request: GenerateRequest, samples: list[Sample]) -> list[Job]:
         """All n samples of the first prompt, then those of the next. Raises SidecarError."""
         facts = await self._facts.get()
-        prompts = await all_of(self._tokens(prompt) for prompt in request.prompts)
+        prompts = await all_of(self._prompt(prompt, facts.root) for prompt in request.prompts)
         jobs, rest = [], iter(samples)
-        for prompt, tokens in zip(request.prompts, prompts, strict=True):
+        for prompt, (tokens, pictures) in zip(request.prompts, prompts, strict=True):
             wanted = new_tokens(prompt, len(tokens), facts.context)
             for child in range(prompt.sampling.n):
-                jobs.append(Job(request, prompt, tokens, child, wanted, next(rest), facts))
+                jobs.append(Job(request, prompt, tokens, child, wanted, next(rest), facts, pictures))
         return jobs
+
+    async def _prompt(self, prompt: Prompt, model: str) -> tuple[list[int], PlacedPictures | None]:
+        """The tokens that the model computes, and the prompt with its pictures; None if it has none."""
+        tokens = await self._tokens(prompt)
+        return await self._pictures.place(prompt.pictures, tokens, model) if prompt.pictures else (tokens, None)
 
     async def _tokens(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens. vLLM adds the tokenizer's special tokens to a text, as SGLang does."""

@@ -12,13 +12,16 @@ from skyrl.inference.sidecar.errors import BadRequest, Refused, VllmBroke
 from skyrl.inference.sidecar.facts import Facts
 from skyrl.inference.sidecar.generate_request import GenerateRequest, Prompt
 from skyrl.inference.sidecar.in_flight import InFlight, Sample
+from skyrl.inference.sidecar.picture_request import PATH as GENERATE
+from skyrl.inference.sidecar.picture_request import as_completion, generate_body
+from skyrl.inference.sidecar.pictures import PlacedPictures
 from skyrl.inference.sidecar.sampling_params import DEFAULT_NEW_TOKENS
 from skyrl.inference.sidecar.vllm import Vllm
 
 
 @dataclass(slots=True)
 class Job:
-    """One of the samples of a prompt. `tokens` are the prompt's."""
+    """One of the samples of a prompt. `tokens` are the prompt's, of which each picture has as many as it takes."""
 
     request: GenerateRequest
     prompt: Prompt
@@ -27,6 +30,7 @@ class Job:
     new_tokens: int
     sample: Sample
     facts: Facts
+    pictures: PlacedPictures | None = None
 
     @property
     def scoring(self) -> bool:
@@ -155,13 +159,25 @@ def named(error: Refused) -> BadRequest:
 
 
 async def _whole(job: Job, vllm: Vllm, collected: Collected, changed: Callable[[], None]) -> None:
-    answer = await vllm.complete(job.body(stream=False), job.sample.request_id)
+    body = job.body(stream=False)
+    if job.pictures is None:
+        answer = await vllm.complete(body, job.sample.request_id)
+    else:
+        answer = await vllm.complete(generate_body(body, job.pictures), job.sample.request_id, GENERATE)
+        answer = as_completion(answer, job.tokens, chunk=False)
     prompt = job.tokens if job.prompt_logprobs else None
     collected.add_answer(answer, logprobs=job.prompt.logprobs is not None, prompt=prompt)
     changed()
 
 
 async def _stream(job: Job, vllm: Vllm, collected: Collected, changed: Callable[[], None]) -> None:
-    async for chunk in vllm.stream(job.body(stream=True), job.sample.request_id):
+    body = job.body(stream=True)
+    if job.pictures is None:
+        chunks = vllm.stream(body, job.sample.request_id)
+    else:
+        chunks = vllm.stream(generate_body(body, job.pictures), job.sample.request_id, GENERATE)
+    async for chunk in chunks:
+        if job.pictures is not None:
+            chunk = as_completion(chunk, job.tokens, chunk=True)
         collected.add_chunk(chunk, logprobs=job.prompt.logprobs is not None)
         changed()

@@ -29,6 +29,9 @@ KEEP_ALIVE_S = 3.0
 MAX_LINE = 8 * 2**20
 """Bytes of one line of a stream."""
 _PLACE = re.compile(r"'loc': 'body\.(\w+)")
+COMPLETIONS = "/v1/completions"
+_SCALE_OUT = "--enable-scale-out"
+"""In the error by which vLLM refuses the route for pictures if the route was not switched on."""
 NO_DEV_MODE = "vLLM was started without VLLM_SERVER_DEV_MODE=1"
 
 
@@ -100,15 +103,15 @@ class Vllm:
         except (aiohttp.ClientError, OSError) as error:
             raise VllmInterrupted(f"vLLM's answer broke: {_named(error)}") from error
 
-    async def complete(self, body: dict[str, Any], request_id: str) -> Any:
-        """The whole answer of `/v1/completions`; waits as long as vLLM samples. Cancelling closes the connection, and
-        vLLM then ends the sample. Raises SidecarError."""
-        return self._decoded(*await self._exchange("POST", "/v1/completions", body, {"X-Request-Id": request_id}))
+    async def complete(self, body: dict[str, Any], request_id: str, path: str = COMPLETIONS) -> Any:
+        """The whole answer of a route that samples; waits as long as vLLM samples. Cancelling closes the connection,
+        and vLLM then ends the sample. Raises SidecarError."""
+        return self._decoded(*await self._exchange("POST", path, body, {"X-Request-Id": request_id}))
 
-    async def stream(self, body: dict[str, Any], request_id: str) -> AsyncIterator[Any]:
+    async def stream(self, body: dict[str, Any], request_id: str, path: str = COMPLETIONS) -> AsyncIterator[Any]:
         """The chunks of a stream, until `[DONE]`. Raises SidecarError."""
         headers = {"X-Request-Id": request_id}
-        async with await self._send("POST", "/v1/completions", body, headers) as response:
+        async with await self._send("POST", path, body, headers) as response:
             try:
                 if response.status != 200:
                     self._decoded(response.status, await self._read(response))
@@ -167,6 +170,8 @@ class Vllm:
 
 
 def _failure(status: int, message: str, param: str | None, *, has_key: bool) -> SidecarError:
+    if status == 403 and _SCALE_OUT in message:
+        return NotOffered(f"image_data: vLLM was started without {_SCALE_OUT}")
     if status in (401, 403):
         key = "refuses the sidecar's key" if has_key else "wants a key"
         return VllmBroke(f"vLLM {key}: see --vllm-api-key")

@@ -20,11 +20,17 @@ class KnownConfig:
         self._asking = asyncio.Lock()
         self._known: dict[str, Any] | None = None
         self._device: Any = None
+        self._only_text = False
 
     async def device(self) -> str | None:
         """Such as `cuda` or `cpu`; None if vLLM does not tell. Raises VllmAway."""
         await self.get()
         return self._device
+
+    async def only_text(self) -> bool:
+        """Whether vLLM was started without its vision tower; False if vLLM does not tell. Raises VllmAway."""
+        await self.get()
+        return self._only_text
 
     async def get(self) -> dict[str, Any]:
         """Empty if vLLM does not tell. Raises VllmAway."""
@@ -36,6 +42,8 @@ class KnownConfig:
                     return {}
                 config = answer.get("vllm_config") if isinstance(answer, dict) else None
                 self._device = _part(config, "device_config").get("device")
+                pictures = _part(_part(config, "model_config"), "multimodal_config")
+                self._only_text = pictures.get("language_model_only") is True
                 self._known = _fields(config)
         return self._known
 

@@ -103,6 +103,21 @@ def test_what_clients_and_gateways_add_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "pictures"),
+    [
+        ({"input_ids": [1], "image_data": "a"}, [("a",)]),
+        ({"text": "x", "image_data": ["a", "b"]}, [("a", "b")]),
+        ({"input_ids": [1], "image_data": "a", "top_logprobs_num": 1}, [("a",)]),
+        ({"input_ids": [[1], [2], [3]], "image_data": ["a", None, ["b", "c"]]}, [("a",), (), ("b", "c")]),
+        ({"input_ids": [[1], [2]], "image_data": []}, [(), ()]),
+        ({"input_ids": [1], "image_data": False}, [()]),
+    ],
+)
+def test_each_prompt_has_its_pictures(body: dict[str, Any], pictures: list[tuple[str, ...]]) -> None:
+    assert [prompt.pictures for prompt in read(**body).prompts] == pictures
+
+
+@pytest.mark.parametrize(
     ("field", "body"),
     [
         ("text, input_ids", {}),
@@ -118,7 +133,13 @@ def test_what_clients_and_gateways_add_is_accepted() -> None:
         ("text", {"text": []}),
         ("text", {"text": ["a", 1]}),
         ("input_embeds", {"input_ids": [1], "input_embeds": [[0.5]]}),
-        ("image_data", {"input_ids": [1], "image_data": ["data:"]}),
+        ("image_data: image 2", {"input_ids": [1], "image_data": ["data:", {"url": "x"}]}),
+        ("image_data", {"input_ids": [1], "image_data": 5}),
+        ("image_data", {"input_ids": [1], "image_data": ["a"] * 65}),
+        ("image_data", {"input_ids": [[1], [2]], "image_data": ["a"]}),
+        ("image_data", {"input_ids": [[1], [2]], "image_data": "a"}),
+        ("top_logprobs_num", {"input_ids": [1], "image_data": "a", "return_logprob": True, "top_logprobs_num": 1}),
+        ("token_ids_logprob", {"input_ids": [1], "image_data": "a", "return_logprob": True, "token_ids_logprob": [1]}),
         ("session_params", {"input_ids": [1], "session_params": {"id": "x"}}),
         ("return_hidden_states", {"input_ids": [1], "return_hidden_states": True}),
         ("stream", {"input_ids": [1], "stream": "yes"}),

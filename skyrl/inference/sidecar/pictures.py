@@ -1,0 +1,144 @@
+"""Pictures of a `/generate` request: SGLang's `image_data`, checked and put at their places in the prompt.
+
+A picture is part of the request, as base64 or as a data URI. No address is opened and no file is read. Knows neither
+vLLM nor answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, digest_of, format_of
+from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.inference.sidecar.errors import BadRequest, Busy
+from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
+
+FIELD = "image_data"
+MAX_REMEMBERED = 10_000
+"""Pictures whose size is remembered: a group's samples have the same picture."""
+_DATA_URI = re.compile(r"data:image/(?:png|jpe?g);base64,", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPictures:
+    """A prompt with pictures, for vLLM. `tokens` has one token for each picture; the prompt that the model computes has
+    as many as the picture takes. `parts` are vLLM's `content_parts`."""
+
+    tokens: list[int]
+    parts: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    part: dict[str, Any]
+    tokens: int
+
+
+def read_pictures(given: Any, count: int, batched: bool) -> list[tuple[str, ...]]:
+    """The pictures of each prompt, as they were sent. Of a batch `given` has one element for each prompt: a picture, a
+    list of them, or null. Clients send false and empty values for no pictures. Raises BadRequest."""
+    if not given:
+        return [()] * count
+    if not batched:
+        return [_of_prompt(given)]
+    if not isinstance(given, list) or len(given) != count:
+        raise BadRequest(f"{FIELD}: must be a list with one element for each of the {count} prompts")
+    return [_of_prompt(one) if one else () for one in given]
+
+
+def _of_prompt(given: Any) -> tuple[str, ...]:
+    pictures = given if isinstance(given, list) else [given]
+    for number, picture in enumerate(pictures, 1):
+        if not isinstance(picture, str):
+            raise BadRequest(f"{FIELD}: image {number} must be a string: base64, or a data URI")
+    if len(pictures) > MAX_PICTURES:
+        raise BadRequest(f"{FIELD}: a prompt has {len(pictures)} images and may have {MAX_PICTURES}")
+    return tuple(pictures)
+
+
+class Pictures:
+    """Belongs to one event loop. `close` ends the worker that decodes pictures."""
+
+    def __init__(self) -> None:
+        self._checker = PictureChecker()
+        self._sights: dict[str, Sight] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+
+    async def close(self) -> None:
+        await self._checker.close()
+
+    async def place(self, given: Sequence[str], prompt: list[int], model: str) -> tuple[list[int], PlacedPictures]:
+        """The prompt that the model of this path computes, and the same for vLLM. Each run of image tokens in `prompt`
+        is the place of one picture: it has one token, or as many as the picture takes. Raises BadRequest and Busy."""
+        sight = await self._sight(model)
+        runs = [(token, len(list(run))) for token, run in groupby(prompt)]
+        places = sum(token == sight.image_token_id for token, _ in runs)
+        if places != len(given):
+            raise BadRequest(
+                f"{FIELD}: has {len(given)} images, and the prompt has places for {places} (runs of the token "
+                f"{sight.image_token_id})"
+            )
+        pictures = [await self._picture(number, text, sight) for number, text in enumerate(given, 1)]
+        whole: list[int] = []
+        short: list[int] = []
+        left = iter(enumerate(pictures, 1))
+        for token, length in runs:
+            if token != sight.image_token_id:
+                whole += [token] * length
+                short += [token] * length
+                continue
+            number, picture = next(left)
+            if length not in (1, picture.tokens):
+                raise BadRequest(
+                    f"{FIELD}: the prompt has {length} tokens for image {number}, and the image takes {picture.tokens}"
+                )
+            whole += [token] * picture.tokens
+            short.append(token)
+        return whole, PlacedPictures(short, [picture.part for picture in pictures])
+
+    async def _sight(self, model: str) -> Sight:
+        if model not in self._sights:
+            try:
+                self._sights[model] = await asyncio.to_thread(Sight.of, model)
+            except Blind as error:
+                raise BadRequest(f"{FIELD}: the model takes no images: {error}") from error
+        return self._sights[model]
+
+    async def _picture(self, number: int, text: str, sight: Sight) -> _Picture:
+        try:
+            return await self._checked(text, sight)
+        except BadPicture as error:
+            raise BadRequest(f"{FIELD}: image {number} {error}") from error
+        except (TooManyPictures, NotChecked) as error:
+            raise Busy(f"{FIELD}: {error}") from error
+
+    async def _checked(self, text: str, sight: Sight) -> _Picture:
+        data, digest = await asyncio.to_thread(_decoded, text)
+        format = format_of(data)
+        size = self._sizes.pop(digest, None) or await self._checker.check(data, format)
+        self._sizes[digest] = size
+        while len(self._sizes) > MAX_REMEMBERED:
+            del self._sizes[next(iter(self._sizes))]
+        url = f"data:image/{format};base64,{text[_start(text) :]}"
+        return _Picture({"type": "image_url", "uuid": digest, "url": url}, sight.tokens(*size))
+
+
+def _start(text: str) -> int:
+    """Where the base64 of a picture begins."""
+    kind = _DATA_URI.match(text)
+    return 0 if kind is None else kind.end()
+
+
+def _decoded(text: str) -> tuple[bytes, str]:
+    """The file, and its digest. Raises BadPicture."""
+    try:
+        data = binascii.a2b_base64(text[_start(text) :], strict_mode=True)
+    except ValueError as error:
+        raise BadPicture("is not base64 of a PNG or JPEG file: this server opens no addresses and no files") from error
+    return data, digest_of(data)
