@@ -100,7 +100,11 @@ class Generation:
                 self._in_flight.end(one)
 
     def _admit(self, request: GenerateRequest) -> list[Sample]:
-        samples = [Sample(prompt.rid, name) for prompt in request.prompts for name in prompt.sample_ids()]
+        samples = [
+            Sample(prompt.rid, name, bool(prompt.pictures))
+            for prompt in request.prompts
+            for name in prompt.sample_ids()
+        ]
         self._in_flight.admit(samples)
         return samples
 

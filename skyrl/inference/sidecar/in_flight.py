@@ -29,6 +29,7 @@ class Sample:
 
     rid: str
     id: str
+    has_pictures: bool = False
     request_id: str = field(default_factory=lambda: f"sidecar-{uuid.uuid4().hex}")
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -37,8 +38,8 @@ class Sample:
 
     @property
     def vllm_id(self) -> str:
-        """The name under which vLLM aborts the sample."""
-        return f"cmpl-{self.request_id}-0"
+        """The name under which vLLM aborts the sample. Each of vLLM's routes makes another name."""
+        return f"generate-tokens-{self.request_id}" if self.has_pictures else f"cmpl-{self.request_id}-0"
 
 
 class InFlight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +15,7 @@ import pytest_asyncio
 from seeing_model import END, START, Reference, make_seeing_model
 
 from skyrl.server.sampling.job import SampleJob
-from tests.component.inference.test_pictures_vllm import EXACT, FILES, KEY, TALL, WIDE, Served, serving
+from tests.component.inference.test_pictures_vllm import EXACT, FILES, KEY, TALL, WIDE, Served, serving, until_running
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 from tests.families import IMAGE_TOKEN, PICTURE_TOKENS
 
@@ -55,7 +56,7 @@ class World:
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     directory = tmp_path_factory.mktemp("served")
     async with (
-        serving(make_seeing_model("qwen3-vl", directory), directory) as vllm,
+        serving(make_seeing_model("qwen3-vl", directory, max_position_embeddings=2048), directory) as vllm,
         running_sidecar(vllm.spec.url, vllm_api_key=KEY) as sidecar,
     ):
         yield World(vllm, sidecar)
@@ -117,6 +118,17 @@ async def test_a_stream_ends_as_the_whole_answer(world: World) -> None:
     for name in ("text", "output_ids"):
         assert last[name] == whole[name]
     assert last["meta_info"]["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"]
+
+
+async def test_an_aborted_sample_answers_what_it_has(world: World) -> None:
+    params = {"max_new_tokens": 1900, "ignore_eos": True, "n": 2}
+    body = {"input_ids": SHORT, "image_data": [PNG, JPEG], "sampling_params": params, "rid": "a"}
+    sampling = asyncio.create_task(world.generate(**body, logprob_start_len=-1))
+    await until_running(world.vllm, 2)
+    assert await world.sidecar.post("/abort_request", {"rid": "a"}) == (200, b"")
+    answers = await sampling
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
+    assert all(len(answer["output_ids"]) < 1900 for answer in answers)
 
 
 async def test_the_model_is_known_to_see(world: World) -> None:
