@@ -15,21 +15,24 @@ from engine_harness import Harness, Trainer, harness_in, until
 from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, complete, fake_upstream, hang_up, reply
 from replicas import SOON_S, group_of
 
-from skyrl.base.pictures.sight import Blind
+from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.results import encode_json
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.server.pictures.files import StoredPictureFiles
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
+from skyrl.storage.db.picture_files import PictureFiles
 from skyrl.storage.db.samplers import Sampler, Samplers
 from skyrl.training.backends.base import ModelLimits
 from skyrl.training.engine.sampling import ColocatedSampler
 
 NEVER_S = 1000.0
 LIMITS = ModelLimits(1000, 100)
+TEXT_ONLY = Blind("it is a model of text")
 
 
 @dataclass
@@ -104,14 +107,23 @@ class World:
 
 @asynccontextmanager
 async def world(
-    state_dir: Path, *, watching_s: float = SOON_S, give_up_after_s: float = NEVER_S
+    state_dir: Path,
+    *,
+    watching_s: float = SOON_S,
+    give_up_after_s: float = NEVER_S,
+    sight: Sight | Blind = TEXT_ONLY,
 ) -> AsyncIterator[World]:
     async with fake_upstream() as upstream, harness_in(state_dir) as harness:
         vllm = Vllm(upstream)
         group, published = group_of(upstream.url, watching_s=watching_s)
         watching = asyncio.create_task(group.run())
         client = ForwardingClient(
-            HttpTransport(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=NEVER_S
+            HttpTransport(),
+            FixedEndpoint(upstream.url),
+            HostWithAllAdapters(),
+            api_key=None,
+            deadline_s=NEVER_S,
+            pictures=StoredPictureFiles(PictureFiles(harness.database)),
         )
         colocated = ColocatedSampler(
             harness.database,
@@ -119,7 +131,7 @@ async def world(
             group,
             LIMITS,
             "tiny",
-            sight=Blind("it is a model of text"),
+            sight=sight,
             sleeps=True,
             give_up_after_s=give_up_after_s,
         )

@@ -3,16 +3,25 @@ the samples that ran."""
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from pathlib import Path
 
 from colocated_world import world
 from engine_harness import until
 from sqlalchemy import select
+from test_forwarding_pictures import IMAGE, generated, requests
 
+from skyrl.base.pictures.picture import digest_of
+from skyrl.base.pictures.placing import KnownPicture
+from skyrl.base.pictures.sight import Sight
+from skyrl.server.sampling import generation
 from skyrl.server.sampling.service import CANCELLED
+from skyrl.storage.db import pictures
+from skyrl.storage.db.pictures import CheckedFile
 from skyrl.storage.db.usage import usage
 
+FILE = b"\x89PNG\r\n\x1a\n of a test"
 TURN = ["/wake_up", "sample", "/sleep"]
 
 
@@ -37,6 +46,25 @@ async def test_cancelled_samples_are_not_run_and_the_others_are_counted(tmp_path
                 assert (row.tenant, row.session_id, row.base_model) == ("tenant", here.sampler.session_id, "tiny")
                 counted[row.kind] += row.amount
         assert counted == {"sampling_prefill": 2 * 3, "sampling_sample": 2 * 2 * 3}
+
+
+async def test_a_sample_about_a_picture_has_its_file_from_the_database(tmp_path: Path) -> None:
+    sight = Sight("qwen3_vl", IMAGE, patch=16, merge=2, min_pixels=32 * 32, max_pixels=256 * 256)
+    async with world(tmp_path / "state", sight=sight) as here:
+        here.vllm.upstream.controls[generation.PATH] = generated(6)
+        digest = digest_of(FILE)
+        new = {digest: CheckedFile(KnownPicture("png", 64, 96), FILE)}
+        here.harness.database.write(lambda c: pictures.keep(c, here.sampler.tenant, "r", new, new, 2**30))
+        named = {"location": f"sha256:{digest}", "format": "png"}
+        request_id = await here.sample(prompt={"chunks": [{"tokens": [5]}, named, {"tokens": [6]}]})
+        assert await here.error_of(request_id) is None
+        (sent,) = requests(here.vllm.upstream)
+        assert sent["token_ids"] == [5, IMAGE, 6]
+        (part,) = sent["content_parts"]
+        assert base64.b64decode(part["url"].partition(",")[2]) == FILE
+        unknown = {"location": f"sha256:{'0' * 64}", "format": "png"}
+        error = await here.error_of(await here.sample(prompt={"chunks": [{"tokens": [5]}, unknown]}))
+        assert error == "prompt.chunks[1]: is not stored on this server any more; send the file"
 
 
 async def test_waiting_samples_run_in_one_turn_and_vllm_sleeps_while_models_train(tmp_path: Path) -> None:
