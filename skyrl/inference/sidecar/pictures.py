@@ -7,7 +7,6 @@ vLLM nor answers.
 from __future__ import annotations
 
 import asyncio
-import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, digest_of, format_of
 from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.wire.long_base64 import decode_base64
 from skyrl.inference.sidecar.errors import BadRequest, Busy
 from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
 
@@ -138,7 +138,7 @@ def _start(text: str) -> int:
 def _decoded(text: str) -> tuple[bytes, str]:
     """The file, and its digest. Raises BadPicture."""
     try:
-        data = binascii.a2b_base64(text[_start(text) :], strict_mode=True)
+        data = decode_base64(text[_start(text) :])
     except ValueError as error:
         raise BadPicture("is not base64 of a PNG or JPEG file: this server opens no addresses and no files") from error
     return data, digest_of(data)

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.server.sampling import completion, generation
 from skyrl.server.sampling.answer_bound import answer_bound
 from skyrl.server.sampling.answer_reader import AnswerReader
@@ -23,6 +24,8 @@ from skyrl.server.sampling.transport import Answer, CompletionTransport, NotAcce
 
 MAX_SENDS = 8
 """Requests with pictures whose bodies one process sends at a time. Only these keep files in memory."""
+MAX_FILES_BYTES = 45 * 2**20
+"""The files of one prompt together. As base64 they have 60 MiB, and skyrl's router takes bodies up to 64."""
 _SWITCHED_OFF = b"--enable-scale-out"
 """Part of the error by which vLLM refuses the route if the route was not switched on."""
 _NO_ROUTE = b'{"detail":"Not Found"}'
@@ -98,7 +101,14 @@ class PictureExchange(SampleExchange):
 
     async def _encode(self, job: SampleJob) -> tuple[bytes, Pieces]:
         assert job.pictures is not None
-        return generation.encode_request(job, self._priority, await self._sends.files.read(job.pictures))
+        files = await self._sends.files.read(job.pictures)
+        size = sum(len(files[picture.digest]) for picture in job.pictures.placed)
+        if size > MAX_FILES_BYTES:
+            raise FailedRequest(
+                f"the images of the prompt have {size} bytes together, and one prompt may have {MAX_FILES_BYTES}",
+                ErrorCategory.USER,
+            )
+        return generation.encode_request(job, self._priority, files)
 
     def _check_route(self, answer: Answer) -> None:
         """Raise FailedRequest if the server takes no pictures at all."""

@@ -28,7 +28,7 @@ from skyrl.server.sampling.completion import SampleAnswer
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
 from skyrl.server.sampling.job import Pictures, SampleJob
-from skyrl.server.sampling.picture_exchange import MAX_SENDS
+from skyrl.server.sampling.picture_exchange import MAX_FILES_BYTES, MAX_SENDS
 from tests.sample_jobs import JOB as TEXT_JOB
 
 IMAGE = 99
@@ -257,6 +257,18 @@ async def test_a_sample_that_waits_for_its_answer_keeps_no_file(
         await sample
 
 
+async def test_more_bytes_than_a_router_takes_fail_before_they_are_sent(
+    client: ForwardingClient, upstream: FakeUpstream, files: Files
+) -> None:
+    files.stored[PICTURE.digest] = bytes(MAX_FILES_BYTES // 3 + 1)
+    placed = tuple(msgspec.structs.replace(PICTURE, start=start) for start in (0, 2, 4))
+    pictures = Pictures("tenant", IMAGE, placed)
+    failed = await failure_of(client, msgspec.structs.replace(JOB, prompt=[IMAGE] * 6, pictures=pictures))
+    assert failed.category is ErrorCategory.USER
+    assert f"one prompt may have {MAX_FILES_BYTES}" in str(failed)
+    assert requests(upstream) == []
+
+
 class SlowServer:
     """Takes connections, and reads from none until it may."""
 
@@ -276,7 +288,13 @@ class SlowServer:
         body = json.loads(await reader.readexactly(length))
         await generated()(Received("POST", generation.PATH, {}, json.dumps(body).encode()), writer)
         await writer.drain()
-        writer.close()
+        await close(writer)
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 async def test_only_so_many_samples_hold_files_while_a_server_reads_nothing(files: Files) -> None:
@@ -305,14 +323,17 @@ async def test_only_so_many_samples_hold_files_while_a_server_reads_nothing(file
 
 async def test_an_answer_that_comes_before_the_body_has_been_sent_is_read(files: Files) -> None:
     """A proxy refuses a body that is too long without reading it."""
+    ended = asyncio.Event()
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         body = b'{"error": {"message": "too long"}}'
         writer.write(b"HTTP/1.1 413 x\r\nContent-Type: a/b\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         await writer.drain()
-        await reader.read()  # until the client closes the connection
-        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()  # until the client closes the connection
+        await close(writer)
+        ended.set()
 
     listening = await asyncio.start_server(refuse, "127.0.0.1", 0)
     host, port = listening.sockets[0].getsockname()
@@ -322,5 +343,6 @@ async def test_an_answer_that_comes_before_the_body_has_been_sent_is_read(files:
     )
     assert str(await failure_of(client)) == "too long"
     await client.close()
+    await ended.wait()
     listening.close()
     await listening.wait_closed()
