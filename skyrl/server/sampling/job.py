@@ -17,7 +17,7 @@ from skyrl.server.sampling.packed_prompt import PackedPrompt
 
 MAX_NUM_SAMPLES = 4096
 MAX_TOPK = 64
-"""The managed vLLM is started with this bound (`--max-logprobs`)."""
+"""The managed vLLM is started with one more (`--max-logprobs`)."""
 MAX_PROMPT_SCORES = 2**17
 """Target ids and drawn tokens of one request, times 1 + topk_prompt_logprobs, the cells that vLLM sends."""
 MAX_PROMPT_CELLS = 2**19
