@@ -16,7 +16,18 @@ from pathlib import Path
 
 import tinker
 
-from benchmarks import affinity, machine, radix, routers, rows_forwarding, rows_server, snapshots, training, weights
+from benchmarks import (
+    affinity,
+    beside_pictures,
+    machine,
+    radix,
+    routers,
+    rows_forwarding,
+    rows_server,
+    snapshots,
+    training,
+    weights,
+)
 from benchmarks.calibration import calibrate
 from benchmarks.series import without_nan
 from benchmarks.stage import NullUpstream, Stage
@@ -40,6 +51,7 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "radix": radix.compare,
     "affinity": affinity.compare,
     "weights": weights.compare,
+    "beside-pictures": beside_pictures.compare,
 }
 DISTURBED_CORES = 0.3
 

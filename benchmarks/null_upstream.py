@@ -1,7 +1,8 @@
 """A completions server in vLLM's shape that does no work, so that a server in front of it is measured alone.
 
 POST /v1/completions, or /generate, answers `max_tokens` tokens with logprobs for each of `n` choices, with all fields
-of vLLM; bodies are built once per shape. POST /control?delay_ms=200 sets the delay of later answers.
+of vLLM; bodies are built once per shape. POST /inference/v1/generate answers a prompt with pictures of the tiny model
+that sees, each of PICTURE_TOKENS tokens. POST /control?delay_ms=200 sets the delay of later answers.
 POST /control?release sends all delayed answers at once. Both answer with the number of requests so far. Every other
 path answers {}.
 Usage: python -m benchmarks.null_upstream PORT
@@ -23,8 +24,10 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _CHOICES = re.compile(rb'"n": *(\d+)')
 _MAX_TOKENS = re.compile(rb'"max_(?:new_)?tokens": *(\d+)')
 _PROMPT = re.compile(rb'"prompt": *\[(\d+)')
+_TOKEN_IDS = re.compile(rb'"token_ids": *(\[[\d, ]*\])')
 _DELAY = re.compile(rb"delay_ms=([0-9.]+)")
 MOST_TOKENS = 1_000_000
+IMAGE_TOKEN, PICTURE_TOKENS = 514, 64
 
 
 def http_answer(body: bytes) -> bytes:
@@ -68,6 +71,18 @@ def completion(choices: int, max_tokens: int, variant: int) -> bytes:
     return http_answer(json.dumps(body, separators=(",", ":")).encode())
 
 
+def generation(body: bytes) -> bytes:
+    """A complete HTTP answer to a request with pictures."""
+    asked, max_tokens = _TOKEN_IDS.search(body), _MAX_TOKENS.search(body)
+    given: list[int] = json.loads(asked[1]) if asked else []
+    prompt = [each for token in given for each in [token] * (PICTURE_TOKENS if token == IMAGE_TOKEN else 1)]
+    tokens = prompts.answer(0, int(max_tokens[1]) if max_tokens else 16)
+    content = [{"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []} for _ in tokens]
+    choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "finish_reason": "length"}
+    usage = {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + len(tokens), "completion_tokens": len(tokens)}
+    return http_answer(json.dumps({"prompt_token_ids": prompt, "choices": [choice], "usage": usage}).encode())
+
+
 class Upstream:
     """The state that all connections share. `waiting` holds the answers whose delay has not passed."""
 
@@ -102,11 +117,11 @@ class Upstream:
         return http_answer(b'{"requests":%d,"waiting":%d}' % (self.requests, len(self.waiting)))
 
     def reply(self, transport: asyncio.Transport, path: bytes, body: bytes) -> None:
-        if not path.startswith((b"/v1/completions", b"/generate")):
+        if not path.startswith((b"/v1/completions", b"/generate", b"/inference")):
             transport.write(self.control(path) if path.startswith(b"/control") else http_answer(b"{}"))
             return
         self.requests += 1
-        answer = self.answer(body)
+        answer = generation(body) if path.startswith(b"/inference") else self.answer(body)
         if self.delay_s <= 0:
             transport.write(answer)
             return
