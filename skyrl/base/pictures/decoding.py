@@ -15,14 +15,13 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
 from skyrl.base.pictures.jpeg_scans import MAX_SCANS, has_more_scans
-from skyrl.base.pictures.picture import BadPicture, PictureFormat
+from skyrl.base.pictures.picture import BadPicture, PictureFormat, format_of
 
 MAX_BYTES = 20 * 2**20
 """Of one file."""
 MAX_PIXELS = 64_000_000
 """Width times height. Below the bounds of Pillow (89 million) and vLLM (179 million, VLLM_MAX_IMAGE_PIXELS)."""
 
-_MAGIC: dict[PictureFormat, bytes] = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}
 _READERS: dict[PictureFormat, Callable[[BytesIO], PngImageFile | JpegImageFile]] = {
     "png": PngImageFile,
     "jpeg": JpegImageFile,
@@ -85,12 +84,8 @@ def _check_kind(data: bytes, format: PictureFormat) -> None:
     """By size and first bytes. Raises BadPicture."""
     if len(data) > MAX_BYTES:
         raise BadPicture(f"has {len(data)} bytes; the limit is {MAX_BYTES}")
-    if data.startswith(_MAGIC[format]):
-        return
-    for other, magic in _MAGIC.items():
-        if data.startswith(magic):
-            raise BadPicture(f"is said to be {format}, and the file is {other}")
-    raise BadPicture(f"is said to be {format}, and the file is neither PNG nor JPEG")
+    if (found := format_of(data)) != format:
+        raise BadPicture(f"is said to be {format}, and the file is {found}")
 
 
 def _check_header(picture: PngImageFile | JpegImageFile) -> None:

@@ -64,8 +64,8 @@ def bomb(name: bytes) -> bytes:
 
 REFUSED = {
     "another format": (jpeg(), "png", "is said to be png, and the file is jpeg"),
-    "neither": (b"GIF89a" + bytes(100), "jpeg", "is said to be jpeg, and the file is neither PNG nor JPEG"),
-    "empty": (b"", "png", "neither PNG nor JPEG"),
+    "neither": (b"GIF89a" + bytes(100), "jpeg", "is neither a PNG nor a JPEG file"),
+    "empty": (b"", "png", "is neither a PNG nor a JPEG file"),
     "magic alone": (PNG_MAGIC, "png", "is not a complete and valid PNG file"),
     "magic of a JPEG alone": (b"\xff\xd8\xff", "jpeg", "is not a complete and valid JPEG file"),
     "too many bytes": (

@@ -54,7 +54,7 @@ async def test_the_size_of_good_pictures_and_the_reason_of_bad_ones(checker: Pic
         await checker.check(jpeg(), "png")
     with pytest.raises(BadPicture, match="is not a complete and valid PNG file"):
         await checker.check(png()[:-30], "png")
-    with pytest.raises(BadPicture, match="neither PNG nor JPEG"):
+    with pytest.raises(BadPicture, match="neither a PNG nor a JPEG file"):
         await checker.check(b"", "png")
     assert await checker.check(png(), "png") == (9, 7)
     assert checker.worker_pid == worker, "a bad picture costs no worker"
