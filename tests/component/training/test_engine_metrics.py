@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import Harness, Trainer, data, harness_in, until
+from engine_harness import Harness, Trainer, asleep, data, harness_in, until
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.errors import ErrorCategory
@@ -44,6 +44,8 @@ def policy_gradient(seed: int, length: int, offset: float) -> dict[str, Any]:
 
 async def test_commands_count_by_kind_and_outcome_with_their_times(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
+    await trainer.result(trainer.creating or "")
+    await asleep(harness.parts.signals)  # or a busy machine's engine finds each command before it is idle
     await trainer.result(await trainer.forward_backward(1, None, 12))
     await trainer.result(await trainer.optim_step())
     wrong = data(2, 12)

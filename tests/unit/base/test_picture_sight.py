@@ -142,3 +142,8 @@ def test_a_model_that_is_not_here_is_blind() -> None:
 def test_the_tiny_model_of_text_is_blind() -> None:
     with pytest.raises(Blind, match="model of text"):
         Sight.of(str(model_path()))
+
+
+def test_a_directory_that_is_missing_is_no_model_of_the_hub() -> None:
+    with pytest.raises(Blind, match=r"its config\.json is not on this machine"):
+        Sight.of("/nowhere/at/all")
