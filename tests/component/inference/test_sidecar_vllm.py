@@ -218,6 +218,16 @@ async def test_a_stream_ends_with_the_whole_answer(served: Served) -> None:
 
 
 async def test_aborted_requests_are_answered_with_what_they_have(served: Served) -> None:
+    for _ in range(3):
+        if await aborted_in_turn(served):
+            return
+    pytest.fail("samples ended before they were to be aborted, three times")
+
+
+async def aborted_in_turn(served: Served) -> bool:
+    """Aborts six samples by their names, by the beginning of their names, and all. False if some reach their last token
+    before: a busy machine may give this process no time for so long."""
+
     def start(**body: Any) -> asyncio.Task[Any]:
         return asyncio.create_task(served.sampled(**{"sampling_params": LONG, "return_logprob": True} | body))
 
@@ -236,10 +246,12 @@ async def test_aborted_requests_are_answered_with_what_they_have(served: Served)
 
     assert await served.post("/abort_request", {"rid": "a-1"}) == (200, b"")
     assert is_partial(await one)
-    assert not two.done()
+    if await any_ended(served, two, other, children, stream):
+        return False
     await served.post("/abort_request", {"rid": "a"})
     assert is_partial(await two)
-    assert not any(task.done() for task in (other, children, stream))
+    if await any_ended(served, other, children, stream):
+        return False
     await served.post("/abort_request", {"abort_all": True})
     assert is_partial(await other)
     assert [is_partial(child) for child in await children] == [True, True]
@@ -248,6 +260,17 @@ async def test_aborted_requests_are_answered_with_what_they_have(served: Served)
     assert await served.total() == 0
     assert (await served.post("/flush_cache"))[0] == 200
     await served.sampled()  # nothing is left paused
+    return True
+
+
+async def any_ended(served: Served, *tasks: asyncio.Task[Any]) -> bool:
+    """Whether samples have ended that nobody has aborted. Then ends the others, too."""
+    ended = [task.result() for task in tasks if task.done()]
+    assert "abort" not in str(ended), "their names were not given"
+    if ended:
+        await served.post("/abort_request", {"abort_all": True})
+        await asyncio.gather(*tasks)
+    return bool(ended)
 
 
 async def test_an_abort_right_after_the_request_is_not_lost(served: Served) -> None:
