@@ -3,12 +3,14 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from io import BytesIO
 from typing import Any, Self
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor
@@ -17,9 +19,14 @@ from transformers import AutoImageProcessor
 
 from skyrl.base.pictures.picture import PictureFormat, PlacedPicture, digest_of
 from skyrl.training.backends.base import Datum, TrainingPass
-from tests.families import IMAGE_TOKEN
+from tests.families import IMAGE_TOKEN, make_family
 
 SEEING_FAMILIES = ("qwen3-vl", "qwen3.5 that sees", "qwen3-vl-moe", "qwen3.5-moe that sees")
+
+
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The directories of tiny models, by the names of their families; each is made at its first use."""
+    return cache(lambda family: make_family(family, tmp_path_factory.mktemp("seeing")))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from skyrl.storage.db.picture_files import PictureFiles
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are read on a thread, one at a time: several such threads would take turns with the event loop, which
-then waits for each of them. With 200 bodies of 1.2 MB at once other requests waited some 200 ms, and now 100 ms."""
+then waits for each of them (`make bench BENCH="--only beside-pictures"`)."""
 
 
 class PictureIngress:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from skyrl.server.sampling.completion import ENDED, LARGE_BYTES, SampleAnswer, Usage, answer_of, sampling_params
-from skyrl.server.sampling.job import MAX_TOPK, Pictures, SampleJob
+from skyrl.server.sampling.job import Pictures, SampleJob
 from skyrl.server.sampling.loaded_weights import NOT_TOLD
 from skyrl.server.sampling.prompt_answer import MalformedAnswer, prompt_scores
 from skyrl.server.sampling.transport import Pieces
@@ -21,8 +21,6 @@ from skyrl.server.sampling.transport import Pieces
 PATH = "/inference/v1/generate"
 PIECE_BYTES = 192 * 2**10
 """How much of a file becomes base64 at a time: some 0.1 ms. Divisible by 3, so that the pieces' texts can be joined."""
-LOGPROBS = MAX_TOPK + 1
-"""The most logprobs of a sampled token that a request asks for, see `encode_request`."""
 
 
 class OtherTokens(MalformedAnswer):

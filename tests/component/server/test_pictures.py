@@ -181,7 +181,9 @@ async def test_no_tenant_can_name_the_image_of_another(seeing_api: Api) -> None:
     pointer = {"type": "image_asset_pointer", "format": "png", "location": f"sha256:{digest_of(PICTURE)}"}
     two = {"X-API-Key": "tml-two"}
     body = sample_body(await seeing_api.sampler(**two), 0, prompt=prompt([5], pointer))
-    assert (await seeing_api.post("asample", body, **two)).status_code == 400
+    answer = await seeing_api.post("asample", body, **two)
+    assert answer.status_code == 400
+    assert "prompt.chunks[1]: is not stored on this server any more" in answer.text
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -14,6 +14,7 @@ from skyrl.base.config.sight import sight_of
 from skyrl.base.pictures.picture import MAX_PICTURES
 from skyrl.base.pictures.sight import SEES, Blind, Sight
 from skyrl.inference.vllm_command import vllm_spec
+from skyrl.server.sampling.job import MAX_TOPK
 from tests.families import PROCESSOR
 
 OPTIONS = "generator.inference_engine.engine_init_kwargs"
@@ -63,6 +64,11 @@ def test_vllm_gets_pictures_and_fetches_none(tmp_path: Path, model_type: str, cu
     assert value(words, "allowed-media-domains").endswith(".invalid")
     assert ("--skip-mm-profiling" in words) == ("--mm-processor-cache-gb" in words) == (not cuda)
     assert sight(config).image_token_id == 9
+
+
+def test_vllm_gives_one_more_logprob_than_clients_may_ask_for(tmp_path: Path) -> None:
+    """Its route for pictures lists the sampled token first."""
+    assert value(argv(config_of(model(tmp_path))), "max-logprobs") == str(MAX_TOPK + 1)
 
 
 @pytest.mark.parametrize("name", ["language_model_only", "language-model-only"])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cachetools import LRUCache
-from picture_support import SEEING_FAMILIES, Picture, Sequences, group, mixed, text
+from picture_support import SEEING_FAMILIES, Picture, Sequences, group, made_once, mixed, text
 from torch_lora_support import assert_close, assert_same, ok, rl, saved, sft, spec, train
 
 from skyrl.base.config.loading import load_config
@@ -21,7 +21,6 @@ from skyrl.training.backends.base import AdamParams, TrainingPass
 from skyrl.training.backends.torch_lora import prefixes
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.vision import Seen
-from tests.families import make_family
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""
@@ -32,14 +31,7 @@ BackendOf = Callable[..., TorchLoraBackend]
 
 @pytest.fixture(scope="module")
 def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    made: dict[str, str] = {}
-
-    def path(family: str) -> str:
-        if family not in made:
-            made[family] = make_family(family, tmp_path_factory.mktemp("seeing"))
-        return made[family]
-
-    return path
+    return made_once(tmp_path_factory)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from picture_support import SEEING_FAMILIES, Picture, Sequences, group, logprobs_of, mixed, text
+from picture_support import SEEING_FAMILIES, Picture, Sequences, group, logprobs_of, made_once, mixed, text
 from rank_support import closed_at_end
 from safetensors.torch import load_file
 from torch_lora_support import assert_close, assert_same, files_saved, make_full, make_ranks, ok, saved, spec
@@ -22,7 +22,6 @@ from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.device import ALIGNMENT
 from skyrl.training.backends.torch_lora.sharded import ShardedBackend
 from skyrl.training.backends.torch_lora.text_part import model_class
-from tests.families import make_family
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""
@@ -36,14 +35,7 @@ ONE_IN_CI = ["qwen3-vl", *(pytest.param(name, marks=pytest.mark.slow) for name i
 
 @pytest.fixture(scope="module")
 def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    made: dict[str, str] = {}
-
-    def path(family: str) -> str:
-        if family not in made:
-            made[family] = make_family(family, tmp_path_factory.mktemp("seeing"))
-        return made[family]
-
-    return path
+    return made_once(tmp_path_factory)
 
 
 PathOf = Callable[[str], str]
