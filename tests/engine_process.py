@@ -13,7 +13,7 @@ from typing import Any
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.runtime.processes.runtime import RUNTIME_ENV, Runtime
-from skyrl.storage.db import engine_state
+from skyrl.storage.db import claims
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState, read_state
 
@@ -24,7 +24,7 @@ WAIT_S = 300.0
 
 def claim_for_tests(database: Database, server: str) -> None:
     """Take the claim, as a launcher does before it starts an engine, without checking who held the claim before."""
-    assert database.write(lambda c: engine_state.claim(c, server, engine_state.read_claim(c)))
+    assert database.write(lambda c: claims.claim(c, server, claims.read_claim(c)))
 
 
 class EngineProcess:

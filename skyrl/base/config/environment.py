@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from skyrl.base.config.backend import ConfigError, unknown_key
 
 PREFIX = "SKYRL_"
-OWN = ("SKYRL_RUNTIME_FILE", "SKYRL_API_SLOT", "SKYRL_API_SOCKETS", "SKYRL_VLLM_FORK_ENGINE")
+OWN = ("SKYRL_RUNTIME_FILE", "SKYRL_API_SLOT", "SKYRL_API_SOCKETS", "SKYRL_BASE_MODEL_NUMBER", "SKYRL_VLLM_FORK_ENGINE")
 """Variables by which the processes of a server tell each other something."""
 NODES = ("SKYRL_NODE_STORE", "SKYRL_NODE_STORE_OPTIONS", "SKYRL_NODE_CACHE", "SKYRL_NODE_CACHE_BYTES")
 """Variables that tell a vLLM where its node's adapters come from and lie (`skyrl.inference.remote.settings`)."""

@@ -11,11 +11,12 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from skyrl.base.config import skyrl_keys
 from skyrl.base.config.backend import LAST_PORT, BackendConfig, Strict, parse_backend_config
+from skyrl.base.config.base_models import TRAIN_AND_SAMPLE, BaseModelKeys, Role, Use
 from skyrl.base.config.database_url import readable_url
 from skyrl.base.config.modes import Modes
 
@@ -72,6 +73,13 @@ class ServerKeys(BaseSettings):
     tokenizer_id: str | None = None
     """The name by which clients load the tokenizer, if they cannot load it by the base model's name: a hub name, or a
     directory on their machines."""
+    uses: tuple[Use, ...] = TRAIN_AND_SAMPLE
+    """What the base model is for. `sample` alone is for entries of `base_models`."""
+    devices: tuple[str, ...] | None = None
+    """The GPUs of the trainer and of the vLLMs, as in CUDA_VISIBLE_DEVICES; None means all of this machine. Has no
+    effect on a CPU or on a Ray cluster."""
+    base_models: tuple[BaseModelKeys, ...] = ()
+    """Several base models, in place of `base_model`: one entry for each, with keys of its own (`BaseModelKeys`)."""
     losses: LossesConfig = Field(default_factory=LossesConfig)  # pyright: ignore[reportArgumentType]
     backend: BackendName = "fsdp"
     backend_config: BackendConfig = Field(default_factory=BackendConfig)
@@ -172,6 +180,18 @@ class ServerKeys(BaseSettings):
     log_files_kept: int = Field(5, ge=0, le=1000)
     """How many copies of each file are kept."""
 
+    _role: Role | None = PrivateAttr(default=None)
+
+    @field_validator("base_models", mode="before")
+    @classmethod
+    def _parse_base_models(cls, value: object) -> object:
+        if isinstance(value, str):
+            try:
+                return json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"not JSON: {error}") from error
+        return value
+
     @field_validator("backend", mode="before")
     @classmethod
     def _known_backend(cls, value: object) -> object:
@@ -249,12 +269,22 @@ class ServerKeys(BaseSettings):
     def modes(self) -> Modes:
         """What this server does. Other modules ask this instead of `backend`, `colocate_all` and the external URL."""
         external = self.external_inference_url is not None
+        trains = self.backend != "none" and "train" in self.uses
         return Modes(
-            trains=self.backend != "none",
-            forwards=external or self.backend == "none" or not self.backend_config.trainer.placement.colocate_all,
+            trains=trains,
+            forwards=external or not trains or not self.backend_config.trainer.placement.colocate_all,
             manages_inference=self.backend != "none" and not external,
             shares_inference=self.backend == "none" and not external,
         )
+
+    @property
+    def role(self) -> Role:
+        """Which of the server's base models this configuration is of."""
+        return self._role or Role(state_keys=("", *self.served_names))
+
+    def take_role(self, role: Role) -> None:
+        """For `skyrl.base.config.several`, which makes the configurations of several base models."""
+        self._role = role
 
     @property
     def full_finetuning(self) -> bool:
@@ -312,7 +342,7 @@ class ServerKeys(BaseSettings):
     def running_file(self) -> Path:
         """What the engine runs now, and how often it died while it ran each command
         (`skyrl.training.engine.crash_ledger`)."""
-        return self.state_dir / "running.json"
+        return self.state_dir / f"{self.role.process('running')}.json"
 
     @property
     def base_model_path(self) -> str:

@@ -18,6 +18,7 @@ from skyrl.base.config.backend import ConfigError, dotted_keys, unknown_key
 from skyrl.base.config.environment import refuse_unknown
 from skyrl.base.config.keys import LossesConfig
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.several import base_models_of
 
 
 def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +76,9 @@ def load_config(flags: dict[str, Any], config_file: Path | None = None) -> Serve
         raise ConfigError(f"environment: {error}: {error.__cause__}") from error
     except ValidationError as error:
         raise ConfigError(_one_line(error)) from error
-    return ServerConfig.model_construct(_fields_set=merged.model_fields_set, **dict(merged))
+    config = ServerConfig.model_construct(_fields_set=merged.model_fields_set, **dict(merged))
+    base_models_of(config)  # raises for entries that cannot be used
+    return config
 
 
 def dump_config(config: ServerConfig) -> str:
@@ -86,10 +89,4 @@ def dump_config(config: ServerConfig) -> str:
 def restore_config(text: str) -> ServerConfig:
     """The configuration from the JSON of `dump_config`. Ignores the environment."""
 
-    class _Dumped(ServerConfig):
-        @classmethod
-        def settings_customise_sources(cls, settings_cls, init_settings, **_: Any):  # type: ignore[override]
-            return (init_settings,)
-
-    dumped = _Dumped(**json.loads(text))
-    return ServerConfig.model_construct(_fields_set=dumped.model_fields_set, **dict(dumped))
+    return ServerConfig.of(json.loads(text))

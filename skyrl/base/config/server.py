@@ -5,6 +5,9 @@ Each message names a key that is to be changed. Does not know the bounds of a si
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Self
+
 from pydantic import model_validator
 
 from skyrl.base.config.backend import LAST_PORT
@@ -23,6 +26,18 @@ class ServerConfig(ServerKeys):
     """A configuration that a server can run with. Raises pydantic's ValidationError for the first keys that do not go
     together."""
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """The configuration with exactly these values: it reads no environment. Raises as the class."""
+
+        class _Given(cls):
+            @classmethod
+            def settings_customise_sources(cls, settings_cls, init_settings, **_: Any):  # type: ignore[override]
+                return (init_settings,)
+
+        given = _Given(**values)
+        return cls.model_construct(_fields_set=given.model_fields_set, **dict(given))
+
     @model_validator(mode="after")
     def _gateway_has_upstream(self) -> ServerConfig:
         if self.modes.shares_inference and (self.inference_api_key is None or self.database_url is None):
@@ -30,7 +45,7 @@ class ServerConfig(ServerKeys):
                 "backend 'none' is a sampling-only gateway: give --external-inference-url; or give database_url and "
                 "inference_api_key of a server that trains, whose vLLMs it then uses"
             )
-        if not self.modes.trains and self.base_model is None:
+        if self.backend == "none" and self.base_model is None and not self.base_models:
             raise ValueError("backend 'none' needs --base-model: the name that the upstream serves")
         return self
 
@@ -79,7 +94,7 @@ class ServerConfig(ServerKeys):
                 "trainer.placement.colocate_all: trainer and vLLM take turns on one device of this machine, and Ray "
                 "places them apart: leave out colocate_all, or ray_address and the number of ranks"
             )
-        if self.ray is not None and not self.modes.trains:
+        if self.ray is not None and self.backend == "none":
             raise ValueError("ray_address: backend 'none' runs neither vLLM nor a trainer: leave it out")
         return self
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.several import base_models_of
 from skyrl.cli.launcher.first_ready import FirstReady
 from skyrl.cli.launcher.inference_parts import InferenceParts, router_url
 from skyrl.cli.launcher.parts import Part, Parts, ServerEnded
@@ -76,7 +77,8 @@ class Launcher:
             try:
                 if config.modes.trains:
                     await asyncio.to_thread(claim_store, config, database, name)
-                    await self._add(*claim_parts(database, name))
+                    state_keys = [part.role.state_keys[0] for part in base_models_of(config)]
+                    await self._add(*claim_parts(database, name, state_keys))
                 if stop.is_set():  # taking the claim may have taken a while: another server may have had it
                     return
                 longest = LONGEST_TMPDIR if config.ray is None else head.LONGEST_TMPDIR

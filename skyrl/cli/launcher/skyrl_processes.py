@@ -52,9 +52,9 @@ SIDECAR = "sidecar"
 """Names of parts."""
 
 
-def claim_parts(database: Database, server: str) -> list[Part]:
-    """The claim to train on the database, and the watch that renews it."""
-    claim = TrainingClaim(database, server)
+def claim_parts(database: Database, server: str, state_keys: Sequence[str]) -> list[Part]:
+    """The claim to train on the database, and the watch that renews it. `state_keys` are as in `TrainingClaim`."""
+    claim = TrainingClaim(database, server, state_keys)
 
     async def release() -> None:
         await asyncio.to_thread(claim.release)

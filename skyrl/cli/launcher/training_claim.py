@@ -11,11 +11,13 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from skyrl.base.config.server import ConfigError
-from skyrl.storage.db import engine_state
+from skyrl.storage.db import claims
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import ONLY
 from skyrl.storage.db.faults import DatabaseError, reason
 from skyrl.storage.db.periodic import Rounds
 
@@ -48,26 +50,30 @@ def server_id(state_dir: Path) -> str:
 
 
 class TrainingClaim:
-    """The claim of `server` to be the only server that trains on this database."""
+    """The claim of `server` to be the only server that trains on this database. `state_keys` are those of its base
+    models in the table engine_state."""
 
-    def __init__(self, database: Database, server: str) -> None:
+    def __init__(self, database: Database, server: str, state_keys: Sequence[str] = (ONLY,)) -> None:
         self._database = database
         self._server = server
+        self._state_keys = state_keys
 
     async def take(self) -> None:
         """Take the claim. If another server has it, watch for DEAD_AFTER_S seconds whether that server renews it.
         Raises ConfigError if it does."""
-        seen = await asyncio.to_thread(self._database.read, engine_state.read_claim)
+        seen = await asyncio.to_thread(self._database.read, claims.read_claim)
         if seen.owner not in (None, self._server):
             logger.info("server %s trained on this database: checking whether it still runs", seen.owner)
         deadline = time.monotonic() + DEAD_AFTER_S
         while seen.owner not in (None, self._server) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_S)
-            now = await asyncio.to_thread(self._database.read, engine_state.read_claim)
+            now = await asyncio.to_thread(self._database.read, claims.read_claim)
             if now != seen and now.owner not in (None, self._server):
                 raise self._taken(now.owner)
             seen = now
-        if not await asyncio.to_thread(self._database.write, lambda c: engine_state.claim(c, self._server, seen)):
+        if not await asyncio.to_thread(
+            self._database.write, lambda c: claims.claim(c, self._server, seen, self._state_keys)
+        ):
             raise self._taken("another one, which has just started,")
 
     @staticmethod
@@ -83,7 +89,7 @@ class TrainingClaim:
         while True:
             await asyncio.sleep(HOLD_S)
             try:
-                held = await asyncio.to_thread(self._database.write, lambda c: engine_state.hold(c, self._server))
+                held = await asyncio.to_thread(self._database.write, lambda c: claims.hold(c, self._server))
             except Exception as error:
                 rounds.failed(error)
                 continue
@@ -96,6 +102,6 @@ class TrainingClaim:
         """Give the claim back. If the database is away, only log that; another server then takes the claim after
         DEAD_AFTER_S seconds."""
         try:
-            self._database.write(lambda c: engine_state.release(c, self._server, "the server has stopped"))
+            self._database.write(lambda c: claims.release(c, self._server, "the server has stopped"))
         except DatabaseError as error:
             logger.error("the database was not told that the server has stopped: %s", reason(error))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from skyrl.base.config.loading import dump_config, restore_config
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.config.several import base_models_of
 from skyrl.runtime.processes.log_format import LogFormat, formatter
 from skyrl.runtime.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 RUNTIME_ENV = "SKYRL_RUNTIME_FILE"
 SLOT_ENV = "SKYRL_API_SLOT"
 """The number of an API process within its server: 0, 1, ..."""
+BASE_MODEL_ENV = "SKYRL_BASE_MODEL_NUMBER"
+"""The number of the base model (`Role.number`) to which a process belongs; unset for API processes."""
 SIDECAR_ENV = "SKYRL_SIDECAR_NUMBER"
 """The number of a sidecar, and of its vLLM, within its server: 0, 1, ..."""
 PLACED = "placed.json"
@@ -40,7 +43,10 @@ class Runtime:
     cluster that the launcher starts is waited for `ray_patience_s`. `cuda`: the vLLMs run on GPUs, of this machine or
     of the cluster.
 
-    Only API processes have a `slot`, and descriptors of sockets to accept connections from (`listening`)."""
+    Only API processes have a `slot`, and descriptors of sockets to accept connections from (`listening`).
+
+    A server with several base models has a runtime for each, in `base_models`; then this one has no addresses. A
+    process of one base model gets the runtime of that base model alone."""
 
     config: ServerConfig
     directory: Path
@@ -54,6 +60,12 @@ class Runtime:
     sidecar_urls: tuple[str, ...] = ()
     slot: int = 0
     listening: tuple[int, ...] = ()
+    base_models: tuple[Runtime, ...] = ()
+
+    @property
+    def each(self) -> tuple[Runtime, ...]:
+        """The runtime of each base model, in the order of the configuration."""
+        return self.base_models or (self,)
 
     @property
     def process_id(self) -> str:
@@ -76,7 +88,13 @@ class Runtime:
 
     @property
     def engine_doorbell(self) -> Path:
-        return self.directory / "engine.sock"
+        """The doorbell of this base model's engine."""
+        return self.directory / (f"engine-{self.config.role.number}.sock" if self.config.role.name else "engine.sock")
+
+    @property
+    def engine_doorbells(self) -> list[Path]:
+        """The doorbells of all engines of the server."""
+        return [runtime.engine_doorbell for runtime in self.each]
 
     def write(self) -> Path:
         """Write the file that the processes read, with mode 0600. Returns its path, which is the value of
@@ -84,14 +102,19 @@ class Runtime:
         file = self.directory / "runtime.json"
         values = {
             "config": json.loads(dump_config(self.config)),
-            "inference_url": self.inference_url,
-            "inference_api_key": self.inference_api_key,
             "server_id": self.server_id,
-            "replica_urls": self.replica_urls,
             "ray_address": self.ray_address,
             "ray_patience_s": self.ray_patience_s,
-            "cuda": self.cuda,
-            "sidecar_urls": self.sidecar_urls,
+            "each": [
+                {
+                    "inference_url": runtime.inference_url,
+                    "inference_api_key": runtime.inference_api_key,
+                    "replica_urls": runtime.replica_urls,
+                    "cuda": runtime.cuda,
+                    "sidecar_urls": runtime.sidecar_urls,
+                }
+                for runtime in self.each
+            ],
         }
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as stream:
@@ -112,22 +135,35 @@ class Runtime:
 
     @classmethod
     def from_environment(cls) -> Runtime:
+        """The runtime of this process: of its base model, or of the server if it belongs to no base model."""
         file = Path(os.environ[RUNTIME_ENV])
         values = json.loads(file.read_text())
-        return cls(
-            restore_config(json.dumps(values["config"])),
-            file.parent,
-            values["inference_url"],
-            values["inference_api_key"],
-            values["server_id"],
-            tuple(values["replica_urls"]),
-            values["ray_address"],
-            values["ray_patience_s"],
-            values["cuda"],
-            tuple(values["sidecar_urls"]),
-            int(os.environ.get(SLOT_ENV, "0")),
-            tuple(int(number) for number in os.environ.get(SOCKETS_ENV, "").split(",") if number),
+        config = restore_config(json.dumps(values["config"]))
+        of_all = {
+            "directory": file.parent,
+            "server_id": values["server_id"],
+            "ray_address": values["ray_address"],
+            "ray_patience_s": values["ray_patience_s"],
+            "slot": int(os.environ.get(SLOT_ENV, "0")),
+            "listening": tuple(int(number) for number in os.environ.get(SOCKETS_ENV, "").split(",") if number),
+        }
+        each = tuple(
+            cls(
+                config=part,
+                inference_url=own["inference_url"],
+                inference_api_key=own["inference_api_key"],
+                replica_urls=tuple(own["replica_urls"]),
+                cuda=own["cuda"],
+                sidecar_urls=tuple(own["sidecar_urls"]),
+                **of_all,
+            )
+            for part, own in zip(base_models_of(config), values["each"], strict=True)
         )
+        if (number := os.environ.get(BASE_MODEL_ENV)) is not None:
+            return each[int(number)]
+        if len(each) == 1 and not config.base_models:
+            return each[0]
+        return cls(config=config, inference_url=None, inference_api_key=None, base_models=each, **of_all)
 
 
 def run_process(name: str, run: Callable[[], None], outage: Callable[[Exception], str | None]) -> None:

@@ -110,7 +110,7 @@ class Base:
         notifier = Notifier(
             runtime.process_id,
             own_doorbell=runtime.api_doorbell,
-            engine_doorbell=runtime.engine_doorbell,
+            engine_doorbells=runtime.engine_doorbells,
             postgres_conninfo=None if database.is_sqlite else postgres_conninfo(database.url),
         )
         return cls(
@@ -122,7 +122,9 @@ class Base:
             futures=FutureStore(database, writer, runtime.process_id, notifier.peers),
             keys=Keys(database, writer),
             counter=UsageCounter(writer),
-            watch=EngineWatch(partial(_engine_state, database), runtime.config.modes, _servers(runtime, database)),
+            watch=EngineWatch(
+                partial(_engine_state, database, runtime.config), runtime.config.modes, _servers(runtime, database)
+            ),
         )
 
 
@@ -320,7 +322,7 @@ def _client(
     external = config.external_inference_url
     return ForwardingClient(
         transport,
-        EngineEndpoint(partial(_engine_state, base.database)) if external is None else FixedEndpoint(external),
+        EngineEndpoint(partial(_engine_state, base.database, config)) if external is None else FixedEndpoint(external),
         adapters,
         api_key=runtime.inference_api_key,
         deadline_s=config.forwarding_deadline_s,
@@ -351,5 +353,5 @@ def _servers(runtime: Runtime, database: Database) -> Callable[[], Awaitable[lis
     return read
 
 
-async def _engine_state(database: Database) -> EngineState:
-    return await database.read_async(read_state)
+async def _engine_state(database: Database, config: ServerConfig) -> EngineState:
+    return await database.read_async(lambda c: read_state(c, config.role.state_keys))

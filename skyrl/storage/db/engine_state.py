@@ -1,13 +1,16 @@
-"""The single row of the table engine_state: the inference endpoint, whether the engine can train, the engine's
-heartbeat, and which server has the claim to train on this database."""
+"""The table engine_state, a row for each base model: the inference endpoint, whether the engine can train, and the
+engine's heartbeat.
+
+Each row has a key (`skyrl.base.config.base_models.Role.state_keys`): empty for the only base model of a server."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from skyrl.storage.db.tables import EngineStateRow
 
@@ -33,9 +36,14 @@ class EngineState:
     gone."""
 
 
-def read_state(connection: Connection) -> EngineState:
-    """The state. If there is no row, the state of an engine that has not started."""
-    row = connection.execute(select(state).where(state.c.id == 1)).first()
+ONLY = ""
+"""The key of a server's only base model."""
+
+
+def read_state(connection: Connection, keys: Sequence[str] = (ONLY,)) -> EngineState:
+    """The state under the first of `keys` that has a row. If none has, the state of an engine that has not started."""
+    rows = {row.base_model: row for row in connection.execute(select(state).where(state.c.base_model.in_(keys)))}
+    row = next((rows[key] for key in keys if key in rows), None)
     if row is None:
         return EngineState()
     return EngineState(
@@ -51,17 +59,18 @@ def read_state(connection: Connection) -> EngineState:
     )
 
 
-def _put(connection: Connection, **values: Any) -> None:
-    if connection.execute(select(state.c.id).where(state.c.id == 1)).first() is None:
-        connection.execute(insert(state), {"id": 1, "generation": 0, "training_ready": False, "reason": ""})
-    connection.execute(update(state).where(state.c.id == 1).values(updated_at=time.time(), **values))
+def _put(connection: Connection, key: str, **values: Any) -> None:
+    same = state.c.base_model == key
+    if connection.execute(select(state.c.base_model).where(same)).first() is None:
+        connection.execute(insert(state), {"base_model": key, "generation": 0, "training_ready": False, "reason": ""})
+    connection.execute(update(state).where(same).values(updated_at=time.time(), **values))
 
 
-def publish_url(connection: Connection, url: str | None) -> None:
+def publish_url(connection: Connection, url: str | None, key: str = ONLY) -> None:
     """Store the inference endpoint; None means that there is none now. Each endpoint raises the generation by one."""
-    before = read_state(connection)
+    before = read_state(connection, (key,))
     generation = before.generation + (1 if url is not None else 0)
-    _put(connection, inference_proxy_url=url, generation=generation)
+    _put(connection, key, inference_proxy_url=url, generation=generation)
 
 
 def publish_training(
@@ -71,71 +80,46 @@ def publish_training(
     reason: str,
     vocab_size: int | None = None,
     max_context: int | None = None,
+    key: str = ONLY,
 ) -> None:
     """Store whether the engine can train, the reason if it cannot, and the base model's limits if they are known."""
     values: dict[str, Any] = {"training_ready": ready, "reason": reason, "heartbeat_at": time.time()}
     if vocab_size is not None:
         values |= {"vocab_size": vocab_size, "max_context": max_context}
-    _put(connection, **values)
+    _put(connection, key, **values)
 
 
-def publish_state_dir(connection: Connection, state_dir: str | None) -> None:
+def publish_state_dir(connection: Connection, state_dir: str | None, key: str = ONLY) -> None:
     """Store the state directory of the server that trains. Gateways name adapters in it to their inference server. None
     if adapters are in the checkpoint store: gateways then name them by their keys."""
-    _put(connection, state_dir=state_dir)
+    _put(connection, key, state_dir=state_dir)
 
 
-def beat(connection: Connection, activity: str | None = None) -> None:
+def beat(connection: Connection, activity: str | None = None, key: str = ONLY) -> None:
     """Store the engine's heartbeat, and what the engine does."""
-    _put(connection, heartbeat_at=time.time(), activity=activity)
+    _put(connection, key, heartbeat_at=time.time(), activity=activity)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The server that trains on this database, when it renewed the claim, and the engine's heartbeat (both in seconds
-    since the epoch). While that server runs, one of the two changes every few seconds."""
-
-    owner: str | None
-    held_at: float | None
-    heartbeat_at: float
+def last_heartbeat(connection: Connection) -> float:
+    """The newest heartbeat of any engine, in seconds since the epoch; 0 if no engine runs."""
+    return max(connection.execute(select(state.c.heartbeat_at)).scalars(), default=0.0)
 
 
-def read_claim(connection: Connection) -> Claim:
-    """The claim. Without an owner if there is no row."""
-    row = connection.execute(select(state).where(state.c.id == 1)).first()
-    return Claim(None, None, 0.0) if row is None else Claim(row.owner, row.held_at, row.heartbeat_at)
+_NOTHING = {"inference_proxy_url": None, "training_ready": False, "heartbeat_at": 0.0, "activity": None}
 
 
-def claim(connection: Connection, owner: str, seen: Claim) -> bool:
-    """Make `owner` the server that trains on this database. Returns False if another server has the claim and the claim
-    is not equal to `seen`. If it is equal to `seen`, the caller has found that server dead, and `owner` takes over."""
-    now = read_claim(connection)
-    if now.owner not in (None, owner) and now != seen:
-        return False
-    clear(connection, "the engine is starting")
-    _put(connection, owner=owner, held_at=time.time())
-    return True
+def clear(connection: Connection, reason: str, key: str = ONLY) -> None:
+    """Store that no engine runs for this base model: no endpoint, no training, no heartbeat, no activity."""
+    _put(connection, key, reason=reason, **_NOTHING)
 
 
-def hold(connection: Connection, owner: str) -> bool:
-    """Renew the claim of `owner`. Returns False if another server has the claim."""
-    renewal = update(state).where(state.c.owner == owner).values(held_at=time.time())
-    return connection.execute(renewal).rowcount == 1
+def clear_all(connection: Connection, reason: str) -> None:
+    """The same for all base models."""
+    connection.execute(update(state).values(reason=reason, updated_at=time.time(), **_NOTHING))
 
 
-def owner(connection: Connection) -> str | None:
-    """The server that has the claim to this database; None when no server has it."""
-    return connection.execute(select(state.c.owner).where(state.c.id == 1)).scalar()
-
-
-def release(connection: Connection, owner: str, reason: str) -> None:
-    """Give up the claim of `owner`. Does nothing if another server has the claim."""
-    if read_claim(connection).owner == owner:
-        clear(connection, reason)
-        _put(connection, owner=None, held_at=None)
-
-
-def clear(connection: Connection, reason: str) -> None:
-    """Store that no engine runs: no endpoint, no training, no heartbeat, no activity."""
-    values = {"inference_proxy_url": None, "training_ready": False, "reason": reason, "heartbeat_at": 0.0}
-    _put(connection, **values, activity=None)
+def keep_only(connection: Connection, keys: Collection[str], reason: str) -> None:
+    """Clear all rows, make those that are missing, and delete those of base models that the server has not any more."""
+    connection.execute(delete(state).where(state.c.base_model.not_in(keys)))
+    for key in keys:
+        clear(connection, reason, key)

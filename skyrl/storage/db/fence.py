@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from skyrl.storage.db import engine_state
+from skyrl.storage.db import claims
 from skyrl.storage.db.retrying_database import RetryingDatabase
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Fence:
 
     def holds(self, connection: Connection) -> bool:
         """Whether this server has the claim. Always False after the claim was lost once."""
-        if not self.lost and engine_state.owner(connection) == self._server:
+        if not self.lost and claims.owner(connection) == self._server:
             return True
         self.lost = True
         self._on_loss()

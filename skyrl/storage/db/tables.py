@@ -232,14 +232,14 @@ class StoreRow(SQLModel, table=True):
 
 
 class EngineStateRow(SQLModel, table=True):
-    """The single row by which the engine tells the API where to send samples and whether it can train.
+    """The row of a base model, by which its engine tells the API where to send samples and whether it can train.
+    `base_model` is the row's key, empty for the only base model of a server.
 
-    `owner` is the server that has the claim to train, and `held_at` is when it renewed the claim. `state_dir` is the
-    state directory of that server. Gateways give their inference server the paths of adapters in it. `activity` is what
-    the engine does, as `skyrl.base.types.activity` encodes it."""
+    `state_dir` is the state directory of the server. Gateways give their inference server the paths of adapters in it.
+    `activity` is what the engine does, as `skyrl.base.types.activity` encodes it."""
 
     __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
-    id: int = Field(default=1, primary_key=True)
+    base_model: str = Field(primary_key=True)
     inference_proxy_url: str | None = None
     generation: int = 0
     training_ready: bool = False
@@ -248,10 +248,18 @@ class EngineStateRow(SQLModel, table=True):
     max_context: int | None = None
     heartbeat_at: float = 0.0
     updated_at: float = 0.0
-    owner: str | None = None
-    held_at: float | None = None
     state_dir: str | None = None
     activity: str | None = Field(default=None, sa_column=Column(Text))
+
+
+class TrainingClaimRow(SQLModel, table=True):
+    """The single row with the claim to train on this database. `owner` is the server that has it, and `held_at` is when
+    it renewed it."""
+
+    __tablename__ = "training_claim"  # pyright: ignore[reportAssignmentType]
+    id: int = Field(default=1, primary_key=True)
+    owner: str | None = None
+    held_at: float | None = None
 
 
 class InferenceServerRow(SQLModel, table=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
 from skyrl.storage.notify.doorbell import Doorbell, DoorbellListener
@@ -15,13 +15,13 @@ FromPeers = Callable[[PeerNotices], Coroutine[object, object, None]]
 
 
 class Notifier:
-    """`engine` rings the engine of this server. `peers` sends notices to the other API processes of the database, as
+    """`engine` rings the engines of this server. `peers` sends notices to the other API processes of the database, as
     from the process `process_id`. Without `postgres_conninfo` there are no other API processes (SQLite)."""
 
     def __init__(
-        self, process_id: str, *, own_doorbell: Path, engine_doorbell: Path, postgres_conninfo: str | None
+        self, process_id: str, *, own_doorbell: Path, engine_doorbells: Sequence[Path], postgres_conninfo: str | None
     ) -> None:
-        self.engine = Doorbell(engine_doorbell)
+        self.engine = Doorbell(*engine_doorbells)
         self.peers = PeerNotifier()
         self._process_id = process_id
         self._own_doorbell = own_doorbell

@@ -27,7 +27,8 @@ def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointSt
     """Complete the rows of adapters. Failures are logged, and the next start tries again. Raises only the errors of the
     database."""
     travels = config.weights_travel
-    database.write(lambda c: publish_state_dir(c, None if travels else str(config.state_dir)))
+    state_dir = None if travels else str(config.state_dir)
+    database.write(lambda c: publish_state_dir(c, state_dir, config.role.state_keys[0]))
     _link_into_place(config.state_dir, database)
     _store_sampler_weights(config.state_dir, database, store)
     _record_sizes(config.state_dir, database)

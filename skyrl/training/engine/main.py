@@ -215,12 +215,14 @@ async def run(runtime: Runtime) -> None:
         unfenced = opened.enter_context(closing(Database(config.database)))
         opened.callback(ledger.close)
         api = opened.enter_context(closing(Doorbell(*runtime.api_doorbells)))
-        state = EngineStatePublisher(unfenced, api, fence)
+        state = EngineStatePublisher(unfenced, api, fence, config.role.state_keys[0])
         store = open_store(config, metrics.traffic)
         host = _adapter_host(config, unfenced, store)
         opened.push_async_callback(asyncio.to_thread, state.clear, "the engine has stopped")
         await asyncio.to_thread(database.confirm_claim)
-        died_at = (await unfenced.read_async(read_state)).heartbeat_at  # 0 unless an engine has died
+        died_at = (
+            await unfenced.read_async(lambda c: read_state(c, config.role.state_keys[:1]))
+        ).heartbeat_at  # 0 unless an engine has died
         await asyncio.to_thread(state.training, ready=False, reason=LOADING)
         await asyncio.to_thread(adopt_adapters, config, database, store)  # before a vLLM may ask for adapters
         if config.full_finetuning:

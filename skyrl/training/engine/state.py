@@ -24,10 +24,12 @@ class EngineStatePublisher:
     calling thread; several threads may call them.
     """
 
-    def __init__(self, database: Database, api: Doorbell, fence: Fence) -> None:
+    def __init__(self, database: Database, api: Doorbell, fence: Fence, key: str = engine_state.ONLY) -> None:
+        """`key`: that of the row."""
         self._database = database
         self._api = api
         self._fence = fence
+        self._key = key
         self._publishing = threading.Lock()
         self._newest_number = 0
         """The number of the newest URL. Older URLs are not published any more."""
@@ -52,7 +54,7 @@ class EngineStatePublisher:
                 return
             self._retry_publishing = None
             try:
-                self._write(lambda c: engine_state.publish_url(c, url))
+                self._write(lambda c: engine_state.publish_url(c, url, self._key))
             except DatabaseError as error:
                 logger.error("the inference endpoint %s could not be published yet: %s", url, error)
                 self._retry_publishing = lambda: self._publish(url, number)
@@ -68,20 +70,21 @@ class EngineStatePublisher:
                 reason=reason,
                 vocab_size=limits.vocab_size if limits is not None else None,
                 max_context=limits.max_context if limits is not None else None,
+                key=self._key,
             )
         )
         self._api.ring([STATE])
 
     def beat(self, activity: str | None) -> None:
         """Publish a heartbeat, and what the engine does now."""
-        self._write(lambda c: engine_state.beat(c, activity))
+        self._write(lambda c: engine_state.beat(c, activity, self._key))
         if (retry := self._retry_publishing) is not None:
             retry()
 
     def clear(self, why: str) -> None:
         """Publish that the engine has stopped. A write that fails is logged; the launcher tries once more."""
         try:
-            self._write(lambda c: engine_state.clear(c, why))
+            self._write(lambda c: engine_state.clear(c, why, self._key))
         except DatabaseError as error:
             logger.error("the database was not told that the engine has stopped: %s", reason(error))
         self._api.ring([STATE])

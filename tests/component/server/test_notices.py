@@ -92,7 +92,7 @@ async def test_an_api_process_hears_of_requests_that_ended_in_the_other(migrated
         notifier = Notifier(
             name,
             own_doorbell=directory / "a.sock",
-            engine_doorbell=directory / "e.sock",
+            engine_doorbells=[directory / "e.sock"],
             postgres_conninfo=postgres_conninfo(migrated_url),
         )
         notifier.listen(ignore, hear)

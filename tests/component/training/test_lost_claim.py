@@ -19,7 +19,7 @@ from sqlmodel import SQLModel
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.storage.db import engine_state
+from skyrl.storage.db import claims
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
@@ -180,7 +180,7 @@ async def test_a_claim_that_another_server_took_and_gave_up_is_lost(harness: Har
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     take_over(harness)
-    harness.database.write(lambda c: engine_state.release(c, "another", "the server has stopped"))
+    harness.database.write(lambda c: claims.release(c, "another", "the server has stopped"))
     await trainer.forward_backward(2)
     await wait_until_displaced(harness)
 
@@ -355,14 +355,14 @@ def test_no_server_takes_the_claim_between_the_check_and_the_commit_of_a_write(m
     def write(connection: Any) -> None:
         taking.start()
         taking.join(0.5)  # the take-over waits for this transaction, however long the transaction lasts
-        seen.append(other.read(engine_state.owner))
+        seen.append(other.read(claims.owner))
         connection.execute(update(sessions).values(status="active"))
 
     engine.write(write)
     taking.join(WAIT_S)
     assert not taking.is_alive()
     assert seen == [SERVER]
-    assert other.read(engine_state.owner) == "another"
+    assert other.read(claims.owner) == "another"
     with pytest.raises(Displaced):
         engine.write(lambda c: c.execute(update(sessions).values(status="active")))
     engine.close()

@@ -25,6 +25,8 @@ SERVER_KEYS = {
     "backend",
     "backend_config",
     "base_model",
+    "base_models",
+    "devices",
     "checkpoint_store",
     "checkpoint_store_options",
     "database_url",
@@ -72,6 +74,7 @@ SERVER_KEYS = {
     "state_dir",
     "threads",
     "tokenizer_id",
+    "uses",
 }
 BACKEND_KEYS = {
     "generator.inference_engine.compare_with_trainer",

@@ -88,7 +88,7 @@ def test_the_placement_gets_the_router_and_the_cluster_and_no_key_on_its_command
     there = placed_processes(config, "auto", found, tmp_path, "http://r:1", "secret", HeldPorts())
     assert there.ray is None
     runtime = json.loads(Path(there.placement.env[RUNTIME_ENV]).read_text())
-    assert (runtime["inference_url"], runtime["ray_address"]) == ("http://r:1", "10.0.0.1:6379")
+    assert (runtime["each"][0]["inference_url"], runtime["ray_address"]) == ("http://r:1", "10.0.0.1:6379")
     assert not any("secret" in word for word in there.placement.argv)
     with HeldPorts() as held:
         here = placed_processes(config, "local", Findings([]), tmp_path, "http://r:1", "secret", held)

@@ -12,7 +12,7 @@ import pytest
 from skyrl.base.config.server import ConfigError
 from skyrl.cli.launcher import training_claim
 from skyrl.cli.launcher.training_claim import TrainingClaim, server_id
-from skyrl.storage.db import engine_state
+from skyrl.storage.db import claims, engine_state
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.fence import Fence
 from skyrl.storage.notify.doorbell import Doorbell
@@ -91,7 +91,7 @@ async def test_a_second_server_takes_the_claim_of_a_silent_one_which_notices_the
     await asyncio.wait_for(first.hold(), WAIT_S)
     assert "another server trains on this database now" in caplog.text
     first.release()
-    assert database.read(engine_state.read_claim).owner == "second"
+    assert database.read(claims.read_claim).owner == "second"
 
 
 @ON_BOTH

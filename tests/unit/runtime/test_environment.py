@@ -8,7 +8,7 @@ from skyrl.base.config.environment import OWN, refuse_unknown
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.vllm_plugin import FORK_ENGINE_VARIABLE
-from skyrl.runtime.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
+from skyrl.runtime.processes.runtime import BASE_MODEL_ENV, RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
 from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 
@@ -55,4 +55,4 @@ def test_variables_that_other_programs_set_are_accepted(name: str) -> None:
 
 
 def test_the_variables_that_a_server_sets_for_its_processes_are_known() -> None:
-    assert set(OWN) == {RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, FORK_ENGINE_VARIABLE}
+    assert set(OWN) == {BASE_MODEL_ENV, RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, FORK_ENGINE_VARIABLE}

@@ -256,7 +256,7 @@ def test_of_several_copies_under_one_copy_key_only_the_first_keeps_the_key(datab
 @ON_BOTH
 def test_a_second_migration_changes_nothing(database: Database) -> None:
     migrate(database)
-    row = "INSERT INTO engine_state VALUES (1, 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL, NULL, NULL)"
+    row = "INSERT INTO engine_state VALUES ('', 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL)"
     database.write(lambda c: c.execute(text(row)))
     migrate(database)
     assert database.read(lambda c: c.execute(text("SELECT generation FROM engine_state")).scalar()) == 3

@@ -22,7 +22,7 @@ def notifier(directory: Path) -> Notifier:
     return Notifier(
         "server/0",
         own_doorbell=directory / "api.sock",
-        engine_doorbell=directory / "engine.sock",
+        engine_doorbells=[directory / "engine.sock"],
         postgres_conninfo=None,
     )
 
