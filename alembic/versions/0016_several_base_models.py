@@ -1,4 +1,4 @@
-"""a row of the engine's state for each base model; the claim in a table of its own
+"""rows of the engine's state and of sample clocks for each base model; the claim in a table of its own
 
 Revision: 0016
 Revises: 0015
@@ -54,9 +54,19 @@ def upgrade() -> None:
     op.execute(f"INSERT INTO engine_states (base_model, {KEPT}) SELECT '', {KEPT} FROM engine_state")
     op.drop_table("engine_state")
     op.rename_table("engine_states", "engine_state")
+    op.create_table(
+        "sample_clocks",
+        sa.Column("process_id", sa.String(), nullable=False),
+        sa.Column("base_model", sa.String(), nullable=False),
+        sa.Column("clock", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("process_id", "base_model"),
+    )
+    op.drop_column("api_processes", "sample_clock")
 
 
 def downgrade() -> None:
+    op.add_column("api_processes", sa.Column("sample_clock", sa.BigInteger(), nullable=True))
+    op.drop_table("sample_clocks")
     op.create_table(
         "engine_states",
         *_state(sa.Column("id", sa.Integer(), nullable=False)),

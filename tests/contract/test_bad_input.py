@@ -123,7 +123,7 @@ async def world(directory: Path, database: Database) -> AsyncIterator[World]:
     options: dict[str, Any] = {"base_model": BASE, "state_dir": directory, "max_body_bytes": MAX_BODY}
     config = ServerConfig(**options)
     async with open_services(Runtime(config, directory, None, None)) as services:
-        await services.watch.refresh()
+        await services.refresh()
         app = create_app(services)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:

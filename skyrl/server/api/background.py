@@ -41,7 +41,7 @@ async def begin(process: ApiProcess) -> None:
     await services.quotas.open()
     if services.access.managed and not len(keys):
         logger.warning("there is no API key: every request is refused until `skyrl keys create` has made one")
-    await services.watch.refresh()
+    await services.refresh()
     process.base.notifier.listen(process.notices.from_engine, process.notices.from_peers)
     await _agree_on_order(process)
     await process.ownership.start()
@@ -61,7 +61,7 @@ def _repeated_work(process: ApiProcess) -> list[tuple[str, float, Callable[[], A
     services, base, retention = process.services, process.base, process.retention
     return [
         ("looking for results", SAFETY_POLL_S, services.futures.poll_outcomes),
-        ("reading the engine's state", POLL_S, services.watch.refresh),
+        ("reading the engine's state", POLL_S, services.refresh),
         ("looking at sessions", SESSION_CHECK_S, services.session_life.check),
         ("looking after the other API processes", BEAT_S, partial(_look_after_others, process)),
         ("agreeing on the order of samples", BEAT_S, partial(_agree_on_order, process)),
@@ -79,9 +79,13 @@ def _repeated_work(process: ApiProcess) -> list[tuple[str, float, Callable[[], A
 
 
 async def _agree_on_order(process: ApiProcess) -> None:
-    order = process.services.sampling.order
-    if order is not None and not process.base.database.is_sqlite:
-        order.catch_up(await process.clocks.exchange(order.now))
+    orders = {model.config.role.state_keys[0]: model.lane.order for model in process.services.served}
+    used = {name: order for name, order in orders.items() if order is not None}
+    if used and not process.base.database.is_sqlite:
+        others = await process.clocks.exchange({name: order.now for name, order in used.items()})
+        for name, clock in others.items():
+            if name in used:
+                used[name].catch_up(clock)
 
 
 async def _look_after_others(process: ApiProcess) -> None:

@@ -43,7 +43,8 @@ async def box(services: Services, caller: Caller) -> dict[str, Any]:
         )
 
     pending, processes, servable = await services.database.read_async(read)
-    state, activity = services.watch.state, services.watch.activity
+    watch = services.served[0].watch
+    state, activity = watch.state, watch.activity
     used = shutil.disk_usage(services.config.state_dir)
     return {
         "server": await Overview(services, caller).server(),
@@ -60,7 +61,7 @@ async def box(services: Services, caller: Caller) -> dict[str, Any]:
         ],
         "pending": pending,
         "models": _models(activity),
-        "adapters": {"servable": servable, "places": services.statuses.places},
+        "adapters": {"servable": servable, "places": services.served[0].lane.places},
         "quotas": services.quotas.counts(),
         "disk": {"free_bytes": used.free, "total_bytes": used.total},
         "database_bytes": await asyncio.to_thread(services.database.size),
@@ -79,12 +80,13 @@ def _vllm(published: MetricsDirectory) -> list[dict[str, float]]:
 
 def _trainer(services: Services, activity: EngineActivity) -> dict[str, Any] | None:
     """None on a gateway on whose database nobody trains."""
-    heartbeat_at = services.watch.state.heartbeat_at or None
+    watch = services.served[0].watch
+    heartbeat_at = watch.state.heartbeat_at or None
     if heartbeat_at is None and not services.config.modes.trains:
         return None
     recovery = activity.recovery
     return {
-        "trouble": services.watch.training_trouble(),
+        "trouble": watch.training_trouble(),
         "heartbeat_at": heartbeat_at,
         "recovery": None if recovery is None else msgspec.structs.asdict(recovery),
         "run_s": activity.run_s,

@@ -49,11 +49,12 @@ def router(services: Services) -> Routes:
                 "supported_models": [
                     {
                         "model_name": name,
-                        "max_context_length": services.watch.state.max_context,
-                        "trainable": services.config.modes.trains,
+                        "max_context_length": model.watch.state.max_context,
+                        "trainable": model.config.modes.trains,
                         "sampleable": True,
                     }
-                    for name in services.config.served_names
+                    for model in services.served
+                    for name in model.config.served_names
                 ]
             }
         )

@@ -9,6 +9,7 @@ from skyrl import __version__
 from skyrl.server.api.call import Call
 from skyrl.server.api.reply import reply
 from skyrl.server.api.routes import Routes
+from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
 
 
@@ -38,33 +39,45 @@ def router(services: Services) -> Routes:
 
     @routes.get("/readyz", scope="open")
     async def readyz(call: Call) -> Response:
+        """With several base models, each has its own line, and the server is ready while one of them is."""
         ready, reasons = await services.readiness.now()
-        return reply({"ready": ready, "reasons": reasons}, 200 if ready else 503)
+        shown: dict[str, object] = {"ready": ready, "reasons": reasons}
+        found = await services.readiness.by_model()
+        if len(found) > 1:
+            shown["base_models"] = {name: {"ready": each, "reasons": whys} for name, (each, whys) in found.items()}
+        return reply(shown, 200 if ready else 503)
 
     @routes.get("/statusz", scope="open")
     async def statusz(call: Call) -> Response:
-        state = services.watch.state
-        shown: dict[str, object] = {}
-        if services.readiness.replicas is not None:
-            of = services.config.backend_config.inference.num_engines
-            shown = {"replicas": {"in_use": await services.readiness.replicas.now(), "of": of}}
+        of_models = {model.config.served_names[0]: await _inference(model) for model in services.served}
         return reply(
             {
-                **shown,
                 "version": __version__,
                 "api_process": services.process_id,
                 "samples": {
-                    "mode": "forwarded" if services.config.modes.forwards else "colocated",
+                    "mode": "colocated" if services.served[0].lane.client is None else "forwarded",
                     "forwarded": services.sampling.forwarded,
                     "engine": services.sampling.to_engine,
                     "in_flight": services.sampling.in_flight,
                     "max_tokens_cut": services.sampling.cuts.count,
                 },
-                "forwarding": dict(services.client.counts) if services.client is not None else {},
                 "requests_pending": services.futures.pending,
                 "quotas": services.quotas.counts(),
-                "inference_generation": state.generation,
+                **({"base_models": of_models} if len(of_models) > 1 else next(iter(of_models.values()))),
             }
         )
 
     return routes
+
+
+async def _inference(model: ServedModel) -> dict[str, object]:
+    """What this process knows of the inference servers of one base model."""
+    client, replicas = model.lane.client, model.readiness.replicas
+    shown: dict[str, object] = {
+        "forwarding": {} if client is None else dict(client.counts),
+        "inference_generation": model.watch.state.generation,
+    }
+    if replicas is not None:
+        of = model.config.backend_config.inference.num_engines
+        shown["replicas"] = {"in_use": await replicas.now(), "of": of}
+    return shown

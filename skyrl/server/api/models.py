@@ -18,6 +18,7 @@ from skyrl.base.wire.requests import CreateModelRequest, LoraConfig, ModelReques
 from skyrl.server.api.call import Call
 from skyrl.server.api.reply import reply
 from skyrl.server.api.routes import Routes
+from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
 from skyrl.server.api.training import submit
 from skyrl.storage.db.database import Connection
@@ -30,10 +31,10 @@ def check_optimizer(optimizer: OptimizerConfig | None) -> None:
         raise RequestError(f"{optimizer.type!r} is not served; there is: adamw", field="optimizer_config.type")
 
 
-def _lora_spec(lora: LoraConfig, services: Services) -> LoraSpec:
+def _lora_spec(lora: LoraConfig, served: ServedModel) -> LoraSpec:
     """The adapter, or the whole model, that the request asks for. Raises RequestError naming the field."""
-    limits = services.config.backend_config.lora
-    if services.config.full_finetuning:
+    limits = served.config.backend_config.lora
+    if served.config.full_finetuning:
         return _whole(lora)
     if lora.rank == 0:
         raise RequestError(
@@ -47,7 +48,7 @@ def _lora_spec(lora: LoraConfig, services: Services) -> LoraSpec:
         )
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise RequestError("at least one of train_attn, train_mlp, train_unembed must be true", field="lora_config")
-    if lora.train_mlp and services.served.refuses_mlp:
+    if lora.train_mlp and served.refuses_mlp:
         raise RequestError(TRAIN_MLP_REFUSED, field="lora_config.train_mlp")
     if lora.seed is not None and not -(2**63) <= lora.seed < 2**63:
         raise RequestError("must fit signed 64 bits", field="lora_config.seed")
@@ -76,7 +77,7 @@ def check_new_model(model: Model, services: Services) -> Callable[[Connection], 
     """The check before a model is added. Raises RequestError: the tenant's quota, and on a server for full fine-tuning
     also while another model lives."""
     check_quota = services.quotas.models(model.tenant)
-    if not services.config.full_finetuning:
+    if not services.served.of(model.base_model).config.full_finetuning:
         return check_quota
     check_turn = check_place(model.id, model.tenant)
 
@@ -98,9 +99,9 @@ def router(services: Services) -> Routes:
     @routes.post("/create_model", scope="train", body=CreateModelRequest)
     async def create_model(call: Call, body: CreateModelRequest) -> Response:
         tenant = call.tenant
-        services.served.check_trainable()
+        services.served.check_trains()
         session = await services.session_life.active(body.session_id, tenant)
-        services.served.check_base_model(body.base_model)
+        served = services.served.trainable(body.base_model)
         check_optimizer(body.optimizer_config)
         if not 0 <= body.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
@@ -109,7 +110,7 @@ def router(services: Services) -> Routes:
             session_id=session.id,
             tenant=tenant,
             base_model=body.base_model,
-            lora=_lora_spec(body.lora_config or LoraConfig(), services),
+            lora=_lora_spec(body.lora_config or LoraConfig(), served),
             user_metadata=body.user_metadata,
         )
         add_row = add_model(model, body.model_seq_id, check_new_model(model, services))
@@ -119,7 +120,7 @@ def router(services: Services) -> Routes:
     async def unload_model(call: Call, body: ModelRequest) -> Response:
         """Runs after all commands of the model that the server has by now: the client gives this command no number."""
         tenant = call.tenant
-        services.served.check_trainable()
+        services.served.check_trains()
         model = await services.models.find(body.model_id, tenant)
         if model is None:
             raise NotFound(f"no model {body.model_id!r}", field="model_id")
@@ -142,7 +143,7 @@ def router(services: Services) -> Routes:
                 "model_id": model.id,
                 "model_data": {
                     "model_name": model.base_model,
-                    "tokenizer_id": services.served.tokenizer_name(model.base_model),
+                    "tokenizer_id": services.served.of(model.base_model).tokenizer_name(model.base_model),
                 },
                 **described(model.lora),
                 "model_name": model.base_model,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from skyrl.server.api.readiness import EngineWatch
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.sampling.service import SampleService
 from skyrl.storage.db.faults import DatabaseError, is_transient, reason
@@ -17,26 +16,26 @@ logger = logging.getLogger(__name__)
 
 
 class NoticeHandler:
-    """Reads from the database what a notice names. `session_changed` is called with the id of a session that another
-    API process has changed or ended."""
+    """Reads from the database what a notice names. `refresh` reads the engines' states. `session_changed` is called
+    with the id of a session that another API process has changed or ended."""
 
     def __init__(
         self,
         futures: FutureStore,
         sampling: SampleService,
-        watch: EngineWatch,
+        refresh: Callable[[], Awaitable[object]],
         session_changed: Callable[[str], Awaitable[object]],
     ) -> None:
         self._futures = futures
         self._sampling = sampling
-        self._watch = watch
+        self._refresh = refresh
         self._session_changed = session_changed
 
     async def from_engine(self, notices: list[str]) -> None:
         """The engine of this server has settled the requests with these ids; or, for STATE, its state has changed."""
         try:
             if STATE in notices:
-                await self._watch.refresh()
+                await self._refresh()
             await self._futures.read_outcomes(notices)
         except DatabaseError as error:
             _log_unread_notice("the engine", error)

@@ -17,7 +17,7 @@ from skyrl.server.api.services import Services
 from skyrl.server.futures.recording import LARGE_BODY_BYTES
 from skyrl.server.openai.errors import OpenAIError
 from skyrl.server.openai.fields import ChatFields, CompletionFields
-from skyrl.server.openai.generation import Generation, chat, completion
+from skyrl.server.openai.generation import Generation, chat, completion, model_in
 from skyrl.server.openai.service import Asked
 
 PREFIXES = ("/oai/api/v1", "/v1")
@@ -46,7 +46,7 @@ def router(services: Services) -> Routes:
         return await generate(call, body, chat)
 
     async def generate(call: Call, body: bytes, check: Callable[..., Generation]) -> Response:
-        if services.openai is None:
+        if any(model.openai is None for model in services.served):
             raise OpenAIError(
                 "this server samples between two turns of training (colocate_all) and serves no completions; sample "
                 "with the Tinker SDK",
@@ -54,16 +54,20 @@ def router(services: Services) -> Routes:
                 final=True,
             )
         in_flight.check_open()
-        checked = partial(check, body, services.watch.limits(), grammars=services.config.openai_grammars)
-        request = await asyncio.to_thread(checked) if len(body) > LARGE_BODY_BYTES else checked()
+        is_large = len(body) > LARGE_BODY_BYTES
+        name = await asyncio.to_thread(model_in, body) if is_large else model_in(body)
+        target = await models.find(name, call.tenant)
+        model = services.served[target.number]
+        checked = partial(check, body, model.watch.limits(), grammars=services.config.openai_grammars)
+        request = await asyncio.to_thread(checked) if is_large else checked()
         if call.large_body is not None:
             call.large_body.release()  # the request may run for minutes; from here on its bytes count in the admission
-        target = await models.find(request.model, call.tenant)
+        assert model.openai is not None
         asked = Asked(request, target, call.tenant, call.id, len(body))
         if request.stream:
             deadline_s = services.config.forwarding_deadline_s
-            return await EventStream.begin(services.openai.stream(asked), in_flight, call.request, call.id, deadline_s)
-        answer = await in_flight.run(services.openai.answer(asked), gone(call.request.receive))
+            return await EventStream.begin(model.openai.stream(asked), in_flight, call.request, call.id, deadline_s)
+        answer = await in_flight.run(model.openai.answer(asked), gone(call.request.receive))
         return Response(answer, media_type="application/json")
 
     for prefix in PREFIXES:

@@ -62,7 +62,7 @@ class Overview:
         server = await self.server()
         names = {run.id: run.name for run in found.runs}
         statuses = [(run, self._services.statuses.of_run(run)) for run in found.runs]
-        activity = self._services.watch.activity
+        activity = self._services.served[0].watch.activity
         return {
             "server": server,
             "stuck": [asdict(one) for one in stuck(server["reasons"], statuses, found.pending, activity, time.time())],

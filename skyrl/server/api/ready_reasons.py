@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
 from skyrl.base.config.server import ServerConfig
 from skyrl.server.api.readiness import EngineWatch, Readiness
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.storage.checkpoint_store.space import shortage
 
+Reasons = tuple[bool, list[str]]
+"""Whether something is ready, and the reasons to list."""
+
 
 class ReadyReasons:
-    """Looks at the engine, the inference servers and the disk, at most once a second. `replicas` is None unless a
+    """One base model: looks at its engine and its inference servers, at most once a second. `replicas` is None unless a
     router stands in front of several inference servers."""
 
     def __init__(self, config: ServerConfig, watch: EngineWatch, client: ForwardingClient | None) -> None:
@@ -19,12 +26,11 @@ class ReadyReasons:
         self.replicas = Readiness(client.replicas_in_use) if config.routed and client is not None else None
         self._readiness = Readiness(self._find)
 
-    async def now(self) -> tuple[bool, list[str]]:
-        """Whether the server is ready, and the reasons to list. Too little disk space and missing replicas are listed,
-        but the server stays ready while one replica is in use: samples go on."""
+    async def now(self) -> Reasons:
+        """Missing replicas are listed, but the base model stays ready while one replica is in use: samples go on."""
         return await self._readiness.now()
 
-    async def _find(self) -> tuple[bool, list[str]]:
+    async def _find(self) -> Reasons:
         await self._watch.refresh()
         reasons = self._watch.reasons()
         if not reasons and not self._config.modes.manages_inference and self._client is not None:
@@ -36,5 +42,27 @@ class ReadyReasons:
             ready = used > 0
             missing = self._watch.missing_servers
             reasons = ["; ".join([f"sampling: {used} of {replicas} replicas are in use", *missing])]
-        disk_shortage = shortage(self._config.state_dir)
-        return ready, [*reasons, f"disk: {disk_shortage}"] if disk_shortage is not None else reasons
+        return ready, reasons
+
+
+class ServerReadiness:
+    """The whole server. With several base models it is ready while one of them is: requests for that one are served.
+    The reasons of the others are listed, each after the base model's name."""
+
+    def __init__(self, state_dir: Path, models: Mapping[str, ReadyReasons]) -> None:
+        """`models` by the name that clients know."""
+        self._state_dir = state_dir
+        self._models = dict(models)
+
+    async def by_model(self) -> dict[str, Reasons]:
+        found = await asyncio.gather(*(model.now() for model in self._models.values()))
+        return dict(zip(self._models, found, strict=True))
+
+    async def now(self) -> Reasons:
+        """Too little disk space is listed, but the server stays ready."""
+        found = await self.by_model()
+        several = len(found) > 1
+        reasons = [f"{name}: {why}" if several else why for name, (_, whys) in found.items() for why in whys]
+        if (disk_shortage := shortage(self._state_dir)) is not None:
+            reasons.append(f"disk: {disk_shortage}")
+        return any(ready for ready, _ in found.values()), reasons

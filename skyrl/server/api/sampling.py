@@ -17,6 +17,7 @@ from skyrl.server.api.call import Call
 from skyrl.server.api.reply import reply
 from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
+from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
 from skyrl.server.sampling.sampler_job import served_name
 from skyrl.storage.db.checkpoints import Checkpoint
@@ -33,24 +34,25 @@ def _not_for_sampling(path: str, kind: CheckpointKind) -> str:
 def router(services: Services) -> Routes:
     routes = Routes("sampling")
 
-    async def saved_weights(model_path: str, tenant: str) -> tuple[Checkpoint, WeightsRef]:
-        """A checkpoint that the tenant can sample from, and its weights. Raises NotFound or RequestError."""
+    async def saved_weights(model_path: str, tenant: str) -> tuple[ServedModel, Checkpoint, WeightsRef]:
+        """A checkpoint that the tenant can sample from, with its base model and its weights. Raises NotFound or
+        RequestError."""
         path = parse_path(model_path, "model_path")
         saved = await services.checkpoints.find(path, tenant)
         if saved is None:
             raise NotFound(f"no sampler weights {model_path!r}", field="model_path")
         if saved.weights is None:
             raise NotFound(_not_for_sampling(model_path, path.kind), field="model_path")
-        full = services.config.full_finetuning
+        model = services.served.named(saved.base_model, "model_path")
+        full = model.config.full_finetuning
         served_name(saved.weights, saved.base_model, "model_path", full_finetuning=full)
-        services.served.check_base_model(saved.base_model, "model_path")
-        return saved, saved.weights
+        return model, saved, saved.weights
 
-    async def bring(weights: WeightsRef) -> None:
+    async def bring(model: ServedModel, weights: WeightsRef) -> None:
         """Copy an adapter's files to where the inference server reads them, so that the first sample need not wait."""
         if isinstance(weights, AdapterVersion):
             try:
-                await services.adapters.bring(weights)
+                await model.adapters.bring(weights)
             except AdapterMissing as error:
                 logger.error("%s", error)
                 raise NotFound("the checkpoint's files are not in the checkpoint store any more") from error
@@ -67,17 +69,17 @@ def router(services: Services) -> Routes:
         weights: WeightsRef = BaseWeights()
         saved = None
         if body.model_path is not None:
-            saved, weights = await saved_weights(body.model_path, tenant)
+            model, saved, weights = await saved_weights(body.model_path, tenant)
             base_model = saved.base_model
-            if body.base_model is not None:
-                services.served.check_base_model(body.base_model)  # any of its names will do: there is one base model
-            await bring(weights)
+            if body.base_model is not None and services.served.named(body.base_model) is not model:  # any of its names
+                raise RequestError(f"{body.model_path} was trained from {base_model!r}", field="base_model")
+            await bring(model, weights)
         elif body.base_model is not None:
-            base_model = services.served.check_base_model(body.base_model)
+            model, base_model = services.served.named(body.base_model), body.base_model
         else:
             raise RequestError("give base_model or model_path", field="model_path")
-        if services.loaded is not None:
-            await services.loaded.check(weights, "base_model" if body.model_path is None else "model_path")
+        if (loaded := model.lane.loaded) is not None:
+            await loaded.check(weights, "base_model" if body.model_path is None else "model_path")
         sampler = Sampler(sampler_id, session.id, tenant, base_model, body.model_path, weights)
         check = services.quotas.sampling_sessions(tenant)
         stored = await services.samplers.create(sampler, body.sampling_session_seq_id, saved, check)
@@ -100,7 +102,7 @@ def router(services: Services) -> Routes:
         if sampler is None:
             raise NotFound(f"no sampling session {sampler_id!r}", field="sampler_id")
         # The SDK loads a tokenizer by this name, and uses it for nothing else.
-        name = services.served.tokenizer_name(sampler.base_model)
+        name = services.served.of(sampler.base_model).tokenizer_name(sampler.base_model)
         return reply({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path})
 
     @routes.post("/asample", scope="sample", body=Body(SampleRequest, read_as=bytes, bound="sample"))

@@ -32,7 +32,7 @@ DRAIN_S = 10.0
 async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     """The services, with the background work running. On exit, samples drain and queued writes are committed. Raises
     what `begin` raises, and closes everything before."""
-    features = inference_features(runtime.config)
+    features = [inference_features(one.config) for one in runtime.each]
     process = build(runtime, Secrets.open(runtime), features)
     try:
         await begin(process)
@@ -77,9 +77,10 @@ async def close(process: ApiProcess) -> None:
     services.sampling.refuse_new()
     await services.sampling.drain(0)
     await base.notifier.close()
-    if services.client is not None:
-        await services.client.close()
-    await services.pictures.close()
+    for model in services.served:
+        if model.lane.client is not None:
+            await model.lane.client.close()
+    await services.picture_checks.close()
     await base.writer.close()
     base.database.close()
     if services.spans is not None:

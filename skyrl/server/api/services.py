@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.inference.adapter_host import AdapterHost
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.tracing.spans import Spans
 from skyrl.server.api.access import Access
-from skyrl.server.api.readiness import EngineWatch
-from skyrl.server.api.ready_reasons import ReadyReasons
+from skyrl.server.api.ready_reasons import ServerReadiness
 from skyrl.server.api.served import Served
 from skyrl.server.api.session_life import SessionLife
 from skyrl.server.api.signing import SignedUrls
@@ -20,12 +18,9 @@ from skyrl.server.futures.store import FutureStore
 from skyrl.server.futures.trace import Traces
 from skyrl.server.openai.in_flight import InFlight
 from skyrl.server.openai.models import ModelNames
-from skyrl.server.openai.service import OpenAIService
-from skyrl.server.pictures.ingress import PictureIngress
+from skyrl.server.pictures.checking import PictureChecks
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.request_status.finding import StatusFinder
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.loaded_weights import LoadedWeights
 from skyrl.server.sampling.service import SampleService
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db.adapter_uses import AdapterUses
@@ -54,17 +49,12 @@ class Services:
     samplers: Samplers
     checkpoints: Checkpoints
     checkpoint_store: CheckpointStore
-    adapters: AdapterHost
     copies: Copies
     futures: FutureStore
     sampling: SampleService
-    pictures: PictureIngress
-    loaded: LoadedWeights | None
-    """None if the inference servers never change their weights."""
-    client: ForwardingClient | None
+    picture_checks: PictureChecks
     engine: Doorbell
-    watch: EngineWatch
-    readiness: ReadyReasons
+    readiness: ServerReadiness
     tokens: Tokens
     access: Access
     urls: SignedUrls
@@ -78,10 +68,13 @@ class Services:
     metrics: ApiMetrics
     published_metrics: MetricsDirectory
     """Where all processes of the server publish their metrics."""
-    openai: OpenAIService | None
-    """None if the engine samples."""
     openai_models: ModelNames
     openai_in_flight: InFlight
     adapter_uses: AdapterUses
     spans: Spans | None
     """None if nothing is traced."""
+
+    async def refresh(self) -> None:
+        """Read the engines' states."""
+        for model in self.served:
+            await model.watch.refresh()

@@ -70,7 +70,7 @@ async def submit_sequenced(
     services: Services, call: Call, kind: Kind, header: SequencedRequest, body: bytes, encoding: str = "json"
 ) -> Response:
     """`submit` for a command that names its model."""
-    services.served.check_trainable()
+    services.served.check_trains()
     model = await services.models.find(header.model_id, call.tenant)
     if model is None:
         raise NotFound(f"no model {header.model_id!r}", field="model_id")
@@ -93,7 +93,8 @@ async def submit(
         raise RequestError("must be in [0, 2**63)", field="seq_id")
     request_id, of_pictures = new_request_id(), 0
     if kind in PASSES:
-        body, of_pictures = await services.pictures.training(body, encoding, model.tenant, request_id)
+        pictures = services.served.of(model.base_model).lane.pictures
+        body, of_pictures = await pictures.training(body, encoding, model.tenant, request_id)
     tokens = await _tokens_to_charge(services, kind, model.tenant, body, encoding, of_pictures)
     with services.quotas.charged(model.tenant, tokens) as charge:
         request_id, charge.kept = await services.futures.record(

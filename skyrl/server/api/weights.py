@@ -24,6 +24,7 @@ from skyrl.server.api.models import check_new_model, check_optimizer, described
 from skyrl.server.api.reply import reply
 from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
+from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
 from skyrl.server.api.training import command_of, submit, submit_sequenced
 from skyrl.storage.db.checkpoints import Checkpoint
@@ -56,9 +57,9 @@ def _refused(model_id: str, error: RequestError) -> bytes:
     return msgspec.json.encode({"model_id": model_id, "path": "", "refused": error.message})
 
 
-def check_mode(saved: Checkpoint, services: Services) -> None:
-    """Raises RequestError for a checkpoint that a model of this server cannot begin with."""
-    if saved.lora.is_full == services.config.full_finetuning:
+def check_mode(saved: Checkpoint, served: ServedModel) -> None:
+    """Raises RequestError for a checkpoint that a model of this base model cannot begin with."""
+    if saved.lora.is_full == served.config.full_finetuning:
         return
     if saved.lora.is_full:
         refused = "holds a whole model, which needs a server that was started with trainer.full_finetuning"
@@ -97,7 +98,7 @@ def router(services: Services) -> Routes:
         command, reader = _resolved(body, services)
         if new_model.session_id is None or new_model.model_seq_id is None:
             raise RequestError("give model_id, or session_id and model_seq_id")
-        services.served.check_trainable()
+        services.served.check_trains()
         session = await services.session_life.active(new_model.session_id, tenant)
         check_optimizer(new_model.optimizer_config)
         if not 0 <= new_model.model_seq_id < 2**31:
@@ -106,17 +107,17 @@ def router(services: Services) -> Routes:
         saved = await services.checkpoints.find(path, reader or tenant)
         if saved is None or path.kind != "weights":
             raise NotFound(f"no training checkpoint {new_model.path!r}", field="path")
-        if new_model.base_model is not None:
-            services.served.check_base_model(new_model.base_model)
+        base_model = new_model.base_model or saved.base_model
+        served = services.served.for_checkpoint(saved.base_model, new_model.base_model)
         model = Model(
             id=model_id_of(session.id, new_model.model_seq_id),
             session_id=session.id,
             tenant=tenant,
-            base_model=new_model.base_model or saved.base_model,
+            base_model=base_model,
             lora=saved.lora,
             user_metadata=new_model.user_metadata,
         )
-        check_mode(saved, services)
+        check_mode(saved, served)
         add_row = add_model(model, new_model.model_seq_id, check_new_model(model, services))
         return await submit(services, call, Kind.LOAD_WEIGHTS, model, 0, command, first=add_row)
 

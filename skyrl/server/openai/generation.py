@@ -81,6 +81,15 @@ class Generation:
         return msgspec.json.encode(fields)
 
 
+class _Named(msgspec.Struct):
+    model: str
+
+
+def model_in(body: bytes) -> str:
+    """The name of the model that a request asks for. Raises RequestError."""
+    return decode_json(_Named, body).model
+
+
 def completion(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Generation:
     """`grammars`: whether regular expressions and grammars are accepted. Raises RequestError naming the field."""
     fields, given = _decode(body, CompletionFields)

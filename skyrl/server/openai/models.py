@@ -6,11 +6,10 @@ tenants and the places of their files, and is never shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef, served_version
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.paths import parse_path
@@ -28,7 +27,7 @@ MAX_LISTED = 1000
 class Target:
     """The weights that a request asks for. `name` is the caller's name for them, `served_name` the inference server's.
     `created_at` is in seconds since the epoch. An answer must begin with the weights that the inference server calls
-    `version`; None if it never changes them."""
+    `version`; None if it never changes them. `number` is that of the base model in the server."""
 
     name: str
     served_name: str
@@ -36,6 +35,7 @@ class Target:
     weights: WeightsRef
     created_at: float = 0.0
     version: str | None = None
+    number: int = 0
 
     @property
     def description(self) -> dict[str, Any]:
@@ -44,72 +44,97 @@ class Target:
         return described if isinstance(self.weights, BaseWeights) else described | {"parent": self.base_model}
 
 
+@dataclass(frozen=True)
+class Base:
+    """A base model under its names. `paths` are names that clients may use, and that are not listed. `loaded` is None
+    if the inference server never changes its weights."""
+
+    served_names: tuple[str, ...]
+    paths: tuple[str, ...]
+    limits: Callable[[], ContextLimits]
+    loaded: LoadedWeights | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names, in requests and in checkpoints."""
+        return (*self.served_names, *self.paths)
+
+    def own(self) -> list[dict[str, Any]]:
+        """The descriptions of the base model itself, one for each served name."""
+        length = self.limits().max_context
+        served = [Target(name, name, name, BaseWeights()).description for name in self.served_names]
+        return served if length is None else [model | {"max_model_len": length} for model in served]
+
+    def target(self, name: str, saved: Checkpoint, number: int) -> Target:
+        """A checkpoint of this base model. Raises OpenAIError."""
+        assert saved.weights is not None
+        try:
+            full = self.loaded is not None
+            served = served_name(saved.weights, self.served_names[0], "model", full_finetuning=full)
+        except RequestError as error:
+            raise _refused(str(error)) from error
+        version = self.version(saved.weights)
+        return Target(name, served, saved.base_model, saved.weights, saved.created_at, version, number)
+
+    def version(self, weights: WeightsRef) -> str | None:
+        return None if self.loaded is None else served_version(weights)
+
+
 class ModelNames:
     """Finds the weights behind a name: a served name, `tinker://...` or `BASE;tinker://...`."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        checkpoints: Checkpoints,
-        limits: Callable[[], ContextLimits],
-        loaded: LoadedWeights | None = None,
-    ) -> None:
-        """`loaded` is None if the inference server never changes its weights."""
-        self._served_names = config.served_names
-        self._bases = (*config.served_names, config.base_model_path)
-        """All names of the base model, in requests and in checkpoints."""
+    def __init__(self, bases: Sequence[Base], checkpoints: Checkpoints) -> None:
+        self._bases = tuple(bases)
         self._checkpoints = checkpoints
-        self._limits = limits
-        self._loaded = loaded
 
     async def find(self, name: str, tenant: str) -> Target:
         """Raises OpenAIError: 404 for what does not exist for this tenant, and for weights that are not loaded any
         more; 400 for a checkpoint of another base."""
         target = await self._find(name, tenant)
-        if self._loaded is not None and (replaced := await self._loaded.replaced(target.weights)) is not None:
+        loaded = self._bases[target.number].loaded
+        if loaded is not None and (replaced := await loaded.replaced(target.weights)) is not None:
             raise OpenAIError(replaced, status=404, param="model", code="model_not_found")
         return target
 
     async def _find(self, name: str, tenant: str) -> Target:
-        if name in self._served_names:
-            return Target(name, self._served_names[0], name, BaseWeights(), version=self._version(BaseWeights()))
-        base, separator, path = name.rpartition(";")
+        for number, base in enumerate(self._bases):
+            if name in base.served_names:
+                weights = BaseWeights()
+                version = base.version(weights)
+                return Target(name, base.served_names[0], name, weights, version=version, number=number)
+        named, separator, path = name.rpartition(";")
         try:
             saved = await self._checkpoints.find(parse_path(path, "model"), tenant)
         except RequestError:
             saved = None
         if saved is None or saved.weights is None:
             raise model_not_found(name)
-        if saved.base_model not in self._bases:
+        number = self._number(saved.base_model)
+        if number is None:
             raise _refused(f"{path} was trained from {saved.base_model!r}, which is not served here")
-        if separator and base not in self._bases:
-            raise _refused(f"{base!r} is not the model that {path} was trained from")
-        return self._target(name, saved)
+        if separator and self._number(named) != number:
+            raise _refused(f"{named!r} is not the model that {path} was trained from")
+        return self._bases[number].target(name, saved, number)
 
     async def listed(self, tenant: str) -> list[dict[str, Any]]:
         """The served names, and the tenant's own newest checkpoints. Published ones are found by their names."""
-        length = self._limits().max_context
-        served = [Target(name, name, name, BaseWeights()).description for name in self._served_names]
-        if length is not None:
-            served = [model | {"max_model_len": length} for model in served]
+        served = [description for base in self._bases for description in base.own()]
         own, _ = await self._checkpoints.page(tenant, MAX_LISTED, 0, Seen(kinds=("sampler_weights",)))
-        usable = [saved for saved in own if saved.weights is not None and saved.base_model in self._bases]
-        if self._loaded is not None:
-            usable = [saved for saved in usable if isinstance(saved.weights, FullWeights)]
-        return served + [self._target(str(saved.path), saved).description for saved in usable]
+        return served + [target.description for saved in own if (target := self._usable(saved)) is not None]
 
-    def _target(self, name: str, saved: Checkpoint) -> Target:
-        assert saved.weights is not None
-        try:
-            full = self._loaded is not None
-            served = served_name(saved.weights, self._served_names[0], "model", full_finetuning=full)
-        except RequestError as error:
-            raise _refused(str(error)) from error
-        version = self._version(saved.weights)
-        return Target(name, served, saved.base_model, saved.weights, saved.created_at, version)
+    def _usable(self, saved: Checkpoint) -> Target | None:
+        """None for a checkpoint that cannot be sampled from here."""
+        number = self._number(saved.base_model)
+        if number is None or saved.weights is None:
+            return None
+        base = self._bases[number]
+        if base.loaded is not None and not isinstance(saved.weights, FullWeights):
+            return None
+        return base.target(str(saved.path), saved, number)
 
-    def _version(self, weights: WeightsRef) -> str | None:
-        return None if self._loaded is None else served_version(weights)
+    def _number(self, name: str) -> int | None:
+        """Which base model has this name."""
+        return next((number for number, base in enumerate(self._bases) if name in base.names), None)
 
 
 def _refused(message: str) -> OpenAIError:

@@ -81,9 +81,6 @@ class PictureIngress:
         counts = (len(taken.names[digest]) * _tokens(found, self._sight) for digest, found in known.items())
         return taken.body, sum(counts)
 
-    async def close(self) -> None:
-        await self._checks.close()
-
     async def _taken_out(self, body: bytes, body_format: str) -> TakenOut:
         if len(body) <= LARGE_BODY_BYTES:
             return take_out(body, body_format)

@@ -6,7 +6,7 @@ SAMPLE future, which the engine runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 
 import msgspec
 from msgspec.structs import replace
@@ -19,25 +19,18 @@ from skyrl.base.wire.errors import ErrorCategory, NotFound, OverQuota, RequestEr
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
 from skyrl.runtime.metrics.samples import SampleMetrics
 from skyrl.server.futures.store import FutureStore
-from skyrl.server.pictures.ingress import PictureIngress
 from skyrl.server.pictures.placed import is_text
 from skyrl.server.quotas.account import Ticket
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.sampling.admission import Admission
-from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.cut import CutNotes, cut_to
-from skyrl.server.sampling.fair_order import FairOrder
-from skyrl.server.sampling.forwarded_samples import ForwardedSamples
-from skyrl.server.sampling.guards import FeatureGuard
-from skyrl.server.sampling.job import ContextLimits, SampleJob
-from skyrl.server.sampling.loaded_weights import LoadedWeights
-from skyrl.server.sampling.progress import SampleProgress
+from skyrl.server.sampling.job import SampleJob
+from skyrl.server.sampling.lane import Lane, Lanes
 from skyrl.server.sampling.sampler_job import job_for
 from skyrl.storage.db.api_processes import PendingSample
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.samplers import Sampler, Samplers
 from skyrl.storage.db.sessions import Sessions
-from skyrl.storage.db.usage import UsageCounter
 from skyrl.storage.notify.doorbell import Doorbell
 
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
@@ -54,44 +47,29 @@ class Promise(msgspec.Struct, frozen=True):
 
 
 class SampleService:
-    """Takes `asample` bodies. With a `client` this process forwards the samples. Without one the engine samples, and
-    `engine` is its doorbell. `order` is None if the inference server ignores priorities, `loaded` if it never changes
-    its weights."""
+    """Takes `asample` bodies. Where a lane has a client, this process forwards the samples. Otherwise the engine
+    samples, and `engine` is its doorbell."""
 
     def __init__(
         self,
         futures: FutureStore,
         samplers: Samplers,
         sessions: Sessions,
+        lanes: Lanes,
         *,
-        client: ForwardingClient | None,
         engine: Doorbell | None,
-        limits: Callable[[], ContextLimits],
         admission: Admission,
-        order: FairOrder | None,
-        base_name: str,
-        guard: FeatureGuard,
-        usage: UsageCounter,
         quotas: Quotas,
-        pictures: PictureIngress,
         metrics: SampleMetrics | None = None,
-        loaded: LoadedWeights | None = None,
     ) -> None:
         self._futures = futures
         self._samplers = samplers
         self._sessions = sessions
-        self._forwards = client is not None
+        self.lanes = lanes
         self._engine = engine
-        self._limits = limits
         self._admission = admission
-        self.order = order
-        self._base_name = base_name
-        self._guard = guard
         self._quotas = quotas
-        self._pictures = pictures
         self._metrics = metrics or SampleMetrics()
-        self._loaded = loaded
-        self._forwarded = ForwardedSamples(client, futures, samplers, admission, order, usage, self._metrics)
         self._stopping = False
         self.cuts = CutNotes()
         self.to_engine = 0
@@ -105,15 +83,16 @@ class SampleService:
         if self._stopping:
             self._metrics.refused("stopping")
             raise RequestError("the server is stopping; send the sample again", status=503, retry_after_s=1)
-        request = decode_sample_request(body, self._limits().vocab_size)
-        sampler = await self._resolve(request, tenant)
+        guessed = self.lanes.guess(body, lambda session: self._cached_base_model(session, tenant))
+        request = decode_sample_request(body, None if guessed is None else guessed.limits().vocab_size)
+        sampler, lane = await self._resolve(request, tenant)
         request_id = new_request_id()
         pictures = None
         if not is_text(request.prompt):
-            vocab_size = self._limits().vocab_size
-            body, request, pictures = await self._pictures.sample(body, request, vocab_size, tenant, request_id)
-        job = self._job(request, request_id, sampler, pictures)
-        self._guard.check(request)
+            vocab_size = lane.limits().vocab_size
+            body, request, pictures = await lane.pictures.sample(body, request, vocab_size, tenant, request_id)
+        job = _job(request, request_id, sampler, lane, pictures)
+        lane.guard.check(request)
         request.prompt.chunks.clear()  # the job has the tokens, in less memory
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
             raise RequestError("must be in [0, 2**63)", field="seq_id")
@@ -125,7 +104,7 @@ class SampleService:
                 ticket = self._quotas.admit(tenant, request_id, job.most_tokens)
             request_id, new = await self._futures.record(
                 NewRequest(
-                    kind=Kind.EXTERNAL if self._forwards else Kind.SAMPLE,
+                    kind=Kind.SAMPLE if lane.client is None else Kind.EXTERNAL,
                     tenant=tenant,
                     session_id=sampler.session_id,
                     body=body,
@@ -139,10 +118,10 @@ class SampleService:
             if new:
                 if ticket is not None:
                     ticket.request_id = request_id
-                if self._forwards:
+                if lane.client is not None:
                     if request_id != job.request_id:  # an earlier try was stored under another id
                         job = replace(job, request_id=request_id)
-                    self._forwarded.start(job, sampler, len(body), ticket)
+                    lane.forwarded.start(job, sampler, len(body), ticket)
                     started = True
                 elif self._engine is not None:
                     self.to_engine += 1
@@ -160,17 +139,19 @@ class SampleService:
         note = self.cuts.note(request, job, sampler.id)
         return Promise(request_id, sample_sequence_ids(request_id, request.num_samples), cut_to(request, job), note)
 
-    async def _resolve(self, request: SampleRequest, tenant: str) -> Sampler:
-        if request.sampling_session_id is None:
-            raise RequestError("is missing: create a sampling session first", field="sampling_session_id")
-        sampler = await self.open_sampler(request.sampling_session_id, tenant)
-        if self._loaded is not None:
-            await self._loaded.check(sampler.weights, "sampling_session_id")
-        return sampler
+    def _cached_base_model(self, sampling_session_id: str, tenant: str) -> str | None:
+        sampler = self._samplers.cached(sampling_session_id, tenant)
+        return None if sampler is None else sampler.base_model
 
-    def _job(self, request: SampleRequest, request_id: str, sampler: Sampler, pictures: Pictures | None) -> SampleJob:
-        full, limits = self._loaded is not None, self._limits()
-        return job_for(request, request_id, sampler, limits, self._base_name, full_finetuning=full, pictures=pictures)
+    async def _resolve(self, request: SampleRequest, tenant: str) -> tuple[Sampler, Lane]:
+        field = "sampling_session_id"
+        if request.sampling_session_id is None:
+            raise RequestError("is missing: create a sampling session first", field=field)
+        sampler = await self.open_sampler(request.sampling_session_id, tenant)
+        lane = self.lanes.of(sampler.base_model, field)
+        if lane.loaded is not None:
+            await lane.loaded.check(sampler.weights, field)
+        return sampler, lane
 
     async def open_sampler(self, sampling_session_id: str, tenant: str, field: str = "sampling_session_id") -> Sampler:
         """The tenant's sampling session, if its session is active. Raises NotFound naming `field`."""
@@ -195,21 +176,22 @@ class SampleService:
             return
         pictures = None
         try:
-            request = decode_sample_request(sample.body, self._limits().vocab_size)
-            sampler = await self._resolve(request, sample.tenant)
+            request = decode_sample_request(sample.body, None)
+            sampler, lane = await self._resolve(request, sample.tenant)
             if not is_text(request.prompt):
-                pictures = await self._pictures.stored_sample(request, sample.tenant)
-            job = self._job(request, sample.id, sampler, pictures)
+                pictures = await lane.pictures.stored_sample(request, sample.tenant)
+            job = _job(request, sample.id, sampler, lane, pictures)
         except RequestError as error:  # the session has ended, or the server has another base model now
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
         self._admission.add(sample.tenant, len(sample.body))
         ticket = self._quotas.adopt(sample.tenant, sample.id, sample.not_before) if self._quotas.in_use else None
-        self._forwarded.start(job, sampler, len(sample.body), ticket)
+        lane.forwarded.start(job, sampler, len(sample.body), ticket)
 
     def cancel(self, request_ids: list[str]) -> None:
         """Stop forwarding these samples; vLLM stops computing them, too."""
-        self._forwarded.cancel(request_ids)
+        for lane in self.lanes:
+            lane.forwarded.cancel(request_ids)
 
     async def cancel_future(self, request_id: str, tenant: str) -> None:
         """End a pending sample as cancelled. A sample that has ended stays as it is.
@@ -226,27 +208,15 @@ class SampleService:
             self.cancel([request_id])
         await self._futures.end(request_id, CANCELLED)
 
-    def forwards(self, request_id: str) -> bool:
-        """Whether this process forwards a sample with this id now."""
-        return request_id in self._forwarded
-
-    def progress(self, request_id: str) -> SampleProgress | None:
-        """Where a sample stands that this process has sent, or tries to send; None for other samples."""
-        return self._forwarded.progress(request_id)
-
-    def adapters_in_flight(self) -> int:
-        """How many adapters this process samples from now."""
-        return self._forwarded.adapters_in_flight()
-
     @property
     def in_flight(self) -> int:
         """Samples that this process forwards now."""
-        return len(self._forwarded)
+        return sum(len(lane.forwarded) for lane in self.lanes)
 
     @property
     def forwarded(self) -> int:
         """Samples that this process has forwarded, and that have a result."""
-        return self._forwarded.completed
+        return sum(lane.forwarded.completed for lane in self.lanes)
 
     def refuse_new(self) -> None:
         """Answer new samples with 503 from now on: the server is stopping."""
@@ -260,4 +230,10 @@ class SampleService:
         """Wait up to `grace_s` until samples in flight have ended. The others stay pending, and the next start of this
         process forwards them."""
         self.cancel(list(self._quotas.waiting))  # these have not been sent yet
-        await self._forwarded.drain(grace_s)
+        await asyncio.gather(*(lane.forwarded.drain(grace_s) for lane in self.lanes))
+
+
+def _job(request: SampleRequest, request_id: str, sampler: Sampler, lane: Lane, pictures: Pictures | None) -> SampleJob:
+    full = lane.loaded is not None
+    limits, name = lane.limits(), lane.base_name
+    return job_for(request, request_id, sampler, limits, name, full_finetuning=full, pictures=pictures)

@@ -12,6 +12,10 @@ from skyrl.base.types.command import Command, ExecutedCommand
 from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.storage.db.futures import futures
+from skyrl.storage.db.tables import ModelRow, SamplingSessionRow
+
+models = ModelRow.__table__  # type: ignore[attr-defined]
+samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 
 _HEADER = (
     futures.c.n,
@@ -145,3 +149,15 @@ def highest_seq(connection: Connection, model_id: str) -> int:
     """The highest seq_id that is recorded for a model; -1 if there is none."""
     row = connection.execute(select(func.max(futures.c.seq_id)).where(futures.c.model_id == model_id)).first()
     return -1 if row is None or row[0] is None else int(row[0])
+
+
+def base_model_of(connection: Connection, request_id: str) -> str | None:
+    """The name of the base model that a request is about; None if there is no such request, or it is about none."""
+    query = (
+        select(func.coalesce(models.c.base_model, samplers.c.base_model))
+        .select_from(futures)
+        .outerjoin(models, models.c.id == futures.c.model_id)
+        .outerjoin(samplers, samplers.c.id == futures.c.sampling_session_id)
+        .where(futures.c.id == request_id)
+    )
+    return connection.execute(query).scalar()

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, func, select, update
+from collections.abc import Mapping
+
+from sqlalchemy import Connection, delete, func, insert, select
 
 from skyrl.storage.db.api_processes import processes
+from skyrl.storage.db.tables import SampleClockRow
 from skyrl.storage.db.writer import GroupCommitWriter
+
+clocks = SampleClockRow.__table__  # type: ignore[attr-defined]
 
 
 class SampleClocks:
-    """The sample clocks in the table of API processes, for the process `process_id`."""
+    """The clocks of the process `process_id`, one for each base model."""
 
     def __init__(self, writer: GroupCommitWriter, process_id: str) -> None:
         self._writer = writer
         self._process_id = process_id
 
-    async def exchange(self, own_clock: int) -> int:
-        """Store this process's clock. Returns the highest clock of the other processes, 0 when there are none."""
+    async def exchange(self, own: Mapping[str, int]) -> dict[str, int]:
+        """Store this process's clocks, by base model. Returns the highest clocks of the other processes."""
 
-        def exchange(connection: Connection) -> int:
-            own_row = processes.c.id == self._process_id
-            connection.execute(update(processes).where(own_row).values(sample_clock=own_clock))
-            others = select(func.max(processes.c.sample_clock)).where(~own_row)
-            return connection.execute(others).scalar() or 0
+        def exchange(connection: Connection) -> dict[str, int]:
+            gone = clocks.c.process_id.not_in(select(processes.c.id))
+            connection.execute(delete(clocks).where((clocks.c.process_id == self._process_id) | gone))
+            rows = [{"process_id": self._process_id, "base_model": name, "clock": now} for name, now in own.items()]
+            connection.execute(insert(clocks), rows)
+            highest = select(clocks.c.base_model, func.max(clocks.c.clock).label("clock"))
+            others = highest.where(clocks.c.process_id != self._process_id).group_by(clocks.c.base_model)
+            return {row.base_model: row.clock for row in connection.execute(others)}
 
         return await self._writer.transact(exchange)

@@ -252,6 +252,17 @@ class EngineStateRow(SQLModel, table=True):
     activity: str | None = Field(default=None, sa_column=Column(Text))
 
 
+class SampleClockRow(SQLModel, table=True):
+    """The clock of an API process for the samples of one base model (`skyrl.server.sampling.fair_order`). `base_model`
+    is a key as in `EngineStateRow`."""
+
+    __tablename__ = "sample_clocks"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (PrimaryKeyConstraint("process_id", "base_model"),)
+    process_id: str
+    base_model: str
+    clock: int = Field(sa_column=Column(BigInteger, nullable=False))
+
+
 class TrainingClaimRow(SQLModel, table=True):
     """The single row with the claim to train on this database. `owner` is the server that has it, and `held_at` is when
     it renewed it."""
@@ -288,8 +299,6 @@ class ApiProcessRow(SQLModel, table=True):
     id: str = Field(primary_key=True)
     started_at: float
     heartbeat_at: float
-    sample_clock: int | None = Field(default=None, sa_column=Column(BigInteger))
-    """See `skyrl.server.sampling.fair_order`."""
 
 
 class AdapterUseRow(SQLModel, table=True):

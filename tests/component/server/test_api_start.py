@@ -35,9 +35,9 @@ seen = []
 directory = Path(sys.argv[1])
 runtime = Runtime(ServerConfig(base_model="acme/base", state_dir=directory / "state"), directory, None, None)
 secrets, features = Secrets.open(runtime), InferenceFeatures(False, False, False)
-build(runtime, secrets, features)  # imports what is imported late
+build(runtime, secrets, [features])  # imports what is imported late
 sys.addaudithook(lambda event, given: seen.append((event, given)) if event in OPENING else None)
-build(runtime, secrets, features)
+build(runtime, secrets, [features])
 print(*seen, sep="\\n", end="")
 """
 

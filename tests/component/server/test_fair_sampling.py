@@ -16,8 +16,8 @@ from skyrl.base.wire.results import encode_json
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.server import open_services
 from skyrl.server.api.tokens import tenant_of_key
-from skyrl.storage.db.api_processes import processes
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.sample_clocks import clocks
 from tests.postgres_server import ON_POSTGRES
 
 FIRST, SECOND = "tml-one", "tml-two"
@@ -139,11 +139,12 @@ async def test_a_new_process_continues_at_the_virtual_time_of_the_others(
         go.set()
         for request_id in promises:
             await api.result(request_id)
-        assert api.services.sampling.order is not None
-        now = api.services.sampling.order.now
+        order = api.services.served[0].lane.order
+        assert order is not None
+        now = order.now
         assert now > 0
         async with asyncio.timeout(60):
-            while await database.read_async(lambda c: c.execute(select(processes.c.sample_clock)).scalar()) != now:
+            while await database.read_async(lambda c: c.execute(select(clocks.c.clock)).scalar()) != now:
                 pass  # the next heartbeat writes the time
         async with open_services(Runtime(api.services.config, tmp_path, None, "key", slot=1)) as later:
             promise = await later.sampling.submit(encode_json(sample_body(sampler, 10)), tenant_of_key(FIRST))

@@ -110,7 +110,7 @@ async def flood(api: Api, count: int) -> list[httpx.Response]:
 
 async def test_many_probes_cause_one_read_of_the_database(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = 0
-    read, reading, go = api.services.watch._read, asyncio.Event(), asyncio.Event()
+    read, reading, go = api.services.served[0].watch._read, asyncio.Event(), asyncio.Event()
 
     async def slow() -> Any:
         nonlocal reads
@@ -119,7 +119,7 @@ async def test_many_probes_cause_one_read_of_the_database(api: Api, monkeypatch:
         await go.wait()
         return await read()
 
-    monkeypatch.setattr(api.services.watch, "_read", slow)
+    monkeypatch.setattr(api.services.served[0].watch, "_read", slow)
     monkeypatch.setattr(readiness, "FRESH_S", 3600.0)
     answers = asyncio.create_task(flood(api, 500))
     await reading.wait()
@@ -137,16 +137,16 @@ async def test_many_probes_probe_an_external_server_once(
 ) -> None:
     monkeypatch.setattr(readiness, "FRESH_S", 3600.0)
     async with serve(external_inference_url=upstream.url) as api:
-        probe = api.services.client.probe if api.services.client is not None else None
-        assert probe is not None
-        probes = 0
+        client = api.services.served[0].lane.client
+        assert client is not None
+        probe, probes = client.probe, 0
 
         async def counted() -> str | None:
             nonlocal probes
             probes += 1
             return await probe()
 
-        monkeypatch.setattr(api.services.client, "probe", counted)
+        monkeypatch.setattr(client, "probe", counted)
         assert len({answer.text for answer in await flood(api, 200)}) == 1
         await flood(api, 50)
         assert probes == 1

@@ -117,12 +117,12 @@ async def test_openai_requests_over_a_quota_are_counted_as_refused(serve: Serve,
 
 async def test_readiness_and_the_age_of_the_engines_heartbeat_are_shown(api: Api, database: Database) -> None:
     database.write(beat)
-    await api.services.watch.refresh()
+    await api.services.refresh()
     shown = await scrape(api)
     assert shown["skyrl_ready{part=training}"] == shown["skyrl_ready{part=sampling}"] == 1
     assert shown["skyrl_engine_heartbeat_age_seconds{}"] < 60
     database.write(lambda c: publish_training(c, ready=False, reason="loading"))
-    await api.services.watch.refresh()
+    await api.services.refresh()
     assert (await scrape(api))["skyrl_ready{part=training}"] == 0
 
 

@@ -310,7 +310,7 @@ async def test_a_key_without_the_scope_is_refused_in_openais_shape(serve: Serve,
 
 async def test_a_server_that_colocates_says_that_it_serves_no_completions(serve: Serve) -> None:
     async with serve(backend_config={"trainer": {"placement": {"colocate_all": True}}}) as api:
-        assert api.services.openai is None
+        assert api.services.served[0].openai is None
         refused = await ask(api, PROMPT)
         assert (await api.http.get("/v1/models")).status_code == 200
     assert refusal(refused) == (501, None, None)

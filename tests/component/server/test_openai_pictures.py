@@ -134,7 +134,7 @@ async def test_a_model_of_text_takes_no_picture(api: Api, upstream: FakeUpstream
 
 
 async def test_a_full_queue_of_checks_is_a_429(sees: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sees.services.pictures._checks._checker, "_max_waiting", 0)
+    monkeypatch.setattr(sees.services.picture_checks._checker, "_max_waiting", 0)
     answer = await ask(sees, chat(image(uri(PICTURE))), CHAT)
     assert refusal(answer) == (429, None, "rate_limit_exceeded")
     assert int(answer.headers["retry-after"]) >= 1

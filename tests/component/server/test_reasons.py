@@ -37,7 +37,7 @@ async def told(api: Api, database: Database, activity: EngineActivity, *, trains
     reason = "" if trains else "restoring the models in training"
     database.write(lambda c: engine_state.publish_training(c, ready=trains, reason=reason))
     database.write(lambda c: engine_state.beat(c, encode_activity(activity)))
-    await api.services.watch.refresh()
+    await api.services.refresh()
 
 
 async def training(api: Api) -> tuple[str, list[str]]:
@@ -105,7 +105,7 @@ async def test_without_an_engine_commands_say_why_it_cannot_train(
 ) -> None:
     _, (created, *_) = await training(api)
     database.write(lambda c: engine_state.clear(c, "the engine has stopped"))
-    await api.services.watch.refresh()
+    await api.services.refresh()
     caplog.set_level(logging.INFO)
     state, sentence = await reason(api, created)
     assert (state, sentence) == ("paused_capacity", "the trainer cannot run commands now: the engine has stopped")

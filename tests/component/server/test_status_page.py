@@ -273,7 +273,7 @@ async def test_a_dead_engine_is_the_reason_for_server_and_runs(api: Api, databas
         "scopes": ["admin", "sample", "train"],
     }
     database.write(lambda c: c.execute(update(engine_state).values(heartbeat_at=time.time() - 40)))
-    api.services.readiness._readiness._found = None  # readiness is looked up once a second
+    api.services.served[0].readiness._readiness._found = None  # readiness is looked up once a second
     state = await ask(api, "state")
     assert state["server"]["ready"] is False
     assert "the engine was last heard of 40 s ago" in state["server"]["reasons"][0]

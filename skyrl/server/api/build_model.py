@@ -1,0 +1,181 @@
+"""Builds what an API process has for one base model: how it is sampled from, and what is known of its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.sight import sight_of
+from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
+from skyrl.inference.features import InferenceFeatures
+from skyrl.runtime.metrics.processes import ApiMetrics
+from skyrl.runtime.processes.runtime import Runtime
+from skyrl.server.api.readiness import EngineWatch
+from skyrl.server.api.ready_reasons import ReadyReasons
+from skyrl.server.api.served import ServedModel
+from skyrl.server.futures.store import FutureStore
+from skyrl.server.openai.chat_pictures import ChatPictures
+from skyrl.server.openai.service import OpenAIService, Passage
+from skyrl.server.pictures.checking import PictureChecks
+from skyrl.server.pictures.files import StoredPictureFiles
+from skyrl.server.pictures.ingress import PictureIngress
+from skyrl.server.quotas.tenants import Quotas
+from skyrl.server.sampling.admission import Admission
+from skyrl.server.sampling.client import ForwardingClient
+from skyrl.server.sampling.endpoint import EngineEndpoint, FixedEndpoint
+from skyrl.server.sampling.fair_order import FairOrder
+from skyrl.server.sampling.forwarded_samples import ForwardedSamples
+from skyrl.server.sampling.guards import FeatureGuard
+from skyrl.server.sampling.http import HttpTransport
+from skyrl.server.sampling.lane import Lane
+from skyrl.server.sampling.loaded_weights import LoadedWeights
+from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.db.adapter_uses import AdapterUses
+from skyrl.storage.db.checkpoints import Checkpoints
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import EngineState, read_state
+from skyrl.storage.db.inference_servers import PlacedServer, read_servers
+from skyrl.storage.db.picture_files import PictureFiles
+from skyrl.storage.db.samplers import Samplers
+from skyrl.storage.db.usage import UsageCounter
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the base models of a server share in an API process."""
+
+    database: Database
+    metrics: ApiMetrics
+    futures: FutureStore
+    samplers: Samplers
+    checkpoints: Checkpoints
+    store: CheckpointStore
+    admission: Admission
+    quotas: Quotas
+    usage: UsageCounter
+    uses: AdapterUses
+    files: PictureFiles
+    checks: PictureChecks
+
+
+def build_model(runtime: Runtime, features: InferenceFeatures, shared: Shared) -> ServedModel:
+    """`features` are those of the base model's inference server."""
+    config, database, metrics = runtime.config, shared.database, shared.metrics
+    watch = EngineWatch(partial(_engine_state, database, config), config.modes, _servers(runtime, database))
+    adapters = _adapters(config, watch, shared)
+    loaded = LoadedWeights(database) if config.full_finetuning else None
+    transport = HttpTransport(config.forwarding_inference_max_connections)
+    client = _client(runtime, watch, adapters, transport, loaded, shared)
+    sight = sight_of(config)
+    passage = Passage(
+        admission=shared.admission,
+        order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,
+        guard=FeatureGuard(features),
+        quotas=shared.quotas,
+        usage=shared.usage,
+        metrics=metrics.samples,
+    )
+    lane = Lane(
+        base_name=config.served_names[0],
+        limits=watch.limits,
+        client=client,
+        order=passage.order,
+        guard=passage.guard,
+        pictures=PictureIngress(
+            database, shared.checks, shared.files, sight, config.max_stored_image_bytes, metrics.images
+        ),
+        forwarded=ForwardedSamples(
+            client,
+            shared.futures,
+            shared.samplers,
+            shared.admission,
+            passage.order,
+            shared.usage,
+            metrics.samples,
+        ),
+        loaded=loaded,
+        places=_adapter_places(config),
+        why_away=watch.why_away,
+    )
+    openai = None
+    if client is not None:
+        openai = OpenAIService(client, transport, passage, shared.uses, ChatPictures(shared.checks, sight))
+    return ServedModel(runtime, lane, watch, ReadyReasons(config, watch, client), adapters, openai)
+
+
+def _adapters(config: ServerConfig, watch: EngineWatch, shared: Shared) -> AdapterHost:
+    store, store_key_of = shared.store, shared.checkpoints.store_key_of
+    stored = StoredAdapters(store, store_key_of)
+    if config.weights_travel:
+        return stored
+    directory = SharedDirectory(partial(watch.adapters_in, config.state_dir), store, store_key_of)
+    if not config.modes.shares_inference:
+        return directory
+
+    async def host() -> AdapterHost:
+        return stored if (await watch.refresh()).state_dir is None else directory
+
+    return HostOfOtherServer(host)
+
+
+def _adapter_places(config: ServerConfig) -> int | None:
+    """How many adapters the inference servers run at a time; None for servers that skyrl does not run, or that run no
+    adapters."""
+    backend = config.backend_config
+    if config.full_finetuning or not config.modes.manages_inference:
+        return None
+    return backend.lora.max_loras * backend.inference.num_engines
+
+
+def _client(
+    runtime: Runtime,
+    watch: EngineWatch,
+    adapters: AdapterHost,
+    transport: HttpTransport,
+    loaded: LoadedWeights | None,
+    shared: Shared,
+) -> ForwardingClient | None:
+    """None if the engine runs the samples."""
+    config = runtime.config
+    if not config.modes.forwards:
+        return None
+    external = config.external_inference_url
+    published = partial(_engine_state, shared.database, config)
+    return ForwardingClient(
+        transport,
+        EngineEndpoint(published) if external is None else FixedEndpoint(external),
+        adapters,
+        api_key=runtime.inference_api_key,
+        deadline_s=config.forwarding_deadline_s,
+        zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
+        replicas=_replicas(runtime, watch),
+        loaded=loaded,
+        shares_keys=config.routed or config.modes.shares_inference,
+        metrics=shared.metrics.adapters,
+        pictures=StoredPictureFiles(shared.files),
+    )
+
+
+def _replicas(runtime: Runtime, watch: EngineWatch) -> Collection[str]:
+    """The URLs of the servers behind the base model's router; none if it has no router. Those on a Ray cluster
+    change."""
+    config = runtime.config
+    if not config.routed:
+        return ()
+    return frozenset(runtime.replica_urls) if config.ray is None else watch.server_urls
+
+
+def _servers(runtime: Runtime, database: Database) -> Callable[[], Awaitable[list[PlacedServer]]] | None:
+    if runtime.config.ray is None or not runtime.config.modes.manages_inference:
+        return None
+
+    async def read() -> list[PlacedServer]:
+        return await database.read_async(lambda c: read_servers(c, runtime.server_id))
+
+    return read
+
+
+async def _engine_state(database: Database, config: ServerConfig) -> EngineState:
+    return await database.read_async(lambda c: read_state(c, config.role.state_keys))
