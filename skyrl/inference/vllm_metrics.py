@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import httpx
 
+from skyrl.base.config.base_models import Role
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.metrics.vllm import shown
@@ -20,9 +21,13 @@ TIMEOUT_S = 3.0
 
 
 class VllmMetrics:
-    """A vLLM that does not answer is left out, once its last metrics are old. `urls`: the replicas, by number."""
+    """A vLLM that does not answer is left out, once its last metrics are old. `urls`: the replicas, by number. `role`:
+    that of their base model."""
 
-    def __init__(self, urls: Sequence[str], key: str, directory: MetricsDirectory, first: int = 0) -> None:
+    def __init__(
+        self, urls: Sequence[str], key: str, directory: MetricsDirectory, first: int = 0, role: Role | None = None
+    ) -> None:
+        self._role = role or Role()
         self._clients = {number: VllmClient(url, key) for number, url in enumerate(urls, first)}
         self._directory = directory
 
@@ -44,4 +49,4 @@ class VllmMetrics:
             logger.debug("replica %d shows no metrics: %s", number, error)
 
     def _write(self, number: int, text: str) -> None:
-        self._directory.write(f"vllm-{number}", shown(text, number))
+        self._directory.write(f"{self._role.process('vllm')}-{number}", shown(text, number, self._role.labels))

@@ -54,12 +54,21 @@ class Role:
     `number` counts from 0 in the order of `base_models`. `name` is short, unique in the server, and made of lower-case
     letters, digits, dots and dashes: the end of the names of this base model's processes. It is empty if the server has
     one base model. `state_keys`: under which keys the row of the table engine_state stands; the engine writes it under
-    the first. `scope`: which models in training the engine looks after."""
+    the first.
+
+    `scope`: the rows and files that the engine looks after. `own`: those of this base model alone, which its trainer
+    and its vLLMs may load. The first base model that trains also looks after what is of no base model any more."""
 
     number: int = 0
     name: str = ""
     state_keys: tuple[str, ...] = ("",)
     scope: Scope = EVERYTHING
+    own: Scope = EVERYTHING
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of this base model's metrics: none if the server has one base model."""
+        return {"base_model": self.state_keys[0]} if self.name else {}
 
     def process(self, kind: str) -> str:
         """The name of this base model's process of a kind: `engine`, or `engine-qwen3-4b`."""

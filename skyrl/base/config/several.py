@@ -101,11 +101,10 @@ def _with_roles(parts: Sequence[ServerConfig]) -> tuple[ServerConfig, ...]:
     taken: list[str] = []
     for number, part in enumerate(parts):
         taken.append(short_name(part.served_names[0], taken))
+        own = scope = Scope(within=frozenset(name for name, n in numbers.items() if n == number))
         if training and number == training[0]:
             scope = Scope(without=frozenset(name for name, n in numbers.items() if n in training[1:]))
-        else:
-            scope = Scope(within=frozenset(name for name, n in numbers.items() if n == number))
-        part.take_role(Role(number, taken[-1], part.served_names, scope))
+        part.take_role(Role(number, taken[-1], part.served_names, scope, own))
     return tuple(parts)
 
 

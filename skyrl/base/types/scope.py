@@ -19,6 +19,11 @@ class Scope:
         return base_model in self.within if self.within is not None else base_model not in self.without
 
     @property
+    def has_rest(self) -> bool:
+        """Whether names that the server does not serve are in the scope. One engine of a server has them."""
+        return self.within is None
+
+    @property
     def is_everything(self) -> bool:
         """Whether this is the scope of a server's only engine."""
         return self.within is None and not self.without

@@ -52,7 +52,8 @@ def _vllm_metrics(
     for number, parts in enumerate(starts.servers):
 
         async def publish(url: str, number: int = number) -> None:
-            await VllmMetrics((url,), runtime.inference_api_key or "", published, number).run()
+            key, role = runtime.inference_api_key or "", runtime.config.role
+            await VllmMetrics((url,), key, published, number, role).run()
 
         yield lambda parts=parts, publish=publish: wherever(parts.server, publish)
 

@@ -17,12 +17,12 @@ RETRY_S = 1.0
 
 
 class ServersPublisher:
-    """The rows of this server. A write that fails is tried again until it succeeds."""
+    """The rows of this server, or of one of its base models. A write that fails is tried again until it succeeds."""
 
     def __init__(self, database: Database, runtime: Runtime) -> None:
         self.servers: Sequence[RayServer] = ()
         self._database = database
-        self._owner = runtime.server_id
+        self._owner = runtime.placement_owner
         self._engine = Doorbell(runtime.engine_doorbell)
         self._api = Doorbell(*runtime.api_doorbells)
         self._has_changed = asyncio.Event()

@@ -25,16 +25,19 @@ class CommitMetrics:
 
 
 class DatabaseGauges:
-    """Numbers of rows, which one process of a server reads now and then. NaN until the first reading."""
+    """Numbers of rows, which the engine reads now and then. NaN until the first reading. If a server has several
+    engines, each publishes the numbers of its base model, and one of them (`of_server`) also those of the server."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        def gauge(name: str, about: str) -> Gauge:
+    def __init__(self, registry: CollectorRegistry | None = None, *, of_server: bool = True) -> None:
+        def gauge(name: str, about: str, registry: CollectorRegistry | None = registry) -> Gauge:
             made = Gauge(f"skyrl_{name}", about, registry=registry)
             made.set(float("nan"))
             return made
 
         self.models = gauge("models", "Models in training.")
-        self.sessions = gauge("sessions", "Active sessions.")
-        self.tenants = gauge("tenants_active", "Tenants with a session that was heard of in the last 5 minutes.")
         self.adapters = gauge("adapters_servable", "Versions of adapters that open sampling sessions sample from.")
-        self.size = gauge("db_size_bytes", "Size of the database.")
+        server = registry if of_server else None
+        self.sessions = gauge("sessions", "Active sessions.", server)
+        about = "Tenants with a session that was heard of in the last 5 minutes."
+        self.tenants = gauge("tenants_active", about, server)
+        self.size = gauge("db_size_bytes", "Size of the database.", server)

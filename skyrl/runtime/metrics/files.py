@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -91,9 +91,9 @@ class MetricsDirectory:
 
 
 class MetricsWriter:
-    """Writes the metrics of this process, labelled with its name, every PERIOD_S until `stop`. The process that
-    `owns` the directory also deletes the files of processes that have ended; one that `answers` scrapes prepares the
-    answer after each writing."""
+    """Writes the metrics of this process, labelled with its name, every PERIOD_S until `stop`. All of them also get
+    `labels`, such as `Role.labels`. The process that `owns` the directory also deletes the files of processes that have
+    ended; one that `answers` scrapes prepares the answer after each writing."""
 
     def __init__(
         self,
@@ -101,12 +101,14 @@ class MetricsWriter:
         process: str,
         registry: CollectorRegistry,
         *,
+        labels: Mapping[str, str] | None = None,
         owns: bool = False,
         answers: bool = False,
     ) -> None:
         self._directory = directory
         self._process = process
         self._registry = registry
+        self._labels = {"process": process, **(labels or {})}
         self._owns = owns
         self._answers = answers
         self._stopped = threading.Event()
@@ -127,7 +129,7 @@ class MetricsWriter:
 
     def write(self) -> None:
         """Write once, now. Raises OSError."""
-        self._directory.write(self._process, rendered(self._registry.collect(), process=self._process))
+        self._directory.write(self._process, rendered(self._registry.collect(), **self._labels))
 
     def _run(self) -> None:
         while True:
@@ -150,14 +152,19 @@ class MetricsWriter:
 
 @contextlib.asynccontextmanager
 async def publishing(
-    registry: CollectorRegistry, process: str, directory: MetricsDirectory | Path | None, *, answers: bool = False
+    registry: CollectorRegistry,
+    process: str,
+    directory: MetricsDirectory | Path | None,
+    *,
+    labels: Mapping[str, str] | None = None,
+    answers: bool = False,
 ) -> AsyncIterator[MetricsDirectory]:
-    """Publish the metrics of this process while the body runs, and prepare its answers if it `answers` scrapes of all
-    processes. A process without a server around it (`directory` None) uses a directory of its own."""
+    """Publish the metrics of this process with `labels` while the body runs, and prepare its answers if it `answers`
+    scrapes of all processes. A process without a server around it (`directory` None) uses a directory of its own."""
     with contextlib.ExitStack() as own:
         path = directory or Path(own.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-metrics-")))
         published = MetricsDirectory(path) if isinstance(path, Path) else path
-        writer = MetricsWriter(published, process, registry, answers=answers)
+        writer = MetricsWriter(published, process, registry, labels=labels, answers=answers)
         writer.start()
         try:
             yield published

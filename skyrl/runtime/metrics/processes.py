@@ -56,7 +56,8 @@ class EngineMetrics:
     database: DatabaseGauges
 
     @classmethod
-    def new(cls) -> Self:
+    def new(cls, *, of_server: bool = True) -> Self:
+        """`of_server`: as in `DatabaseGauges`."""
         registry = CollectorRegistry()
         return cls(
             registry,
@@ -65,7 +66,7 @@ class EngineMetrics:
             PhaseMetrics(registry),
             AdapterMetrics(registry),
             TrafficMetrics(registry),
-            DatabaseGauges(registry),
+            DatabaseGauges(registry, of_server=of_server),
         )
 
 

@@ -6,7 +6,7 @@ family passes only if it is in the list, and a series only if its labels are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -33,16 +33,17 @@ FAMILIES = frozenset(
 )
 """By the name in TYPE, without `_total`."""
 DROPPED = frozenset({"model_name"})
-"""Labels that are left out: the model is the same everywhere."""
+"""Labels that are left out: all series of a vLLM have the same."""
 KEPT = frozenset({"engine", "finished_reason", "le"})
 _PARTS = ("_total", "_bucket", "_sum", "_count")
 
 
-def shown(text: str, replica: int) -> str:
-    """The part of vLLM's text that skyrl shows. Raises ValueError for a text in another format."""
+def shown(text: str, replica: int, labels: Mapping[str, str] | None = None) -> str:
+    """The part of vLLM's text that skyrl shows. Every series also gets `labels`. Raises ValueError for a text in
+    another format."""
     chosen = "\n".join(line for line in text.split("\n") if _family(line) in FAMILIES)
     families = text_string_to_metric_families(f"{chosen}\n")
-    return rendered(map(_checked, families), replica=str(replica))
+    return rendered(map(_checked, families), replica=str(replica), **(labels or {}))
 
 
 def _family(line: str) -> str:

@@ -73,6 +73,12 @@ class Runtime:
         return f"{self.server_id}/{self.slot}"
 
     @property
+    def placement_owner(self) -> str:
+        """The owner of the rows that say where this base model's vLLMs run on a Ray cluster."""
+        name = self.config.role.name
+        return f"{self.server_id}/{name}" if name else self.server_id
+
+    @property
     def api_doorbell(self) -> Path:
         return self.api_doorbells[self.slot]
 

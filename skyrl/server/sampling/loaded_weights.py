@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.types.weights import WeightsRef
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database
@@ -59,14 +60,15 @@ def check_began(spans: Iterable[list[Span] | None], wanted: str) -> None:
 
 
 class LoadedWeights:
-    """Reads the database at each call."""
+    """Reads the database at each call. `scope`: the names of the base model (`Role.own`)."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, scope: Scope = EVERYTHING) -> None:
         self._database = database
+        self._scope = scope
 
     async def replaced(self, weights: WeightsRef) -> str | None:
         """Why nobody can sample from `weights` any more; None if they are current."""
-        now = await self._database.read_async(full_weights.current)
+        now = await self._database.read_async(lambda c: full_weights.current(c, self._scope))
         return None if weights == now else replaced_sentence(weights, now)
 
     async def check(self, weights: WeightsRef, field: str) -> None:

@@ -15,11 +15,13 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, literal_column, select, union_all, update
 
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.types.weights import AdapterVersion, WeightsRef
 from skyrl.base.wire.errors import NotFound
 from skyrl.storage.db.adapter_uses import uses
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.futures import MAX_NAMED, futures
+from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.tables import ModelRow, SamplingSessionRow, SessionRow
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
@@ -67,11 +69,12 @@ def held(connection: Connection, now: float) -> set[WeightsRef]:
     return set(connection.execute(union_all(*queries)).scalars())
 
 
-def in_use(connection: Connection, used_since: float, limit: int) -> list[AdapterVersion]:
-    """At most `limit` versions of open sampling sessions with samples since `used_since`, the last used first."""
+def in_use(connection: Connection, used_since: float, limit: int, scope: Scope = EVERYTHING) -> list[AdapterVersion]:
+    """At most `limit` versions of open sampling sessions with samples since `used_since`, the last used first. `scope`:
+    the names of the base model that the sessions sample from."""
     query = (
         select(samplers.c.weights)
-        .where(OPEN_ADAPTER, samplers.c.last_used_at >= used_since)
+        .where(OPEN_ADAPTER, samplers.c.last_used_at >= used_since, in_scope(samplers.c.base_model, scope))
         .group_by(samplers.c.weights)
         .order_by(func.max(samplers.c.last_used_at).desc(), samplers.c.weights)
     )
@@ -95,20 +98,21 @@ def _unsaved() -> ColumnElement[bool]:
     return ~select(checkpoints.c.id).where(checkpoints.c.weights == samplers.c.weights).exists()
 
 
-def not_saved(connection: Connection) -> list[AdapterVersion]:
+def not_saved(connection: Connection, scope: Scope = EVERYTHING) -> list[AdapterVersion]:
     """The versions of open sampling sessions that no checkpoint has."""
-    query = select(samplers.c.weights).where(OPEN_ADAPTER, _unsaved()).distinct()
+    wanted = in_scope(samplers.c.base_model, scope)
+    query = select(samplers.c.weights).where(OPEN_ADAPTER, _unsaved(), wanted).distinct()
     return [weights for weights in connection.execute(query).scalars() if isinstance(weights, AdapterVersion)]
 
 
-def idle(connection: Connection, used_before: float) -> list[str]:
+def idle(connection: Connection, used_before: float, scope: Scope = EVERYTHING) -> list[str]:
     """Ids of open sampling sessions, at most MAX_NAMED, whose version is to be dropped: no checkpoint has it, nobody
-    has sampled from it since `used_before`, and it is not among its model's newest."""
+    has sampled from it since `used_before`, it is not among its model's newest, and its model is in the scope."""
     query = select(samplers.c.id, samplers.c.weights).where(
         OPEN_ADAPTER, samplers.c.last_used_at < used_before, _unsaved()
     )
     found = [(row.id, row.weights) for row in connection.execute(query) if isinstance(row.weights, AdapterVersion)]
-    newest = _newest_versions(connection, {version.model_id for _, version in found})
+    newest = _newest_versions(connection, {version.model_id for _, version in found}, scope)
     old = [
         sampler_id
         for sampler_id, version in found
@@ -117,11 +121,12 @@ def idle(connection: Connection, used_before: float) -> list[str]:
     return old[:MAX_NAMED]
 
 
-def _newest_versions(connection: Connection, model_ids: Iterable[str]) -> dict[str, int]:
+def _newest_versions(connection: Connection, model_ids: Iterable[str], scope: Scope) -> dict[str, int]:
     ids, newest = sorted(model_ids), {}
     for start in range(0, len(ids), MAX_NAMED):
-        named = select(_models.c.id, _models.c.sampler_version).where(_models.c.id.in_(ids[start : start + MAX_NAMED]))
-        newest |= {row.id: row.sampler_version for row in connection.execute(named)}
+        named = _models.c.id.in_(ids[start : start + MAX_NAMED])
+        query = select(_models.c.id, _models.c.sampler_version).where(named, in_scope(_models.c.base_model, scope))
+        newest |= {row.id: row.sampler_version for row in connection.execute(query)}
     return newest
 
 

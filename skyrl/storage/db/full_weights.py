@@ -1,8 +1,9 @@
 """Statements about versions of the full weights: which version is current, and whose turn it is to train.
 
-One model at a time has full weights. While it lives and has saved weights to sample from, its newest version is
-current; else the base model is. Only the current weights can be sampled from. Does not know which weights the inference
-servers have; they name their version in each answer.
+One model at a time of each base model has full weights. While it lives and has saved weights to sample from, its newest
+version is current; else the base model is. Only the current weights can be sampled from. Does not know which weights
+the inference servers have; they name their version in each answer. `scope`: the names of the base model that is asked
+about.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection, Text, cast, select, update
 
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.storage.db.models import LIVING, models
+from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.tables import SamplingSessionRow
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
@@ -24,16 +27,18 @@ class WeightsReplaced(NotFound):
     """The weights of a sampling session are not loaded any more."""
 
 
-def in_training(connection: Connection) -> FullWeights | None:
+def in_training(connection: Connection, scope: Scope = EVERYTHING) -> FullWeights | None:
     """The newest version of the model that lives; of number 0 if it has none yet. None if no such model lives."""
-    query = select(models.c.id, models.c.sampler_version).where(models.c.status.in_(LIVING), models.c.lora_rank == 0)
+    query = select(models.c.id, models.c.sampler_version).where(
+        models.c.status.in_(LIVING), models.c.lora_rank == 0, in_scope(models.c.base_model, scope)
+    )
     row = connection.execute(query).first()
     return None if row is None else FullWeights.of(row.id, row.sampler_version)
 
 
-def current(connection: Connection) -> BaseWeights | FullWeights:
+def current(connection: Connection, scope: Scope = EVERYTHING) -> BaseWeights | FullWeights:
     """The weights that the inference servers have, or get as soon as they can."""
-    newest = in_training(connection)
+    newest = in_training(connection, scope)
     return BaseWeights() if newest is None or newest.number == 0 else newest
 
 
@@ -54,11 +59,13 @@ def replaced_sentence(weights: WeightsRef, now: BaseWeights | FullWeights) -> st
     )
 
 
-def check_place(model_id: str, tenant: str) -> Callable[[Connection], None]:
-    """The check before a model is added. Raises RequestError while another model lives."""
+def check_place(model_id: str, tenant: str, scope: Scope = EVERYTHING) -> Callable[[Connection], None]:
+    """The check before a model is added. Raises RequestError while another model of the base model lives."""
 
     def check(connection: Connection) -> None:
-        query = select(models.c.id, models.c.tenant).where(models.c.status.in_(LIVING), models.c.id != model_id)
+        query = select(models.c.id, models.c.tenant).where(
+            models.c.status.in_(LIVING), models.c.id != model_id, in_scope(models.c.base_model, scope)
+        )
         other = connection.execute(query).first()
         if other is None:
             return
@@ -72,7 +79,7 @@ def check_place(model_id: str, tenant: str) -> Callable[[Connection], None]:
     return check
 
 
-def drop_replaced(connection: Connection, now: WeightsRef) -> list[str]:
+def drop_replaced(connection: Connection, now: WeightsRef, scope: Scope = EVERYTHING) -> list[str]:
     """Mark open sampling sessions of versions that are not `now` as dropped: their files may go. Returns their ids."""
     replaced = (
         update(samplers)
@@ -80,6 +87,7 @@ def drop_replaced(connection: Connection, now: WeightsRef) -> list[str]:
             samplers.c.status == "active",
             cast(samplers.c.weights, Text).startswith("full:", autoescape=True),
             samplers.c.weights != now,
+            in_scope(samplers.c.base_model, scope),
         )
         .values(status="dropped", closed_at=time.time())
         .returning(samplers.c.id)

@@ -1,7 +1,8 @@
 """The inference servers on a Ray cluster: the placement process writes where each runs, the engine and the API
 processes read it.
 
-Each server (`owner`) has rows of its own. A row says where a server process runs, not whether it is ready.
+Each server (`owner`) has rows of its own; if it has several base models, each of them is an owner. A row says where a
+server process runs, not whether it is ready.
 """
 
 from __future__ import annotations

@@ -10,10 +10,12 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, select, update
 
 from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.storage.db.columns import lora_of, lora_values
 from skyrl.storage.db.commands import highest_seq
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import RECORD
+from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.session_cache import SessionCache
 from skyrl.storage.db.sessions import in_project, sessions
 from skyrl.storage.db.tables import ModelRow
@@ -187,9 +189,10 @@ def record_numbered(connection: Connection, parameters: dict[str, Any]) -> None:
     connection.execute(RECORD.statement, parameters | {"seq_id": number})
 
 
-def living(connection: Connection) -> list[ModelRecord]:
+def living(connection: Connection, scope: Scope = EVERYTHING) -> list[ModelRecord]:
     """Models that are being trained, oldest first."""
-    query = select(models).where(models.c.status.in_(LIVING)).order_by(models.c.created_at)
+    query = select(models).where(models.c.status.in_(LIVING), in_scope(models.c.base_model, scope))
+    query = query.order_by(models.c.created_at)
     return [_record(row) for row in connection.execute(query)]
 
 

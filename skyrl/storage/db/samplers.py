@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select, update
 
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
 from skyrl.storage.db import adapter_versions, audit, full_weights
 from skyrl.storage.db.adapter_versions import SamplerDropped, samplers
@@ -41,7 +42,15 @@ def sampler_exists(connection: Connection, sampling_session_id: str) -> bool:
     return connection.execute(select(samplers.c.id).where(samplers.c.id == sampling_session_id)).first() is not None
 
 
-def find_sampler(connection: Connection, sampling_session_id: str) -> Sampler | None:
+ScopeOf = Callable[[str], Scope]
+"""The names of a base model (`skyrl.base.config.base_models.Role.own`), by one of them."""
+
+
+def _everything(_: str) -> Scope:
+    return EVERYTHING
+
+
+def find_sampler(connection: Connection, sampling_session_id: str, scope_of: ScopeOf = _everything) -> Sampler | None:
     """An open sampling session. Raises SamplerDropped when its adapter has been deleted, WeightsReplaced when its full
     weights were replaced."""
     row = connection.execute(select(samplers).where(samplers.c.id == sampling_session_id)).first()
@@ -49,7 +58,7 @@ def find_sampler(connection: Connection, sampling_session_id: str) -> Sampler | 
         return None
     if row.status == "dropped":
         if isinstance(row.weights, FullWeights):
-            now = full_weights.current(connection)
+            now = full_weights.current(connection, scope_of(row.base_model))
             raise WeightsReplaced(replaced_sentence(row.weights, now), field="sampling_session_id")
         raise SamplerDropped(sampling_session_id)
     return Sampler(
@@ -98,10 +107,12 @@ def _record_use(connection: Connection, sampler: Sampler, saved: Checkpoint) -> 
     audit.record(connection, saved.tenant, "checkpoint_sampled", **details)
 
 
-def _found(connection: Connection, sampling_session_id: str, tenant: str) -> tuple[Sampler | None, bool]:
+def _found(
+    connection: Connection, sampling_session_id: str, tenant: str, scope_of: ScopeOf
+) -> tuple[Sampler | None, bool]:
     """A tenant's open sampling session, and whether its session is active."""
     owner = connection.execute(select(samplers.c.tenant).where(samplers.c.id == sampling_session_id)).scalar()
-    sampler = find_sampler(connection, sampling_session_id) if owner == tenant else None
+    sampler = find_sampler(connection, sampling_session_id, scope_of) if owner == tenant else None
     if sampler is None:
         return None, False
     status = connection.execute(select(sessions.c.status).where(sessions.c.id == sampler.session_id)).scalar()
@@ -111,9 +122,11 @@ def _found(connection: Connection, sampling_session_id: str, tenant: str) -> tup
 class Samplers:
     """Sampling sessions, cached in memory, so that a sample need not read the database to find its own."""
 
-    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+    def __init__(self, database: Database, writer: GroupCommitWriter, scope_of: ScopeOf = _everything) -> None:
+        """A server with several base models gives `scope_of`."""
         self._database = database
         self._writer = writer
+        self._scope_of = scope_of
         self._known: SessionCache[Sampler] = SessionCache()
         self._used: set[str] = set()
         """Ids of the sampling sessions that were used since `write_uses` last wrote them."""
@@ -135,7 +148,7 @@ class Samplers:
                 add_sampler(connection, sampler, seq_id, None if saved is None else saved.size_bytes)
                 if saved is not None:
                     _record_use(connection, sampler, saved)
-            stored = find_sampler(connection, sampler.id)
+            stored = find_sampler(connection, sampler.id, self._scope_of)
             return stored if stored is not None else sampler
 
         stored = await self._writer.transact(add)
@@ -160,7 +173,9 @@ class Samplers:
         """The tenant's open sampling session. Raises SamplerDropped when its adapter has been deleted."""
         stored = self._known.get(sampling_session_id)
         if stored is None:
-            stored, living = await self._database.read_async(lambda c: _found(c, sampling_session_id, tenant))
+            stored, living = await self._database.read_async(
+                lambda c: _found(c, sampling_session_id, tenant, self._scope_of)
+            )
             if stored is not None and living:  # nothing would ever remove a closed one from `_known`
                 self._known.keep(stored)
         return stored if stored is not None and stored.tenant == tenant else None

@@ -1,10 +1,19 @@
-"""`Scope` as a condition of a statement."""
+"""`Scope` as a condition of a statement. A row without a model, or of a model without a row, is in the scope that also
+has the names that nobody serves."""
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, true
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, select, true
 
 from skyrl.base.types.scope import Scope
+from skyrl.storage.db.tables import ModelRow
+
+_models: Any = ModelRow.__table__  # type: ignore[attr-defined]
+_MAX_NAMED = 500
+"""The most ids in one query."""
 
 
 def in_scope(base_model: ColumnElement[str], scope: Scope) -> ColumnElement[bool]:
@@ -12,3 +21,28 @@ def in_scope(base_model: ColumnElement[str], scope: Scope) -> ColumnElement[bool
     if scope.within is not None:
         return base_model.in_(sorted(scope.within))
     return base_model.not_in(sorted(scope.without)) if scope.without else true()
+
+
+def model_in_scope(model_id: ColumnElement[Any], scope: Scope) -> ColumnElement[bool]:
+    """Whether the row is in the scope, by its column with the id of a model, which may be NULL."""
+    if scope.is_everything:
+        return true()
+    named = select(_models.c.id).where(_models.c.id == model_id, _models.c.base_model.in_(_named(scope))).exists()
+    return ~named if scope.has_rest else named
+
+
+def models_in_scope(connection: Connection, model_ids: Iterable[str], scope: Scope) -> set[str]:
+    """The ids among `model_ids` that are in the scope."""
+    ids = set(model_ids)
+    if scope.is_everything:
+        return ids
+    ordered, named = sorted(ids), set[str]()
+    for start in range(0, len(ordered), _MAX_NAMED):
+        some = _models.c.id.in_(ordered[start : start + _MAX_NAMED])
+        query = select(_models.c.id).where(some, _models.c.base_model.in_(_named(scope)))
+        named.update(connection.execute(query).scalars())
+    return ids - named if scope.has_rest else named
+
+
+def _named(scope: Scope) -> list[str]:
+    return sorted(scope.without if scope.within is None else scope.within)

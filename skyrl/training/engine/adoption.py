@@ -39,7 +39,7 @@ def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointSt
 def adopt_full_weights(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
     """Bring the current version of the full weights to where vLLM looks for it: into the checkpoint store, or, after a
     time with Ray, onto this disk. A failure is logged. Raises only the errors of the database."""
-    weights = database.read(full_weights.current)
+    weights = database.read(lambda c: full_weights.current(c, config.role.own))
     if not isinstance(weights, FullWeights):
         return
     directory, key = full_directory(config.state_dir, weights), full_key(weights)

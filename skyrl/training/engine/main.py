@@ -204,7 +204,8 @@ async def run(runtime: Runtime) -> None:
     and DatabaseError when the engine is told to end while the database cannot be used.
     """
     config, loop = runtime.config, asyncio.get_running_loop()
-    signals, ledger, metrics = EngineSignals(), CrashLedger(config.running_file), EngineMetrics.new()
+    signals, ledger = EngineSignals(), CrashLedger(config.running_file)
+    metrics = EngineMetrics.new(of_server=config.role.scope.has_rest)
     fence = Fence(runtime.server_id, lambda: loop.call_soon_threadsafe(shutdown.begin))
     database = FencedDatabase(config.database, fence)
     shutdown = _Shutdown(signals, ledger, database)
@@ -251,7 +252,7 @@ async def run(runtime: Runtime) -> None:
         if sampler is not None:
             opened.push_async_callback(sampler.close)
         await asyncio.to_thread(database.confirm_claim)  # waits as long as the database is away
-        spans = open_spans(config.otlp_endpoint, "engine")
+        spans = open_spans(config.otlp_endpoint, config.role.process("engine"))
         if spans is not None:
             opened.push_async_callback(asyncio.to_thread, spans.close)
         tracing = CommandTracing(spans)
@@ -294,15 +295,16 @@ def _group(
     """The replicas that the launcher runs. Several have a router in front of them. Those on a Ray cluster are added
     later."""
     config, key, url = runtime.config, runtime.inference_api_key or "", runtime.inference_url
+    own = config.role.own
     assert url is not None
 
     async def in_use() -> list[AdapterVersion]:
         """As many adapters as a replica runs at once. The replica loads others when a sample asks for them."""
         limit = config.backend_config.lora.max_loras
-        return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
+        return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit, own))
 
     async def current_weights() -> VersionFiles:
-        return version_files(config, await database.read_async(full_weights.current))
+        return version_files(config, await database.read_async(lambda c: full_weights.current(c, own)))
 
     weights = None
     if config.full_finetuning:
@@ -342,7 +344,7 @@ async def _inference(
     following = None
     if runtime.config.ray is not None:
         kind = KINDS[VLLM](runtime.config, runtime.inference_api_key or "")
-        placed = PlacedReplicas(database, runtime.server_id, group, lambda at: kind.replica(at, host, metrics))
+        placed = PlacedReplicas(database, runtime.placement_owner, group, lambda at: kind.replica(at, host, metrics))
         bell.on_servers = placed.ring
         following = asyncio.create_task(placed.run())
     try:
@@ -386,7 +388,7 @@ def _run(runtime: Runtime) -> None:
 
 def main() -> None:
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level, runtime.config.log_format, "engine")
+    set_up_process(runtime.config.log_level, runtime.config.log_format, runtime.config.role.process("engine"))
     try:
         run_process("the engine", lambda: _run(runtime), outage)
     except Displaced:

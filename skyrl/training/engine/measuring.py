@@ -16,30 +16,32 @@ from skyrl.storage.db.periodic import once, repeat
 from skyrl.storage.db.sizes import sizes
 
 ROWS_S = 10.0
-"""How often the numbers of rows are read. Only the engine reads them, however many API processes there are."""
+"""How often the numbers of rows are read. Only engines read them, however many API processes there are."""
 
 
 @asynccontextmanager
 async def measuring(runtime: Runtime, database: Database, metrics: EngineMetrics) -> AsyncIterator[None]:
     """Publish while the body runs."""
+    role = runtime.config.role
 
     async def read_rows() -> None:
-        found = await database.read_async(lambda c: sizes(c, time.time()))
         gauges = metrics.database
+        found = await database.read_async(lambda c: sizes(c, time.time(), role.scope))
         gauges.models.set(found.models)
+        gauges.adapters.set(found.adapters)
         gauges.sessions.set(found.sessions)
         gauges.tenants.set(found.tenants)
-        gauges.adapters.set(found.adapters)
         gauges.size.set(await asyncio.to_thread(database.size))
 
-    async with publishing(metrics.registry, "engine", runtime.metrics_directory) as published:
+    directory, process = runtime.metrics_directory, role.process("engine")
+    async with publishing(metrics.registry, process, directory, labels=role.labels) as published:
         work = [
             once("measuring the event loop", metrics.lag.run),
             once("counting rows", read_rows),
             repeat("counting rows", ROWS_S, read_rows),
         ]
         if runtime.replica_urls:
-            vllm = VllmMetrics(runtime.replica_urls, runtime.inference_api_key or "", published)
+            vllm = VllmMetrics(runtime.replica_urls, runtime.inference_api_key or "", published, role=role)
             work.append(once("publishing vLLM's metrics", vllm.run))
         tasks = [asyncio.create_task(each) for each in work]
         try:

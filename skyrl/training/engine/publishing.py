@@ -80,7 +80,8 @@ class WeightPublisher:
     async def _restore_current(self, group: EngineGroup) -> None:
         async with self._order:
             try:
-                now = await self._database.read_async(full_weights.current)
+                own = self._config.role.own
+                now = await self._database.read_async(lambda c: full_weights.current(c, own))
                 await group.want_weights(version_files(self._config, now))
             except Exception:  # nobody is given samples of these weights: samples of the base model wait
                 logger.exception("the weights of the inference servers were not put back")

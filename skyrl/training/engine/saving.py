@@ -16,6 +16,7 @@ from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.command import Command
+from skyrl.base.types.scope import Scope
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import FailedRequest, RequestError
@@ -88,7 +89,7 @@ class Saves:
             with self._store.writing(key) as directory:
                 self._backend.save_adapter(model.id, directory, dtype=self._dtype_of(weights))
                 sizes = sizes_of(directory)
-        count_version = _counted(model, weights)
+        count_version = _counted(model, weights, self._config.role.scope)
         if path is None:
             return self._open_session(model, request, weights, sum(sizes.values()), count_version)
         if key is None:
@@ -271,14 +272,14 @@ def _check_ttl(request: SaveWeightsRequest) -> None:
         raise RequestError(f"must be in [1, {MAX_TTL_S}] or null, got {ttl_seconds}", field="ttl_seconds")
 
 
-def _counted(model: ModelRecord, weights: AdapterVersion | FullWeights) -> Change:
+def _counted(model: ModelRecord, weights: AdapterVersion | FullWeights, scope: Scope) -> Change:
     """The change that makes this version the model's newest. Full weights replace those before."""
     count = set_model(model.id, sampler_version=weights.number)
 
     def change(connection: Connection) -> None:
         count(connection)
         if isinstance(weights, FullWeights):
-            full_weights.drop_replaced(connection, weights)
+            full_weights.drop_replaced(connection, weights, scope)
 
     return change
 

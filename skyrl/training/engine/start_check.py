@@ -29,7 +29,7 @@ from skyrl.training.engine.trainer_probes import Expected, TrainerProbes
 logger = logging.getLogger(__name__)
 
 COMPARED = "compared-with-trainer"
-"""The file in the launcher's private directory that says that the comparison has passed."""
+"""The file of a base model in the launcher's private directory that says that the comparison has passed."""
 LOOK_S = 0.1
 ANSWER_S = 300.0
 """How long vLLM may take to answer. It may compile its kernels for adapters first."""
@@ -51,7 +51,7 @@ class StartCheck:
         self._threads = threads
         self._host = host
         self._group = group
-        self._passed = runtime.directory / COMPARED
+        self._passed = runtime.directory / runtime.config.role.process(COMPARED)
         self._trainer = TrainerProbes(runtime.config, backend, store)
         self._expected: Expected | None = None
         self._took_s = 0.0
@@ -61,7 +61,8 @@ class StartCheck:
         another start may have more memory or disk space."""
         if not self._is_wanted or self._passed.exists():
             return
-        if not isinstance(await database.read_async(full_weights.current), BaseWeights):
+        own = self._runtime.config.role.own
+        if not isinstance(await database.read_async(lambda c: full_weights.current(c, own)), BaseWeights):
             logger.info("vLLM is not compared with the trainer: it serves a model in training, not the base model")
             return
         began = time.monotonic()

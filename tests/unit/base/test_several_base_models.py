@@ -45,6 +45,15 @@ def test_each_name_belongs_to_one_engine_and_unknown_names_to_the_first() -> Non
     assert "acme/second" in scopes[1]
 
 
+def test_a_base_models_own_rows_are_those_with_its_names() -> None:
+    for part, name in zip(parts_of(STUDENT, TEACHER), ("student", "acme/teacher"), strict=True):
+        assert name in part.role.own
+        assert "acme/forgotten" not in part.role.own
+        assert part.role.labels == {"base_model": name}
+    (only,) = base_models_of(load_config({"base_model": "acme/student"}))
+    assert (only.role.own.is_everything, only.role.labels) == (True, {})
+
+
 def test_the_files_of_two_base_models_that_train_belong_to_one_engine() -> None:
     first, second = parts_of({"base_model": "acme/same", "served_model_names": ["one"]}, {"base_model": "acme/same"})
     assert [name in first.role.scope for name in ("one", "acme/same")] == [True, False]

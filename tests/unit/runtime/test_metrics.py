@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from skyrl.runtime.metrics.files import STALE_S, MetricsDirectory, MetricsWriter, publishing
 from skyrl.runtime.metrics.http import HttpMetrics
+from skyrl.runtime.metrics.processes import EngineMetrics
 from skyrl.runtime.metrics.tallies import Spreads, Tallies
 from skyrl.runtime.metrics.text import joined, rendered
 from skyrl.runtime.metrics.vllm import shown
@@ -98,6 +99,24 @@ def test_a_process_that_has_ended_is_left_out_and_its_file_deleted(tmp_path: Pat
     assert directory.read() == '# HELP ends_total Ends.\n# TYPE ends_total counter\nends_total{process="engine"} 1.0\n'
     directory.sweep()
     assert [file.name for file in (tmp_path / "metrics").iterdir()] == ["engine.prom"]
+
+
+def test_the_engines_of_several_base_models_label_all_their_series(tmp_path: Path) -> None:
+    directory = MetricsDirectory(tmp_path)
+    for name in ("a", "b"):
+        MetricsWriter(directory, f"engine-{name}", registry_with(1), labels={"base_model": name}).write()
+    assert [line for line in directory.read().splitlines() if line[0] != "#"] == [
+        'ends_total{process="engine-a",base_model="a"} 1.0',
+        'ends_total{process="engine-b",base_model="b"} 1.0',
+    ]
+    series = 'vllm:num_requests_running{engine="0",replica="1",base_model="a"} 3.0'
+    assert series in shown(VLLM, 1, {"base_model": "a"}).splitlines()
+
+
+def test_numbers_that_no_base_model_has_are_published_by_one_engine() -> None:
+    published = [EngineMetrics.new(of_server=of_server).registry for of_server in (True, False)]
+    names = [{family.name for family in registry.collect()} for registry in published]
+    assert names[0] - names[1] == {"skyrl_sessions", "skyrl_tenants_active", "skyrl_db_size_bytes"}
 
 
 def test_directories_that_were_deleted_are_private_again(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.config.several import base_models_of
 from skyrl.runtime.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
 from skyrl.runtime.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
 from skyrl.storage.db.faults import outage
@@ -31,6 +32,19 @@ def test_a_process_reads_the_servers_settings_and_its_own_slot(tmp_path: Path, m
     assert api.api_doorbell == api.api_doorbells[2]
     assert api.api_doorbells == engine.api_doorbells
     assert len(set(engine.api_doorbells)) == 3
+
+
+def test_the_rows_of_placed_vllms_have_an_owner_for_each_base_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [{"base_model": f"acme/{name}"} for name in ("one", "two")]
+    configs = load_config({"state_dir": tmp_path, "base_models": entries}), load_config({"state_dir": tmp_path})
+    parts = tuple(Runtime(part, tmp_path, None, None, "server-1") for part in base_models_of(configs[0]))
+    monkeypatch.setenv(
+        RUNTIME_ENV, str(Runtime(configs[0], tmp_path, None, None, "server-1", base_models=parts).write())
+    )
+    assert [each.placement_owner for each in Runtime.from_environment().each] == ["server-1/one", "server-1/two"]
+    assert Runtime(configs[1], tmp_path, None, None, "server-1").placement_owner == "server-1"
 
 
 def test_a_process_that_loses_its_database_ends_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
