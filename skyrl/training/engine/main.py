@@ -42,6 +42,7 @@ from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import store_key_of
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.faults import DatabaseError, outage
 from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
@@ -61,7 +62,6 @@ from skyrl.training.engine.rank_actors import RankActors
 from skyrl.training.engine.sampling import ColocatedSampler
 from skyrl.training.engine.signals import EngineSignals
 from skyrl.training.engine.start_check import StartCheck
-from skyrl.training.engine.state import EngineStatePublisher
 from skyrl.training.engine.tracing import CommandTracing
 from skyrl.training.engine.trainer_ranks import LOADING, start_ranks, watch_ranks
 

@@ -30,6 +30,7 @@ from skyrl.server.sampling.http import HttpTransport
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import EngineState, claim, read_claim, read_state
 from skyrl.storage.db.fence import Fence
 from skyrl.storage.db.futures import Outcome
@@ -37,7 +38,6 @@ from skyrl.storage.db.retrying_database import RetryingDatabase
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.notify.doorbell import Doorbell
 from skyrl.training.engine.failures import failed
-from skyrl.training.engine.state import EngineStatePublisher
 from tests.component.server.test_forwarding_failures import JOB
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 

@@ -22,13 +22,13 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.storage.db import claims
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import set_model
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.notify.doorbell import SESSIONS, Doorbell
 from skyrl.training.engine.adoption import adopt_adapters
-from skyrl.training.engine.state import EngineStatePublisher
 from tests.engine_process import claim_for_tests
 from tests.postgres_server import ON_BOTH
 

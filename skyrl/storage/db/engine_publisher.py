@@ -1,4 +1,6 @@
-"""Publishing the engine's state: writes the row of the table engine_state, then rings the API."""
+"""Publishing the state of a base model: writes its row of the table engine_state, then rings the API.
+
+The engine does so, and for a base model that is only sampled from, the launcher."""
 
 from __future__ import annotations
 
@@ -6,15 +8,25 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from skyrl.storage.db import engine_state
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.faults import DatabaseError, reason
 from skyrl.storage.db.fence import Fence
 from skyrl.storage.notify.doorbell import STATE, Doorbell
-from skyrl.training.backends.base import ModelLimits
 
 logger = logging.getLogger(__name__)
+
+
+class Limits(Protocol):
+    """The limits of a base model: token ids are in [0, vocab_size), sequences have at most max_context tokens."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
 
 
 class EngineStatePublisher:
@@ -62,7 +74,7 @@ class EngineStatePublisher:
         logger.info("inference endpoint: %s", url)
         self._api.ring([STATE])
 
-    def training(self, *, ready: bool, reason: str, limits: ModelLimits | None = None) -> None:
+    def training(self, *, ready: bool, reason: str, limits: Limits | None = None) -> None:
         self._write(
             lambda c: engine_state.publish_training(
                 c,
