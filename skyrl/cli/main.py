@@ -43,6 +43,9 @@ def serve(
         list[str] | None,
         typer.Option(help="Name that clients use for the base model; may be given several times."),
     ] = None,
+    base_models: Annotated[
+        str | None, typer.Option(help="JSON: several base models in place of one, an entry with its keys for each.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="fsdp (default), or none: a sampling-only gateway.")] = None,
     backend_config: Annotated[
         str | None, typer.Option(help="JSON, e.g. '{\"trainer.placement.colocate_all\": false}'.")
@@ -109,6 +112,7 @@ def serve(
     flags: dict[str, Any] = {
         "base_model": base_model,
         "served_model_names": tuple(served_model_name) if served_model_name else None,
+        "base_models": base_models,
         "backend": backend,
         "backend_config": backend_config,
         "database_url": database_url,

@@ -154,7 +154,7 @@ def vllm_spec(
         if mixture and cuda:
             options["moe_backend"] = "triton"  # other kernels keep experts in forms that updates do not reach
         env[TELL_VERSIONS_VARIABLE] = "1"
-    else:
+    elif config.modes.trains:  # else no adapter ever comes
         check_layers(config, model)
         trains_experts = config.backend_config.lora.train_mlp_of_mixtures == "train"
         targets = lora_targets(mixture=mixture, trains_experts=trains_experts, cuda=cuda)
@@ -173,7 +173,7 @@ def vllm_spec(
 def _middleware(config: ServerConfig) -> tuple[str, ...]:
     """The first middleware names each start of vLLM for the engine. The second one fetches adapters from the checkpoint
     store, where vLLM may run on another node and has adapters. An operator's own middleware comes after them."""
-    fetches = config.weights_travel and not config.full_finetuning
+    fetches = config.weights_travel and config.modes.trains and not config.full_finetuning
     return (_INCARNATION, _STORED_ADAPTERS) if fetches else (_INCARNATION,)
 
 

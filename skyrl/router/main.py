@@ -56,7 +56,7 @@ class RouterOptions:
     may fail its probes before its requests are broken off. `admin_lock_s`: how long a change of weights waits for
     another one. `admin_update_s`: how long a worker may take for a change. `names_workers`: answers name their workers,
     for clients that ask a worker without the router. `metrics_directory`: where the processes of a server publish their
-    metrics; None: the router has no other processes around it.
+    metrics, this one under the name `process`; None: the router has no other processes around it.
     """
 
     host: str = "127.0.0.1"
@@ -79,6 +79,7 @@ class RouterOptions:
     admin_update_s: float = 600.0
     names_workers: bool = False
     metrics_directory: Path | None = None
+    process: str = "router"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
         )
         registry = CollectorRegistry()
         registry.register(RouterMetrics(pool, proxy, counts, chain))
-        publication = publishing(registry, "router", options.metrics_directory, answers=True)
+        publication = publishing(registry, options.process, options.metrics_directory, answers=True)
         published = await stack.enter_async_context(publication)
         background = [prober.run, HungWorkers(pool, proxy, options.hang_s).run, LoopLag(registry).run]
         if options.state_dir is not None:

@@ -6,6 +6,7 @@ replica has loaded the adapters in use. The list of workers is kept for the next
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from skyrl.router.main import RouterOptions, run_router
@@ -33,8 +34,9 @@ def options_of(runtime: Runtime) -> RouterOptions:
         health_check_failure_threshold=HEALTH_CHECK_FAILURES,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         hang_s=config.backend_config.inference.health_timeout_s,
-        state_dir=runtime.directory,
+        state_dir=_workers_of(runtime),
         metrics_directory=runtime.metrics_directory,
+        process=config.role.process("router"),
         base_models=config.served_names,
         key=runtime.inference_api_key,
         admin_key=runtime.inference_api_key,  # the server itself, and nobody else
@@ -42,9 +44,16 @@ def options_of(runtime: Runtime) -> RouterOptions:
     )
 
 
+def _workers_of(runtime: Runtime) -> Path:
+    """The directory of the list of workers."""
+    role = runtime.config.role
+    return runtime.directory / f"router-{role.number}" if role.name else runtime.directory
+
+
 def main() -> None:
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level, runtime.config.log_format, "router")
+    config = runtime.config
+    set_up_process(config.log_level, config.log_format, config.role.process("router"))
     run_process("the router", lambda: run_router(options_of(runtime)), lambda _: None)
 
 

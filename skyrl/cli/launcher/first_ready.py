@@ -1,7 +1,9 @@
 """Watches the start of a server until it is ready for the first time: shows what each process does, and finds out when
 a start is hopeless.
 
-Does not start or stop processes. After the server was ready once, processes that end are simply started again.
+Does not start or stop processes. After the server was ready once, processes that end are simply started again. With
+several base models, each is watched until it was ready once; one whose start is hopeless is given up, and the others
+go on.
 """
 
 from __future__ import annotations
@@ -9,29 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.cli.launcher.base_model_start import BaseModelStart, Supervised
 from skyrl.cli.launcher.progress import READY, stages, until_ready
 from skyrl.runtime.processes.startup import Cause, FirstStarts, StartupError
 from skyrl.runtime.processes.systemd import Systemd
+from skyrl.storage.db.engine_state import EngineState
 
 logger = logging.getLogger(__name__)
 
 SHOWN_LINES, MAX_LINE = 8, 200
 """How many lines of a log an error shows, and how many characters of each line."""
-
-
-class Supervised(Protocol):
-    """A process that is started again each time it ends."""
-
-    @property
-    def running_s(self) -> float | None: ...
-
-    def log_tail(self, lines: int = 20) -> str: ...
-
-    def give_up(self) -> None: ...
 
 
 class StartObserver(Protocol):
@@ -43,9 +37,9 @@ class StartObserver(Protocol):
 
 
 class FirstReady:
-    """Watches the start of one server."""
+    """Watches the start of one server. `base_models` are the configurations of its base models."""
 
-    def __init__(self, config: ServerConfig, logs: Path, systemd: Systemd) -> None:
+    def __init__(self, config: ServerConfig, base_models: Sequence[ServerConfig], logs: Path, systemd: Systemd) -> None:
         self._config = config
         self._logs = logs
         self._systemd = systemd
@@ -60,6 +54,14 @@ class FirstReady:
         """By process: why it last ended before the server was ready."""
         self._failure: StartupError | None = None
         self._hopeless = asyncio.Event()
+        several = base_models if config.base_models else ()
+        self.starts = {part.role.number: BaseModelStart(part, self._ended_of) for part in several}
+        """The starts of several base models, by number; empty if the server has one."""
+        self._given_up: asyncio.Queue[BaseModelStart] = asyncio.Queue()
+
+    def observer(self, part: ServerConfig) -> StartObserver:
+        """Who is told of the processes of a base model."""
+        return self.starts.get(part.role.number, self)
 
     def watch(self, name: str, process: Supervised) -> None:
         """Show from now on what this process does."""
@@ -71,14 +73,52 @@ class FirstReady:
         if self._ready:
             return
         process = self._processes[name]
+        failure = self._hopeless_end(name, process, code, cause)
+        if failure is not None and self._failure is None:
+            process.give_up()
+            self._fail(failure)
+
+    def _ended_of(self, start: BaseModelStart, name: str, code: int, cause: Cause | None) -> None:
+        """The same for a process of one base model of several. If its start is hopeless, its base model is given up;
+        `until_hopeless` raises if no base model is left that this server runs."""
+        if start.was_ready or start.failure is not None:
+            return
+        start.failure = self._hopeless_end(name, start.processes[name], code, cause)
+        if start.failure is None:
+            return
+        if any(other.can_serve for other in self.starts.values()):
+            self._given_up.put_nowait(start)
+        elif self._failure is None:
+            start.processes[name].give_up()
+            self._fail(start.failure)
+
+    def _hopeless_end(self, name: str, process: Supervised, code: int, cause: Cause | None) -> StartupError | None:
+        """Remember why a process has ended. Returns the error if a further start of it is hopeless."""
         last_line = process.log_tail(1) or f"it ended with {code}"
         self._last_causes[name] = cause.sentence if cause is not None else last_line[:MAX_LINE]
-        hopeless = name not in self._were_ready and self._starts.hopeless(name, cause)
-        if hopeless and self._failure is None:
-            process.give_up()
-            log_end = "\n".join(line[:MAX_LINE] for line in process.log_tail(SHOWN_LINES).splitlines())
-            self._failure = StartupError(self._last_causes[name], str(self._logs / f"{name}.log"), log_end)
-            self._hopeless.set()
+        if name in self._were_ready or not self._starts.hopeless(name, cause):
+            return None
+        log_end = "\n".join(line[:MAX_LINE] for line in process.log_tail(SHOWN_LINES).splitlines())
+        return StartupError(self._last_causes[name], str(self._logs / f"{name}.log"), log_end)
+
+    def _fail(self, failure: StartupError) -> None:
+        self._failure = failure
+        self._hopeless.set()
+
+    async def next_given_up(self) -> BaseModelStart:
+        """Wait until the start of one more base model is hopeless while others may still start. Its processes are to be
+        stopped."""
+        return await self._given_up.get()
+
+    def look(self, states: Mapping[int, EngineState]) -> None:
+        """Learn what the base models do, from their rows by number."""
+        for number, state in states.items():
+            start = self.starts[number]
+            was_ready = start.was_ready
+            start.look(state)
+            self._note_ready(start.stages())
+            if self._ready and start.was_ready and not was_ready:
+                logger.info("%s is ready", start.name)
 
     async def until_hopeless(self) -> None:
         """Wait until the start of a process is hopeless, so that the server can never become ready. Raises StartupError
@@ -93,6 +133,8 @@ class FirstReady:
         url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
         missing = await until_ready(url, self._stages, self._missing)
         self._ready = True
+        said = " ".join(missing)
+        missing += [line for line in self.missing_base_models if line.partition(": ")[2] not in said]
         still = f" ({'; '.join(missing)})" if missing else ""
         self._systemd.ready(f"ready at {url}{still}")
         logger.info("ready at %s after %.1f s%s", url, time.monotonic() - self._started_at, still)
@@ -100,10 +142,21 @@ class FirstReady:
     def _stages(self, reasons: list[str] | None) -> dict[str, str]:
         times = {name: process.running_s for name, process in self._processes.items()}
         running_s = {name: seconds for name, seconds in times.items() if seconds is not None}
-        stage_of = stages(list(self._processes), reasons, running_s)
-        self._were_ready |= {name for name, stage in stage_of.items() if stage == READY}
+        shared = [] if reasons and self.starts else reasons  # base models tell their own
+        stage_of = stages(list(self._processes), shared, running_s)
+        self._note_ready(stage_of)
+        for start in self.starts.values():
+            stage_of |= start.stages()
         self._systemd.status("; ".join(f"{name}: {stage}" for name, stage in stage_of.items()))
         return stage_of
+
+    def _note_ready(self, stage_of: Mapping[str, str]) -> None:
+        self._were_ready |= {name for name, stage in stage_of.items() if stage == READY}
+
+    @property
+    def missing_base_models(self) -> list[str]:
+        """A sentence for each of several base models that was not ready yet, or was given up."""
+        return [missing for start in self.starts.values() if (missing := start.missing) is not None]
 
     def _missing(self, reasons: list[str] | None) -> str:
         last_ends = [f"{name} last ended with: {cause}" for name, cause in self._last_causes.items()]

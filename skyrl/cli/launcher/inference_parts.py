@@ -23,7 +23,8 @@ from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts
 class InferenceParts:
     """Makes the parts of the vLLMs. All URLs are known before a vLLM is started, and stay: `held` holds the ports while
     this server runs. Raises ConfigError for a port that cannot be held. Without a trainer, all devices are the
-    vLLMs'. The only vLLM is called `vllm`; several are `vllm-0`, `vllm-1` and so on."""
+    vLLMs'. The only vLLM is called `vllm`; several are `vllm-0`, `vllm-1` and so on. With several base models, the
+    base model's name is in between: `vllm-qwen3-4b-0`."""
 
     def __init__(
         self,
@@ -46,8 +47,9 @@ class InferenceParts:
         devices = inference_devices(config, found.devices, has_trainer=has_trainer)
         kind = Vllm(config, key, found.offline, found.vllm_tested)
         self._servers: list[ServerParts] = []
+        only = config.role.process(VLLM)
         for number, port in enumerate(ports):
-            name = f"{VLLM}-{number}" if config.routed else VLLM
+            name = f"{only}-{number}" if config.routed else only
             plan = ServerPlan(name, kind, bool(found.devices), port, tuple(devices[number]))
             shown = "vLLM" if name == VLLM else name
             interval_s = inference.probe_interval_s

@@ -8,25 +8,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import base_models_of
+from skyrl.cli.launcher.base_model_parts import BaseModelParts
+from skyrl.cli.launcher.base_models_watch import BaseModelsWatch
 from skyrl.cli.launcher.first_ready import FirstReady
-from skyrl.cli.launcher.inference_parts import InferenceParts, router_url
 from skyrl.cli.launcher.parts import Part, Parts, ServerEnded
-from skyrl.cli.launcher.preflight import Findings, check
+from skyrl.cli.launcher.preflight import Findings, check_each
 from skyrl.cli.launcher.skyrl_processes import (
     CLAIM_WATCH,
-    ENGINE,
-    PLACEMENT,
     PORT,
     RAY,
-    ROUTER_WATCH,
     OwnProcesses,
     claim_parts,
     disk_part,
@@ -39,8 +38,8 @@ from skyrl.cli.launcher.training_claim import server_id
 from skyrl.inference.placement import LocalPlacement
 from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.processes.listening import listen
-from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts
-from skyrl.runtime.processes.runtime import Runtime, set_up_process
+from skyrl.runtime.processes.ports import HeldPorts
+from skyrl.runtime.processes.runtime import set_up_process
 from skyrl.runtime.processes.systemd import Systemd
 from skyrl.runtime.ray_cluster import head
 from skyrl.storage.db.database import Database
@@ -51,15 +50,20 @@ logger = logging.getLogger(__name__)
 
 
 class Launcher:
-    """Runs one server. `findings` are the results of the checks before the start."""
+    """Runs one server. `findings` are the results of the checks before the start, for each of its base models."""
 
-    def __init__(self, config: ServerConfig, findings: Findings, systemd: Systemd) -> None:
+    def __init__(self, config: ServerConfig, findings: Sequence[Findings], systemd: Systemd) -> None:
         self._config = config
+        self._base_models = base_models_of(config)
+        self._trains = any(part.modes.trains for part in self._base_models)
+        self._ray = next((part.ray for part in self._base_models if part.ray is not None), None)
         self._findings = findings
         self._systemd = systemd
         self._logs = config.state_dir / "logs"
         self._parts = Parts()
         self._held = HeldPorts()
+        self._names: dict[int, list[str]] = {}
+        """The names of the parts of each base model, by number."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Returns when all processes of this server have ended.
@@ -75,93 +79,86 @@ class Launcher:
             await asyncio.to_thread(migrate, database)
             name = server_id(config.state_dir)
             try:
-                if config.modes.trains:
+                if self._trains:
                     await asyncio.to_thread(claim_store, config, database, name)
-                    state_keys = [part.role.state_keys[0] for part in base_models_of(config)]
+                    state_keys = [part.role.state_keys[0] for part in self._base_models]
                     await self._add(*claim_parts(database, name, state_keys))
                 if stop.is_set():  # taking the claim may have taken a while: another server may have had it
                     return
-                longest = LONGEST_TMPDIR if config.ray is None else head.LONGEST_TMPDIR
+                longest = LONGEST_TMPDIR if self._ray is None else head.LONGEST_TMPDIR
                 directory = resources.enter_context(private_directory(config.state_dir, longest))
-                await self._serve(stop, directory, name, sockets)
+                await self._serve(stop, directory, name, sockets, database)
             finally:
                 self._systemd.stopping(f"stopping; this takes at most {self._parts.grace_s:.0f} s")
                 await self._parts.stop()
 
-    async def _serve(self, stop: asyncio.Event, directory: Path, name: str, sockets: list[socket.socket]) -> None:
-        first_ready = FirstReady(self._config, self._logs, self._systemd)
-        await self._start_parts(directory, name, sockets, first_ready)
+    async def _serve(
+        self, stop: asyncio.Event, directory: Path, name: str, sockets: list[socket.socket], database: Database
+    ) -> None:
+        first_ready = FirstReady(self._config, self._base_models, self._logs, self._systemd)
+        await self._start_parts(directory, name, sockets, database, first_ready)
         try:
             await self._until_over(stop, first_ready)
         finally:
             logger.info("stopping; this takes at most %.0f s", self._parts.grace_s)
 
     async def _start_parts(
-        self, directory: Path, name: str, sockets: list[socket.socket], first_ready: FirstReady
+        self, directory: Path, name: str, sockets: list[socket.socket], database: Database, first_ready: FirstReady
     ) -> None:
-        """Start the vLLMs with their sidecars (or the Ray cluster and the placement process of
-        vLLMs), the router, the engine, the port and the API
-        processes. They stop in reverse: the API processes first, so that they can end the samples in flight, then the
-        port, the engine, the router, and the vLLMs last."""
-        config, found = self._config, self._findings
+        """Start the Ray cluster, the parts of each base model, the port and the API processes. They stop in reverse:
+        the API processes first, so that they can end the samples in flight, then the port, and the vLLMs last."""
+        config, found = self._config, self._findings[0]
         metrics = LauncherMetrics.new()
-        inference, cluster = None, None
-        key, url, replicas, sidecars = config.external_inference_api_key, None, (), ()
-        if config.modes.own_inference:
-            key = config.inference_api_key or secrets.token_urlsafe(32)
-        if config.modes.manages_inference:
-            assert key is not None
-            if config.ray is not None:
-                url = router_url(config, self._held)
-            else:
-                placement = LocalPlacement(self._logs, directory)
-                inference = InferenceParts(config, found, key, placement, first_ready, metrics.restarts, self._held)
-                url, replicas = inference.url, inference.replica_urls
-                if config.full_finetuning:
-                    ports = self._held.take(len(replicas), but_not={config.port})
-                    sidecars = tuple(f"http://{LOOPBACK}:{port}" for port in ports)
-        if config.ray == "local":
+        placement = LocalPlacement(self._logs, directory)
+        made = [
+            BaseModelParts(part, of_part, first_ready.observer(part), metrics.restarts, self._held, placement)
+            for part, of_part in zip(self._base_models, self._findings, strict=True)
+        ]
+        cluster = None
+        if self._ray == "local":
             (port,) = self._held.take(1, head.HOST, but_not={config.port})
             cluster = head.LocalCluster(config, port, directory)
-        runtime = Runtime(
-            config,
-            directory,
-            url,
-            key,
-            name,
-            replicas,
-            ray_address=found.ray_address if cluster is None else cluster.address,
-            ray_patience_s=0.0 if cluster is None else head.PATIENCE_S,
-            cuda=found.cuda,
-            sidecar_urls=sidecars,
-        )
-        await self._add(metrics_part(metrics, runtime.metrics_directory, config.state_dir))
+        address = found.ray_address if cluster is None else cluster.address
+        patience_s = 0.0 if cluster is None else head.PATIENCE_S
+        runtimes = tuple(each.runtime(directory, name, address, patience_s) for each in made)
+        server = runtimes[0]
+        if config.base_models:
+            server = replace(
+                server,
+                config=config,
+                inference_url=None,
+                inference_api_key=None,
+                replica_urls=(),
+                sidecar_urls=(),
+                cuda=False,
+                base_models=runtimes,
+            )
+        await self._add(metrics_part(metrics, server.metrics_directory, config.state_dir))
         environment = {} if cluster is None else cluster.client_environment()
-        own = OwnProcesses(
-            runtime, self._logs, first_ready, metrics.restarts, offline=found.offline, environment=environment
-        )
-        needs = (CLAIM_WATCH,) if config.modes.trains else ()
+        offline = all(of_part.offline for of_part in self._findings)
+        own = OwnProcesses(server, self._logs, first_ready, offline=offline, environment=environment)
+        needs = (CLAIM_WATCH,) if self._trains else ()
         if cluster is not None:
             cluster.write_token()
-            await self._add(own.ray_head(cluster, found.devices, needs))
+
+            def place_again() -> None:
+                for each in made:
+                    each.place_again()
+
+            await self._add(own.ray_head(cluster, found.devices, needs, place_again))
             needs = (*needs, RAY)
-        if config.modes.manages_inference:
-            if inference is None:
-                await self._add(own.placement(needs))
-                needs = (*needs, PLACEMENT)
-            else:
-                await self._add(*inference.parts(needs))
-                needs = (*needs, *inference.watches)
-                await self._add(*own.sidecars(needs))
-            if config.routed:
-                await self._add(*own.router(needs))
-                needs = (*needs, ROUTER_WATCH)
-        if config.modes.trains:
-            await self._add(own.engine(needs))
-            needs = (ENGINE,)
-        await self._add(port_part(sockets, needs))
+        lasts: list[str] = []
+        for number, (each, runtime) in enumerate(zip(made, runtimes, strict=True)):
+            parts = each.parts(own, runtime, database, needs)
+            await self._add(*parts)
+            self._names[number] = [part.name for part in parts]
+            lasts += self._names[number][-1:]
+        await self._add(port_part(sockets, tuple(lasts)))
         await self._add(*(own.api(slot, sockets, (PORT,)) for slot in range(config.api_processes)))
         await self._add(disk_part(config.state_dir), log_part(self._logs, config))
+        if config.base_models:
+            watch = BaseModelsWatch(first_ready, self._parts, self._names, database)
+            await self._add(*watch.parts())
 
     async def _add(self, *parts: Part) -> None:
         for part in parts:
@@ -188,7 +185,7 @@ class Launcher:
             await asyncio.gather(*ends, announcing, return_exceptions=True)
 
 
-async def _main(config: ServerConfig, findings: Findings, systemd: Systemd) -> None:
+async def _main(config: ServerConfig, findings: Sequence[Findings], systemd: Systemd) -> None:
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -211,13 +208,14 @@ def serve(config: ServerConfig) -> None:
     set_up_process(config.log_level, config.log_format)
     systemd = Systemd.take_from(os.environ)
     systemd.status("checking the configuration")
-    findings = check(config)
+    base_models = base_models_of(config)
+    findings = check_each(base_models)
     if config.modes.trains and (undecided := config.losses.undecided) is not None:
         logger.info(undecided)
     with lock_state_dir(config.state_dir):
         logger.info(
             "serving %s on %s:%d, state in %s",
-            config.served_names[0],
+            ", ".join(part.served_names[0] for part in base_models),
             config.host,
             config.port,
             config.state_dir,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,14 @@ class Parts:
         same."""
         for names in self._stop_order():
             await asyncio.gather(*(self.remove(name) for name in names))
+
+    async def drop(self, names: Collection[str]) -> None:
+        """Stop these parts, each after those of them that need it. Other parts that need them run on without them."""
+        for name, part in self._parts.items():
+            if name not in names:
+                self._parts[name] = replace(part, needs=tuple(need for need in part.needs if need not in names))
+        for group in self._stop_order():
+            await asyncio.gather(*(self.remove(name) for name in group if name in names and name in self._parts))
 
     async def until_one_ends(self) -> None:
         """Wait until `supervise` of a part ends although the part was not removed. Raises ServerEnded then."""

@@ -262,11 +262,36 @@ class Findings:
     cuda: bool = False
 
 
+def check_each(base_models: Sequence[ServerConfig]) -> list[Findings]:
+    """Run all checks for each base model of a server. Raises ConfigError; where the server has several, the message
+    begins with the name of the base model."""
+    findings: list[Findings] = []
+    for part in base_models:
+        try:
+            findings.append(check(part))
+        except ConfigError as error:
+            if not part.role.name:
+                raise
+            raise ConfigError(f"{part.served_names[0]}: {error}") from error
+    return findings
+
+
+def devices_of(config: ServerConfig) -> list[str]:
+    """The GPUs of this machine that a base model may use. Raises ConfigError when `devices` names one that the server
+    may not use."""
+    visible = cuda_devices()
+    if config.devices is None or not visible:
+        return visible
+    if missing := [device for device in config.devices if device.isdigit() and device not in visible]:
+        raise ConfigError(f"devices: GPU {missing[0]} is none of this server's, which are {', '.join(visible)}")
+    return list(config.devices)
+
+
 def check(config: ServerConfig) -> Findings:
     """Run all checks that this configuration needs. Raises ConfigError."""
-    devices = cuda_devices()
+    devices = devices_of(config)
     found = Findings(devices, cuda=bool(devices))
-    if not config.modes.trains:
+    if not (config.modes.trains or config.modes.manages_inference):
         return found
     if config.ray is None:
         check_gpus(config, devices)

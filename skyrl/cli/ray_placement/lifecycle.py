@@ -79,7 +79,7 @@ def server_parts(
     ports = inference.ports or [None] * inference.num_engines
     return [
         ServerParts(
-            ServerPlan(f"{VLLM}-{number}", kind, runtime.cuda, port),
+            ServerPlan(f"{runtime.config.role.process(VLLM)}-{number}", kind, runtime.cuda, port),
             kind,
             placement,
             starts,
@@ -141,7 +141,7 @@ def live(run: Callable[[Runtime], Coroutine[None, None, None]], outage: Callable
     """A placement process: connects to Ray, and runs `run` until it returns. `outage` is as in
     `run_process`."""
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level, runtime.config.log_format, "placement")
+    set_up_process(runtime.config.log_level, runtime.config.log_format, runtime.config.role.process("placement"))
 
     def place() -> None:
         assert runtime.ray_address is not None

@@ -30,7 +30,7 @@ def settings_of(runtime: Runtime, number: int) -> SidecarSettings:
 
 def main() -> None:
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level, runtime.config.log_format, "sidecar")
+    set_up_process(runtime.config.log_level, runtime.config.log_format, runtime.config.role.process("sidecar"))
     settings = settings_of(runtime, int(os.environ[SIDECAR_ENV]))
     run_process("the sidecar", lambda: run_sidecar(settings), lambda _: None)
 

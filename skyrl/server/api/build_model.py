@@ -172,7 +172,7 @@ def _servers(runtime: Runtime, database: Database) -> Callable[[], Awaitable[lis
         return None
 
     async def read() -> list[PlacedServer]:
-        return await database.read_async(lambda c: read_servers(c, runtime.server_id))
+        return await database.read_async(lambda c: read_servers(c, runtime.placement_owner))
 
     return read
 

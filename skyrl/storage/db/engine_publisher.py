@@ -90,6 +90,10 @@ class EngineStatePublisher:
     def beat(self, activity: str | None) -> None:
         """Publish a heartbeat, and what the engine does now."""
         self._write(lambda c: engine_state.beat(c, activity, self._key))
+        self.publish_missed()
+
+    def publish_missed(self) -> None:
+        """Publish the URL if the last write of it has failed."""
         if (retry := self._retry_publishing) is not None:
             retry()
 

@@ -37,6 +37,7 @@ from skyrl.server.pictures.files import StoredPictureFiles
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
+from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import adapter_versions, full_weights
@@ -56,7 +57,6 @@ from skyrl.training.engine.adoption import adopt_adapters, adopt_full_weights
 from skyrl.training.engine.build import EngineParts, build_engine
 from skyrl.training.engine.crash_ledger import CrashLedger
 from skyrl.training.engine.measuring import measuring
-from skyrl.training.engine.placed_replicas import PlacedReplicas
 from skyrl.training.engine.publishing import version_files
 from skyrl.training.engine.rank_actors import RankActors
 from skyrl.training.engine.sampling import ColocatedSampler

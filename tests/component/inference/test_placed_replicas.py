@@ -18,10 +18,10 @@ from skyrl.base.config.modes import Modes
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.router_members import RouterMembers
 from skyrl.server.api.readiness import EngineWatch
+from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState
 from skyrl.storage.db.inference_servers import PlacedServer, read_servers, write_servers
-from skyrl.training.engine.placed_replicas import PlacedReplicas
 from tests.component.router_world import RunningRouter, running_router
 from tests.databases import make_tables
 

@@ -65,7 +65,7 @@ def run(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     def start(engine: str, stop: asyncio.Event, api: str = SLEEP) -> asyncio.Task[None]:
         programs = {"skyrl.training.engine.main": engine, "skyrl.server.api.server": api}
         monkeypatch.setattr(skyrl_processes, "_python", lambda module: [sys.executable, "-S", "-c", programs[module]])
-        return asyncio.create_task(Launcher(config, Findings([]), Systemd()).run(stop))
+        return asyncio.create_task(Launcher(config, [Findings([])], Systemd()).run(stop))
 
     return start
 

@@ -1,0 +1,152 @@
+"""The watch over the vLLMs of a base model that is only sampled from.
+
+Publishes the base model's row in the table engine_state, as the engine does for a base model that trains. No adapters
+are ever loaded. Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from skyrl.base.config.mixtures import model_config
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.cli.launcher.parts import Part
+from skyrl.inference.adapter_host import AdapterMissing
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.engine_kinds import KINDS, VLLM
+from skyrl.inference.replica import Addresses, Replica
+from skyrl.inference.router_members import RouterMembers
+from skyrl.inference.vllm_command import CPU_CONTEXT, context_length
+from skyrl.runtime.metrics.adapters import AdapterMetrics
+from skyrl.runtime.processes.runtime import Runtime
+from skyrl.server.sampling.placed_replicas import PlacedReplicas
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_publisher import EngineStatePublisher
+from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.db.fence import Fence
+from skyrl.storage.db.periodic import Rounds
+from skyrl.storage.notify.doorbell import Doorbell
+
+logger = logging.getLogger(__name__)
+
+SAMPLED = "sampled"
+"""The part's name, before the base model's."""
+ONLY_SAMPLED = "this base model is only sampled from"
+"""Why it cannot be trained."""
+RETRY_S = 3.0
+
+
+@dataclass(frozen=True)
+class ServedLimits:
+    """Token ids are in [0, vocab_size), and sequences have at most max_context tokens."""
+
+    vocab_size: int
+    max_context: int
+
+
+def served_limits(config: ServerConfig, *, cuda: bool) -> ServedLimits | None:
+    """The limits of the vLLMs of `config`, from the base model's config.json; None if that is not on this machine."""
+    model = model_config(config.base_model_path)
+    if "vocab_size" not in model:
+        return None
+    context = context_length(config, cuda=cuda) or model.get("max_position_embeddings", CPU_CONTEXT)
+    return ServedLimits(model["vocab_size"], context)
+
+
+class NoAdapters:
+    """The host of vLLMs that have no adapters."""
+
+    copies = False
+
+    async def bring(self, adapter: AdapterVersion) -> str:
+        """Raises AdapterMissing, always."""
+        raise AdapterMissing(adapter)
+
+
+def only_sampled_part(runtime: Runtime, database: Database, needs: tuple[str, ...]) -> Part:
+    """The watch as a part. `runtime` is that of the base model."""
+    watch = OnlySampled(runtime, database)
+    name = runtime.config.role.process(SAMPLED)
+    return Part(
+        name, needs, start=watch.start, supervise=watch.run, duty=f"watching the vLLMs of {name}", stop=watch.stop
+    )
+
+
+class OnlySampled:
+    """Finds which of the vLLMs are ready, and publishes where samples go."""
+
+    def __init__(self, runtime: Runtime, database: Database) -> None:
+        self._runtime = runtime
+        self._database = database
+        self._api = Doorbell(*runtime.api_doorbells)
+        key = runtime.config.role.state_keys[0]
+        self._state = EngineStatePublisher(database, self._api, Fence(runtime.server_id), key)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._group: EngineGroup | None = None
+
+    async def start(self) -> None:
+        runtime = self._runtime
+        self._group = group = _group(runtime, self._state)
+        self._tasks = [asyncio.create_task(self._publish()), asyncio.create_task(group.run())]
+        if runtime.config.ray is not None:
+            placed = PlacedReplicas(self._database, runtime.placement_owner, group, lambda at: _replica(runtime, at))
+            self._tasks.append(asyncio.create_task(placed.run()))
+
+    async def run(self) -> None:
+        """Return, or raise, when the watch has ended."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in self._tasks:
+            if task.done():
+                await task
+
+    async def stop(self) -> None:
+        """Publish that no vLLM is there. The vLLMs keep running."""
+        assert self._group is not None
+        with closing(self._api):
+            await self._group.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _publish(self) -> None:
+        """Publish the limits once the database takes them, and from then on what was missed while it was away."""
+        limits = served_limits(self._runtime.config, cuda=self._runtime.cuda)
+        rounds, is_published = Rounds("publishing a base model that is only sampled from", RETRY_S), False
+        while True:
+            try:
+                if not is_published:
+                    await asyncio.to_thread(self._state.training, ready=False, reason=ONLY_SAMPLED, limits=limits)
+                    is_published = True
+                await asyncio.to_thread(self._state.publish_missed)
+            except DatabaseError as error:
+                rounds.failed(error)
+            else:
+                rounds.went_well()
+            await asyncio.sleep(RETRY_S)
+
+
+def _group(runtime: Runtime, state: EngineStatePublisher) -> EngineGroup:
+    config, url = runtime.config, runtime.inference_url
+    assert url is not None
+
+    async def no_adapters() -> Sequence[AdapterVersion]:
+        return ()
+
+    members = RouterMembers(url, runtime.inference_api_key or "") if config.routed else None
+    return EngineGroup(
+        [_replica(runtime, Addresses.same(each)) for each in runtime.replica_urls],
+        state.publish_url,
+        no_adapters,
+        proxy_url=url if config.routed else None,
+        members=members,
+        has_all=config.ray is None,
+    )
+
+
+def _replica(runtime: Runtime, at: Addresses) -> Replica:
+    return KINDS[VLLM](runtime.config, runtime.inference_api_key or "").replica(at, NoAdapters(), AdapterMetrics())
