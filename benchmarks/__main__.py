@@ -24,6 +24,7 @@ from benchmarks import (
     routers,
     rows_forwarding,
     rows_server,
+    several_models,
     snapshots,
     training,
     weights,
@@ -52,6 +53,7 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "affinity": affinity.compare,
     "weights": weights.compare,
     "beside-pictures": beside_pictures.compare,
+    "several-models": several_models.compare,
 }
 DISTURBED_CORES = 0.3
 

@@ -70,14 +70,19 @@ def open_files(pid: int) -> int:
 
 def parts_of(launcher: int) -> dict[str, int]:
     """The process ids of a server's API and, if the server has one, its engine."""
+    return {name: pids[-1] for name, pids in processes_of(launcher).items()}
+
+
+def processes_of(launcher: int) -> dict[str, list[int]]:
+    """The process ids of a server's APIs and engines, by PARTS."""
     import psutil
 
-    found: dict[str, int] = {}
+    found: dict[str, list[int]] = {}
     for child in psutil.Process(launcher).children(recursive=True):
         command = child.cmdline()
         for name, module in PARTS.items():
             if module in command:
-                found[name] = child.pid
+                found.setdefault(name, []).append(child.pid)
     return found
 
 

@@ -90,6 +90,16 @@ def gateway(upstream_url: str, **settings: float) -> Generator[DemoServer]:
 
 
 @contextmanager
+def gateway_of_several(upstream_url: str, count: int) -> Generator[DemoServer]:
+    """A gateway with `count` base models, all behind the upstream. Loads ask for the last one."""
+    names = [f"{MODEL}-{number}" for number in range(count - 1)]
+    entries = [{"base_model": name, "external_inference_url": upstream_url} for name in [*names, MODEL]]
+    with _server("--backend", "none", "--base-models", json.dumps(entries)) as server:
+        server.wait_api()
+        yield server
+
+
+@contextmanager
 def trainer(upstream: NullUpstream) -> Generator[DemoServer]:
     """A server with an engine. It would forward samples to the upstream, so no vLLM runs."""
     with _server("--external-inference-url", upstream.url) as server:

@@ -1,9 +1,10 @@
 """Two tenants' RL, one after the other and beside each other, and how near the latter comes to the hardware's bound:
-`python -m benchmarks.tenants [--rounds N] [--steps N] [--out FILE]`.
+`python -m benchmarks.tenants [--rounds N] [--steps N] [--base-models N] [--out FILE]`.
 
 A real `skyrl serve` with the tiny model, real vLLM and real training, one thread each, on two cores. The tenants A and
 B are processes with the unmodified SDK. A round runs A alone, B alone, and A beside B; every other round in the other
-order. "A then B" is the sum of the first two wall times.
+order. "A then B" is the sum of the first two wall times. With two base models each tenant trains its own, so that the
+server has two trainers and two vLLMs; both have the files of the tiny model.
 
 The bound is a wall time below which A beside B cannot be. With C cores, let c(p) be the CPU seconds of each part p of
 the run (trainer, vLLM, API, clients, others), and t(i) those of each thread i of these processes. C cores do at most C
@@ -11,7 +12,7 @@ CPU seconds per second, and a thread is on at most one core at a time:
 
     bound = max(sum over p of c(p) / C, max over i of t(i))
 
-The trainer computes on one thread, and so does vLLM, so the second term holds when either is the narrow place. All CPU
+A trainer computes on one thread, and so does a vLLM, so the second term holds when either is the narrow place. All CPU
 seconds are those of the run of A beside B. The reached share is the bound over the measured wall time, and the best
 possible speed-up is A then B over the bound.
 
@@ -44,7 +45,7 @@ from typing import Any
 import psutil
 
 from benchmarks.machine import facts
-from benchmarks.processes import busy_seconds, cpu_seconds, parts_of, thread_seconds
+from benchmarks.processes import busy_seconds, cpu_seconds, processes_of, thread_seconds
 from skyrl.cli.demo.rl import Settings
 from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.demo.tenants import Run, Tenant
@@ -156,9 +157,12 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 class Scene:
     """The server, and a process for each tenant."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, base_models: int) -> None:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-tenants-")))
-        self._server = DemoServer(state / "state", backend_config=CONFIG)
+        entries = [{"base_model": "tiny", "served_model_names": [f"tiny-{name}"]} for name in TENANTS]
+        several = ("--base-models", json.dumps(entries)) if base_models == len(TENANTS) else ()
+        self._base_model = {name: f"tiny-{name}" if several else "tiny" for name in TENANTS}
+        self._server = DemoServer(state / "state", *several, backend_config=CONFIG)
         stack.callback(self._server.stop)
         self._server.start()
         self._tenants: dict[str, Tenant] = {}
@@ -177,12 +181,13 @@ class Scene:
 
     def _parts(self) -> dict[str, list[int]]:
         """The process ids of each part. vLLM is all the server's processes but skyrl's own."""
-        parts = parts_of(self._server.pid)
+        parts = processes_of(self._server.pid)
+        own = [pid for pids in parts.values() for pid in pids]
         children = [child.pid for child in psutil.Process(self._server.pid).children(recursive=True)]
         return {
-            "trainer": [parts["engine"]],
-            "vllm": [pid for pid in children if pid not in parts.values()],
-            "api": [parts["api"]],
+            "trainer": parts["engine"],
+            "vllm": [pid for pid in children if pid not in own],
+            "api": parts["api"],
             "clients": [tenant.pid for tenant in self._tenants.values()],
             "others": [self._server.pid, os.getpid()],
         }
@@ -194,7 +199,7 @@ class Scene:
         before, threads_before, busy = self._cpu(), self._threads(), busy_seconds()
         began = time.perf_counter()
         for tenant in tenants:
-            tenant.start(self._server.url, "tiny", settings)
+            tenant.start(self._server.url, self._base_model[tenant.name], settings)
         with Gaps(self._busiest, self._working) as gaps, ThreadPoolExecutor(len(tenants)) as pool:
             list(pool.map(lambda tenant, run: tenant.follow(run, lambda: None), tenants, runs))
         wall = time.perf_counter() - began
@@ -222,11 +227,11 @@ class Scene:
         }
 
 
-def measure(rounds: int, settings: Settings) -> list[dict[str, Any]]:
+def measure(rounds: int, settings: Settings, base_models: int) -> list[dict[str, Any]]:
     """One entry per round: the runs by name, and what `compared` gives. Prints a line for each run."""
     found: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        scene = Scene(stack)
+        scene = Scene(stack, base_models)
         for number in range(rounds):
             order = [ALONE_A, ALONE_B, BESIDE]
             runs: dict[tuple[str, ...], Spent] = {}
@@ -254,11 +259,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Two tenants' RL beside each other, at the hardware's bound.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="steps of a tenant in each run")
+    parser.add_argument("--base-models", type=int, choices=(1, len(TENANTS)), default=1)
     parser.add_argument("--out", type=Path, help="a file for the JSON")
     options = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # the server and the tenants inherit it
     machine = facts()
-    found = measure(options.rounds, Settings(steps=options.steps))
+    found = measure(options.rounds, Settings(steps=options.steps), options.base_models)
     figures = medians([{name: value for name, value in each.items() if name != "runs"} for each in found])
     print(", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
     result = {"facts": machine, "settings": asdict(Settings(steps=options.steps)), "medians": figures, "rounds": found}

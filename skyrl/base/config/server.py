@@ -40,12 +40,14 @@ class ServerConfig(ServerKeys):
 
     @model_validator(mode="after")
     def _gateway_has_upstream(self) -> ServerConfig:
+        if self.base_models:  # each is checked by itself
+            return self
         if self.modes.shares_inference and (self.inference_api_key is None or self.database_url is None):
             raise ValueError(
                 "backend 'none' is a sampling-only gateway: give --external-inference-url; or give database_url and "
                 "inference_api_key of a server that trains, whose vLLMs it then uses"
             )
-        if self.backend == "none" and self.base_model is None and not self.base_models:
+        if self.backend == "none" and self.base_model is None:
             raise ValueError("backend 'none' needs --base-model: the name that the upstream serves")
         return self
 

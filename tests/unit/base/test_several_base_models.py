@@ -144,3 +144,11 @@ def test_a_server_with_one_base_model_trains_it() -> None:
 def test_base_models_may_come_as_json() -> None:
     parts = base_models_of(load_config({"base_models": '[{"base_model": "acme/student"}]'}))
     assert [part.served_names for part in parts] == [("acme/student",)]
+
+
+def test_a_gateway_may_have_several_base_models_behind_servers_of_others() -> None:
+    entries = [{"base_model": f"acme/{n}", "external_inference_url": f"http://10.0.0.{n}:8000"} for n in (1, 2)]
+    parts = parts_of(*entries, backend="none")
+    assert [(part.modes.trains, part.modes.forwards, part.uses) for part in parts] == [(False, True, ("sample",))] * 2
+    with pytest.raises(ConfigError, match=r"base_models\[1\].*sampling-only gateway"):
+        parts_of(entries[0], {"base_model": "acme/other"}, backend="none")
