@@ -12,7 +12,7 @@ from typing import Any
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.runtime.processes.runtime import RUNTIME_ENV, Runtime
+from skyrl.runtime.processes.runtime import BASE_MODEL_ENV, RUNTIME_ENV, Runtime
 from skyrl.storage.db import claims
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState, read_state
@@ -25,6 +25,18 @@ WAIT_S = 300.0
 def claim_for_tests(database: Database, server: str) -> None:
     """Take the claim, as a launcher does before it starts an engine, without checking who held the claim before."""
     assert database.write(lambda c: claims.claim(c, server, claims.read_claim(c)))
+
+
+def start_engine(runtime: Runtime, log: Path, number: int | None = None) -> subprocess.Popen[bytes]:
+    """Start an engine's process, of the base model `number` if the server has several."""
+    which = {} if number is None else {BASE_MODEL_ENV: str(number)}
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "skyrl.training.engine.main"],
+            env=os.environ | {RUNTIME_ENV: str(runtime.write())} | which,
+            stdout=stream,
+            stderr=stream,
+        )
 
 
 class EngineProcess:
@@ -45,13 +57,7 @@ class EngineProcess:
         self._log = state_dir / "engine.log"
         self.database = Database(url)
         claim_for_tests(self.database, owner)
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl.training.engine.main"],
-                env=os.environ | {RUNTIME_ENV: str(runtime.write())},
-                stdout=log,
-                stderr=log,
-            )
+        self.process = start_engine(runtime, self._log)
 
     @property
     def log(self) -> str:

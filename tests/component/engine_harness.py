@@ -18,6 +18,7 @@ from sqlalchemy import select
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.several import base_models_of
 from skyrl.base.tiny import model_path
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
@@ -107,11 +108,14 @@ def files_in(directory: Path | str | None) -> dict[str, bytes]:
 
 
 class Harness:
-    """One state directory and, between `start` and `stop` or `kill`, an engine on it."""
+    """One state directory and, between `start` and `stop` or `kill`, an engine on it: with `base_models`, that of the
+    base model `number`."""
 
-    def __init__(self, state_dir: Path, **flags: Any) -> None:
+    def __init__(self, state_dir: Path, *, number: int = 0, **flags: Any) -> None:
         flags = {"snapshot_interval_s": NEVER_S, **flags}
-        self.config = load_config({"state_dir": state_dir, "base_model": str(model_path()), **flags})
+        if "base_models" not in flags:
+            flags = {"base_model": str(model_path()), **flags}
+        self.config = base_models_of(load_config({"state_dir": state_dir, **flags}))[number]
         self.database = Database(self.config.database)
         make_tables(self.database)
         self.engine_database = FencedDatabase(self.config.database, Fence(SERVER))
@@ -136,6 +140,11 @@ class Harness:
         task = asyncio.create_task(self.store.read_outcomes(words))
         self._ringing.add(task)
         task.add_done_callback(self._ringing.discard)
+
+    @property
+    def base_model(self) -> str:
+        """The name of its base model in the rows of models."""
+        return self.config.served_names[0] if self.config.role.name else "tiny"
 
     @property
     def parts(self) -> EngineParts:
@@ -316,7 +325,8 @@ class Trainer:
         """A model row and, with `create`, a CREATE_MODEL command, without waiting for its outcome."""
         session = session or await harness.sessions.create(tenant, [], None, "")
         model_id = model_id_of(session.id, model_seq_id)
-        model = Model(model_id, session.id, tenant, "tiny", LoraSpec(rank, 32.0, seed), None)
+        lora = LoraSpec(rank, 32.0, seed)
+        model = Model(model_id, session.id, tenant, harness.base_model, lora, None)
         await harness.models.create(model, model_seq_id)
         trainer = cls(harness, session, model_id)
         if create:

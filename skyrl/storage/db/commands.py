@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, bindparam, func, or_, select
 
 from skyrl.base.types.command import Command, ExecutedCommand
 from skyrl.base.types.kinds import Kind
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.storage.db.futures import futures
+from skyrl.storage.db.scopes import model_in_scope
 from skyrl.storage.db.tables import ModelRow, SamplingSessionRow
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
@@ -46,6 +49,11 @@ _PENDING = (
 )
 
 
+@cache  # to build a statement takes longer than to run it
+def _pending_in(scope: Scope) -> Select[*tuple[Any, ...]]:
+    return _PENDING.where(model_in_scope(futures.c.model_id, scope))
+
+
 def _command(row: Any) -> Command:
     return Command(
         row.n,
@@ -65,13 +73,14 @@ def _command(row: Any) -> Command:
     )
 
 
-def pending(connection: Connection, kinds: Sequence[str], after: int = 0) -> list[Command]:
-    """Pending requests of these kinds that arrived after row number `after`, in order of arrival, without bodies.
+def pending(connection: Connection, kinds: Sequence[str], after: int = 0, scope: Scope = EVERYTHING) -> list[Command]:
+    """Pending requests of these kinds that arrived after row number `after`, in order of arrival, without bodies. Those
+    of models that are not in the scope are left out.
 
     `after` must be 0 or the number of a row that is still stored: if the last row is deleted, SQLite gives its number
     to the next row.
     """
-    return [_command(row) for row in connection.execute(_PENDING, {"kinds": kinds, "after": after})]
+    return [_command(row) for row in connection.execute(_pending_in(scope), {"kinds": kinds, "after": after})]
 
 
 @dataclass(frozen=True, slots=True)

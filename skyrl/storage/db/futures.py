@@ -25,9 +25,11 @@ from sqlalchemy import (
 )
 
 from skyrl.base.types.kinds import Kind
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.storage.db.ended_at import ENDED_AT_OF_MANY, EndedAt
 from skyrl.storage.db.row_statement import RowStatement
+from skyrl.storage.db.scopes import model_in_scope
 from skyrl.storage.db.tables import FutureRow
 
 futures = FutureRow.__table__  # type: ignore[attr-defined]
@@ -233,12 +235,19 @@ def settle_pending(connection: Connection, request_id: str, outcome: Outcome, no
 
 
 def end_requests_of_sessions(
-    connection: Connection, session_ids: Sequence[str], now: float, kind: Kind | None = None
+    connection: Connection,
+    session_ids: Sequence[str],
+    now: float,
+    kind: Kind | None = None,
+    scope: Scope = EVERYTHING,
 ) -> list[str]:
-    """Settle all pending requests of ended sessions, or those of one kind, with SESSION_ENDED. Returns their ids."""
+    """Settle all pending requests of ended sessions, or those of one kind, with SESSION_ENDED. Commands of models that
+    are not in the scope stay. Returns the ids of the settled requests."""
     where = futures.c.session_id.in_(session_ids)
     if kind is not None:
         where &= futures.c.kind == kind
+    if not scope.is_everything:
+        where &= futures.c.model_id.is_(None) | model_in_scope(futures.c.model_id, scope)
     return _settle_where(connection, where, SESSION_ENDED, now)
 
 

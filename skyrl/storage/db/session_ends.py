@@ -1,4 +1,8 @@
-"""Closes models, sampling sessions and pending requests of sessions that have ended."""
+"""Closes models, sampling sessions and pending requests of sessions that have ended.
+
+If a server has several engines, each closes the models of its base model and fails their commands. Sampling sessions
+and samples are closed by the engine that comes first. Two engines may do so at once: write transactions run one at a
+time, and each finds only what is still open."""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, and_, select, union, update
 
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.storage.db.adapter_versions import OPEN, samplers
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import MAX_NAMED, end_requests_of_sessions
 from skyrl.storage.db.models import models
+from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import sessions
 
 logger = logging.getLogger(__name__)
@@ -27,8 +33,12 @@ class Ended:
     request_ids: list[str]
 
 
-def over_sessions(connection: Connection) -> list[str]:
-    """Ids of ended sessions that still have open models or sampling sessions, at most MAX_NAMED.
+def _open_models(scope: Scope) -> ColumnElement[bool]:
+    return and_(_LIVING_MODEL, in_scope(models.c.base_model, scope))
+
+
+def over_sessions(connection: Connection, scope: Scope = EVERYTHING) -> list[str]:
+    """Ids of ended sessions that still have open models in the scope or open sampling sessions, at most MAX_NAMED.
 
     The query starts from the open models and sampling sessions, so it does not read the many closed rows.
     """
@@ -37,26 +47,26 @@ def over_sessions(connection: Connection) -> list[str]:
         return ~select(sessions.c.id).where(sessions.c.id == session_id, sessions.c.status == "active").exists()
 
     queries = (
-        select(models.c.session_id).where(_LIVING_MODEL, has_ended(models.c.session_id)),
+        select(models.c.session_id).where(_open_models(scope), has_ended(models.c.session_id)),
         select(samplers.c.session_id).where(OPEN, has_ended(samplers.c.session_id)),
     )
     return list(connection.execute(union(*queries).limit(MAX_NAMED)).scalars())
 
 
-def end_sessions(database: Database) -> Ended:
-    """Close the models and sampling sessions of ended sessions, and fail their pending requests."""
-    session_ids = database.read(over_sessions)
+def end_sessions(database: Database, scope: Scope = EVERYTHING) -> Ended:
+    """Close the models in the scope and the sampling sessions of ended sessions, and fail their pending requests."""
+    session_ids = database.read(lambda c: over_sessions(c, scope))
     ended = Ended([], [])
     if not session_ids:
         return ended
 
     def close(connection: Connection) -> None:
-        open_models = and_(models.c.session_id.in_(session_ids), _LIVING_MODEL)
+        open_models = and_(models.c.session_id.in_(session_ids), _open_models(scope))
         model_ids = [row.id for row in connection.execute(select(models.c.id).where(open_models))]
         connection.execute(update(models).where(open_models).values(status="closed"))
         open_samplers = update(samplers).where(samplers.c.session_id.in_(session_ids), OPEN)
         connection.execute(open_samplers.values(status="closed", closed_at=time.time()))
-        failed = end_requests_of_sessions(connection, session_ids, time.time())
+        failed = end_requests_of_sessions(connection, session_ids, time.time(), scope=scope)
         # `write` repeats this when the connection breaks during the commit. If the commit had succeeded, the repetition
         # finds nothing to close. So collect the ids of all tries.
         ended.model_ids.extend(model_ids)

@@ -59,6 +59,7 @@ class Barriers:
         store: CheckpointStore,
         threads: EngineThreads,
     ) -> None:
+        self._own = config.role.own
         self._database = database
         self._backend = backend
         self._store = store
@@ -119,6 +120,11 @@ class Barriers:
         saved = self._database.read(lambda c: checkpoints.find_checkpoint(c, path, reader))
         if saved is None or saved.store_key is None:
             raise FailedRequest(f"path: no training checkpoint {request.path!r}")
+        if saved.base_model not in self._own:  # its shapes may fit by chance
+            raise FailedRequest(
+                f"path: {request.path} was saved from a model of {saved.base_model!r}, and model {model.id!r} has the "
+                f"base model {model.base_model!r}: load the checkpoint into a model of {saved.base_model!r}"
+            )
         creates = command.seq_id == 0
 
         def load() -> None:

@@ -97,8 +97,9 @@ class _Base:
         scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
         snapshots = Snapshots(config, database, backend)
         settlement = Settlement(database, api, metrics.commands)
-        log = CommandLog(database, scheduler, settlement)
-        model_ends = ModelEnds(database, backend, snapshots, threads, log, api)
+        scope = config.role.scope
+        log = CommandLog(database, scheduler, settlement, scope)
+        model_ends = ModelEnds(database, backend, snapshots, threads, log, api, scope)
         return cls(
             config,
             database,
@@ -224,4 +225,5 @@ def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recov
         base.holds,
         base.tracing,
         base.pictures,
+        base.config.role,
     )

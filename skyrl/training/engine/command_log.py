@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import ENGINE_KINDS
+from skyrl.base.types.scope import Scope
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.models import living_among
@@ -19,10 +20,12 @@ from skyrl.training.engine.settlement import Settlement
 
 
 class CommandLog:
-    """Several tasks may call `read` and `close_queue`; a lock runs them one at a time."""
+    """The commands of models in `scope`. Several tasks may call `read` and `close_queue`; a lock runs them one at a
+    time."""
 
-    def __init__(self, database: Database, scheduler: Scheduler, settlement: Settlement) -> None:
+    def __init__(self, database: Database, scheduler: Scheduler, settlement: Settlement, scope: Scope) -> None:
         self._database = database
+        self._scope = scope
         self._scheduler = scheduler
         self._settlement = settlement
         self._has_news = True
@@ -56,7 +59,7 @@ class CommandLog:
         last_row, known = self._scheduler.last_row, self._scheduler.model_ids
 
         def read(connection: Connection) -> tuple[list[Command], set[str]]:
-            new = rows.pending(connection, sorted(ENGINE_KINDS), last_row)
+            new = rows.pending(connection, sorted(ENGINE_KINDS), last_row, self._scope)
             unknown = {c.model_id for c in new if c.model_id is not None} - known
             return new, unknown - living_among(connection, unknown)
 

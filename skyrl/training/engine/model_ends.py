@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
+from skyrl.base.types.scope import Scope
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.session_ends import end_sessions
@@ -22,7 +23,7 @@ from skyrl.training.engine.threads import EngineThreads
 
 
 class ModelEnds:
-    """Call all methods on the event loop."""
+    """Ends the models in `scope`. Call all methods on the event loop."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class ModelEnds:
         threads: EngineThreads,
         log: CommandLog,
         api: Doorbell,
+        scope: Scope,
     ) -> None:
         self._database = database
         self._backend = backend
@@ -39,12 +41,13 @@ class ModelEnds:
         self._threads = threads
         self._log = log
         self._api = api
+        self._scope = scope
         self.on_end: Callable[[], None] = lambda: None
         """Called when a model was dropped."""
 
     async def end_sessions(self) -> None:
         """Close the models and fail the requests of the sessions that have ended since the last call."""
-        ended = await asyncio.to_thread(end_sessions, self._database)
+        ended = await asyncio.to_thread(end_sessions, self._database, self._scope)
         for model_id in ended.model_ids:
             await self._drop(model_id)
         if ended.request_ids:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from skyrl.base.config.base_models import Role
 from skyrl.base.types.activity import WaitsFor
 from skyrl.base.types.command import Command, ExecutedCommand
 from skyrl.base.types.kinds import ENGINE_KINDS, Kind
@@ -34,6 +35,7 @@ from skyrl.training.backends.base import Backend, OutOfMemory
 from skyrl.training.engine.activity import Holds
 from skyrl.training.engine.command_log import CommandLog
 from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
+from skyrl.training.engine.foreign_models import fail_foreign
 from skyrl.training.engine.pictures import PassPictures
 from skyrl.training.engine.repeating import repeat_command
 from skyrl.training.engine.scheduler import Scheduler
@@ -77,6 +79,7 @@ class Recovery:
         holds: Holds,
         tracing: CommandTracing,
         pictures: PassPictures,
+        role: Role,
     ) -> None:
         """After `signals.stop()`, recovery ends before the next command."""
         self._database = database
@@ -92,6 +95,7 @@ class Recovery:
         self._holds = holds
         self._tracing = tracing
         self._pictures = pictures
+        self._role = role
         self._counts = ledger.counts
         self.on_failed: Callable[[], None] = lambda: None
         """Called when a model has failed for good."""
@@ -108,7 +112,8 @@ class Recovery:
         away or memory is short: its commands wait. Other models go on.
         """
         suspects = await asyncio.to_thread(self._skip_poison)
-        models = await self._database.read_async(model_rows.living)
+        await asyncio.to_thread(fail_foreign, self._database, self._settlement, self._role)
+        models = await self._living()
         self._holds.begin(
             await self._database.read_async(lambda c: sum(rows.count_executed(c, m.id, m.next_seq) for m in models))
         )
@@ -131,12 +136,15 @@ class Recovery:
         began = time.monotonic()
         due = self._held - (self._without_memory if began < self._memory_due else set())
         if due:
-            for model in await self._database.read_async(model_rows.living):
+            for model in await self._living():
                 if model.id in due:
                     await self._restore(model)
         if due & self._without_memory:
             now = time.monotonic()
             self._memory_due = now + MEMORY_PAUSE * (now - began)
+
+    async def _living(self) -> list[ModelRecord]:
+        return await self._database.read_async(lambda c: model_rows.living(c, self._role.scope))
 
     async def _restore(self, model: ModelRecord) -> None:
         """Restore one model and let its commands run; or hold the model, or fail it.
@@ -244,7 +252,7 @@ class Recovery:
         the engine died."""
         if not self._counts:
             return []
-        pending = self._database.read(lambda c: rows.pending(c, sorted(ENGINE_KINDS)))
+        pending = self._database.read(lambda c: rows.pending(c, sorted(ENGINE_KINDS), scope=self._role.scope))
         suspects: list[Command] = []
         for command in pending:
             if (deaths := self._counts.get(command.request_id, 0)) == 0:

@@ -6,12 +6,12 @@ All requests that the engine ends are settled here, except the requests of ended
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
-from skyrl.base.wire.errors import ErrorCategory
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.results import encode_json
 from skyrl.runtime.metrics.commands import CommandMetrics
 from skyrl.storage.db import futures as rows
@@ -61,15 +61,20 @@ class Settlement:
         outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
         self.end([(command, outcome)], fails_model(command))
 
-    def refuse(self, commands: Sequence[Command]) -> None:
-        """Fail commands whose model is closed. A command that unloads the model succeeds."""
+    def refuse(
+        self,
+        commands: Sequence[Command],
+        why: Callable[[Command], FailedRequest] = model_is_gone,
+        change: Change | None = None,
+    ) -> None:
+        """Fail commands whose model is closed, and make `change`. A command that unloads the model succeeds."""
 
         def outcome(command: Command) -> Outcome:
             if command.kind is Kind.UNLOAD_MODEL:
                 return Outcome(encode_json(unloaded(command.model_id)))
-            return failed(model_is_gone(command), command)
+            return failed(why(command), command)
 
-        self.end([(command, outcome(command)) for command in commands])
+        self.end([(command, outcome(command)) for command in commands], change)
 
     def end(self, ended: Sequence[tuple[Command, Outcome]], change: Change | None = None) -> None:
         """`settle`, and count these commands."""

@@ -19,6 +19,7 @@ import skyrl.server.api.futures
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.scope import Scope
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.app import create_app
 from skyrl.server.api.server import open_services
@@ -89,8 +90,8 @@ async def test_a_command_read_while_its_session_ends_fails_at_once(
         await harness.parts.log.read()
         harness.parts.file_commands.start_ready()
 
-    def end_and_one_more(database: Database) -> Any:
-        ended = end_sessions(database)
+    def end_and_one_more(database: Database, scope: Scope) -> Any:
+        ended = end_sessions(database, scope)
         if ended.model_ids:
             asyncio.run_coroutine_threadsafe(one_more(), here).result()
         return ended

@@ -29,9 +29,10 @@ from skyrl.server.sampling.endpoint import EndpointUnknown, EngineEndpoint
 from skyrl.server.sampling.http import HttpTransport
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db import futures as rows
+from skyrl.storage.db.claims import claim, read_claim
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
-from skyrl.storage.db.engine_state import EngineState, claim, read_claim, read_state
+from skyrl.storage.db.engine_state import EngineState, read_state
 from skyrl.storage.db.fence import Fence
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.retrying_database import RetryingDatabase

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from skyrl.storage.db.engine_state import claim, read_claim
+from skyrl.storage.db.claims import claim, read_claim
 from tests.engine_process import EngineProcess
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
 
