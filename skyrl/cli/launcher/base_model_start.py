@@ -48,7 +48,8 @@ class BaseModelStart:
     @property
     def can_serve(self) -> bool:
         """Whether this server runs it, and has not given it up."""
-        return bool(self.processes) and self.failure is None
+        modes = self.config.modes
+        return (modes.trains or modes.manages_inference) and self.failure is None
 
     def watch(self, name: str, process: Supervised) -> None:
         self.processes[name] = process

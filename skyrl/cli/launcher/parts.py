@@ -94,7 +94,7 @@ class Parts:
         """Stop all parts, each after the parts that need it. If stopping one fails, the others are stopped all the
         same."""
         for names in self._stop_order():
-            await asyncio.gather(*(self.remove(name) for name in names))
+            await asyncio.gather(*(self.remove(name) for name in names if name in self._parts))
 
     async def drop(self, names: Collection[str]) -> None:
         """Stop these parts, each after those of them that need it. Other parts that need them run on without them."""

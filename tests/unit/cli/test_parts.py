@@ -107,6 +107,47 @@ async def test_parts_can_be_added_and_removed_while_others_run() -> None:
     await world.parts.stop()
 
 
+async def test_dropped_parts_stop_in_order_and_those_that_need_them_run_on() -> None:
+    world = RecordingParts()
+    for name, *needs in (
+        ("vllm",),
+        ("vllm-b",),
+        ("engine", "vllm"),
+        ("engine-b", "vllm-b"),
+        ("api", "engine", "engine-b"),
+    ):
+        await world.add(name, *needs)
+    ending = asyncio.create_task(world.parts.until_one_ends())
+    world.events.clear()
+    await world.parts.drop(["vllm-b", "engine-b"])
+    assert [event for event in world.events if event.endswith("has stopped")] == [
+        "engine-b has stopped",
+        "vllm-b has stopped",
+    ]
+    assert world.parts.names == ["vllm", "engine", "api"]
+    assert not ending.done()
+    world.events.clear()
+    await world.parts.stop()
+    assert [event for event in world.events if event.endswith("has stopped")] == [
+        f"{name} has stopped" for name in ("api", "engine", "vllm")
+    ]
+    ending.cancel()
+
+
+async def test_a_server_stops_while_parts_are_being_dropped() -> None:
+    world = RecordingParts()
+    await world.add("vllm")
+    await world.add("engine", "vllm")
+    world.may_stop["vllm"].clear()
+    dropping = asyncio.create_task(world.parts.drop(["vllm"]))
+    await world.wait_for("vllm stops")
+    stopping = asyncio.create_task(world.parts.stop())
+    await world.wait_for("engine has stopped")
+    world.may_stop["vllm"].set()
+    await asyncio.gather(dropping, stopping)
+    assert world.parts.names == []
+
+
 async def test_the_server_ends_when_the_supervision_of_a_part_returns() -> None:
     world = RecordingParts()
     await world.add("vllm")
