@@ -75,7 +75,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerConfig:
     )
 
 
-Run = Callable[[str, str], asyncio.Task[None]]
+Run = Callable[..., asyncio.Task[None]]
 
 
 @pytest.fixture
