@@ -11,6 +11,8 @@ from .workspace import Workspace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 
+PREFERENCES = "`Anthropic/hh-rlhf`: rows with `chosen` and `rejected`"
+
 
 def test_dpo_starts_at_the_reference_and_moves_away(workspace: Workspace, stored: Stored) -> None:
     options = ("batch_size=4", "max_length=256", "learning_rate=1e-3", "max_steps=3")
@@ -21,6 +23,7 @@ def test_dpo_starts_at_the_reference_and_moves_away(workspace: Workspace, stored
     assert max(loss[1:]) < 0.6
     assert min(run.column("margin")[1:]) > 0.2
     assert_final_is_kept(run, stored)
+    run.shows("the loss is ln 2 at first, then falls", data=PREFERENCES, loss=loss)
 
 
 @pytest.mark.slow
@@ -33,3 +36,6 @@ def test_sampler_and_trainer_agree_after_a_step_that_moved_the_policy(workspace:
     assert all(map(math.isfinite, run.column("env/all/reward/total")))
     assert run.column("optimizer_step") == [1, 2, 3]
     assert_final_is_kept(run, stored)
+    run.shows(
+        "sampler and trainer agree after steps that move the policy", divergence=run.column("optim/kl_sample_train_v1")
+    )

@@ -35,6 +35,7 @@ def test_on_policy_training_learns_and_the_sampler_is_the_trained_policy(workspa
     assert reward[0] < reward[-1] <= 0
     assert run.column("grad_norm")[0] > 0
     assert_final_is_kept(run, stored)
+    run.shows("sampler and trainer agree; the reward rises", reward=reward, divergence=divergence(run))
 
 
 @pytest.mark.slow
@@ -48,6 +49,7 @@ def test_off_policy_training_runs_to_its_end(workspace: Workspace, stored: Store
     assert reward[0] < reward[-1] <= 0
     assert [row["name"] for row in run.checkpoints] == ["000000", "final"]
     assert_final_is_kept(run, stored)
+    run.shows("samples of the policy before train it; the reward rises", reward=reward, staleness=staleness)
 
 
 @pytest.mark.slow
@@ -61,6 +63,7 @@ def test_training_on_streamed_minibatches_runs_to_its_end(workspace: Workspace, 
     reward = run.column("env/all/reward/total")
     assert reward[0] < reward[-1] <= 0
     assert_final_is_kept(run, stored)
+    run.shows("minibatches train while others are sampled; the reward rises", reward=reward, divergence=divergence(run))
 
 
 @pytest.mark.slow
@@ -71,6 +74,7 @@ def test_several_optimizer_steps_per_batch_report_the_divergence_after_them(work
     during, after = run.column("optim/kl_sample_train_v2"), run.column("kl_pre_post_v2")
     # The second half of the batch was computed after one of the two updates, the new sampler's weights after both.
     assert 0 < during[0] < after[0]
+    run.shows("two optimizer steps for each batch; the new sampler has both", divergence_after=after)
     assert all(map(math.isfinite, during + after))
 
 
@@ -88,3 +92,4 @@ def test_a_game_of_many_turns_runs_to_its_end(workspace: Workspace, stored: Stor
     assert all(1 < turns <= 10 for turns in run.column("env/all/turns_per_episode"))
     assert all(-10 <= reward <= 1 for reward in run.column("env/all/reward/total"))
     assert_final_is_kept(run, stored)
+    run.shows("sampler and trainer agree over ten turns", divergence=divergence(run))

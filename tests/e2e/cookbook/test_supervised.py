@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 def test_supervised_training_lowers_the_loss(rolling: Run) -> None:
     loss = rolling.column("train_mean_nll")
     assert loss[-1] < 0.6 * loss[0]
+    rolling.shows("the loss falls; a killed run resumes at its last checkpoint", data="rows with `messages`", loss=loss)
 
 
 def test_rolling_checkpoints_are_deleted_and_the_others_are_kept(rolling: Run, stored: Stored) -> None:

@@ -68,6 +68,12 @@ def test_the_classifier_learns_to_name_what_it_sees(learned: Run, blind_loss: fl
     assert loss[-1] < blind_loss / 2
     before, after = learned.column("accuracy")
     assert before < 0.5 < 0.8 < after
+    learned.shows(
+        "the model that sees learns four colours; sampler and trainer agree; a killed run resumes",
+        data="`dpdl-benchmark/caltech101`: a folder for each split, and in it one for each class",
+        accuracy=(before, after),
+        loss=(loss[0], loss[-1]),
+    )
 
 
 def test_the_samplers_scores_of_answers_to_pictures_fall_with_the_loss(learned: Run, blind_loss: float) -> None:

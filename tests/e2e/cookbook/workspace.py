@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from skyrl.runtime.processes.supervision import dies_with_parent
+from tests.cookbook.record import Shown, keep
 from tests.sdk_programs import TRACED, succeeded
 
 from ..conftest import ALIAS
@@ -34,13 +37,16 @@ class Run:
 
     directory: Path
     """What the recipe was told to write its logs to."""
-    names_its_own: bool = False
-    """The recipe is one of NAME_THEIR_OWN."""
+    recipe: str
+    commands: tuple[str, ...] = ()
+    """What a user would type: the server, then the recipe."""
+    seconds: float = 0.0
+    """How long the recipe ran; 0 until it has ended."""
 
     @property
     def path(self) -> Path:
         """The log directory."""
-        made = list(self.directory.glob("*/")) if self.names_its_own else []
+        made = list(self.directory.glob("*/")) if self.recipe in NAME_THEIR_OWN else []
         return made[0] if made else self.directory
 
     @property
@@ -66,14 +72,28 @@ class Run:
         """The server's id of the last model that the recipe trained."""
         return str(self.checkpoints[-1]["state_path"]).split("/")[2]
 
+    def shows(self, outcome: str, *, data: str = "", before: Sequence[str] = (), **figures: Sequence[float]) -> None:
+        """Keep the run for docs/cookbook.md, if the tests run for it. Call it after the test's assertions.
+
+        `outcome`: a clause such as "the reward rises". `data`: the files that the recipe reads and what is in them.
+        `before`: commands between the server's and the recipe's. `figures`: what was measured, one number or one for
+        each step."""
+        server, recipe = self.commands
+        measured = {name.replace("_", " "): list(numbers) for name, numbers in figures.items()}
+        commands = [server, *before, recipe]
+        keep(self.directory.name, Shown(self.recipe, commands, data, outcome, self.seconds, measured))
+
 
 class Workspace:
     """Model and data sets in relative directories with the names of their hub ids, where the cookbook looks first."""
 
-    def __init__(self, root: Path, python: Path, url: str, model: Path, names: Sequence[str] = (ALIAS,)) -> None:
-        """`model`: the directory that the server serves as each of `names`."""
+    def __init__(
+        self, root: Path, python: Path, url: str, model: Path, names: Sequence[str] = (ALIAS,), serve: str = ""
+    ) -> None:
+        """`model`: the directory that the server serves as each of `names`. `serve`: what a user types to serve the
+        same; one model under the name that the recipe is given, unless given."""
         self.root = root
-        self._model = names[0]
+        self._model, self._serve = names[0], serve
         self._python = python
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._env = (
@@ -108,26 +128,27 @@ class Workspace:
     ) -> tuple[Run, subprocess.Popen[bytes]]:
         """Start the recipe's process; its log directory is `runs/<name>`, its output goes to `runs/<name>.log`.
         `model`: the first of the workspace's names unless given."""
-        run = Run(self.root / "runs" / name, recipe in NAME_THEIR_OWN)
-        run.directory.parent.mkdir(exist_ok=True)
-        told = f"{'experiment_dir' if run.names_its_own else 'log_path'}={run.directory}"
+        told = f"{'experiment_dir' if recipe in NAME_THEIR_OWN else 'log_path'}=runs/{name}"
         fixed = (f"model_name={model or self._model}", told)
-        command = [str(self._python), "-m", f"tinker_cookbook.recipes.{recipe}", *fixed, *options]
+        arguments = ["-m", f"tinker_cookbook.recipes.{recipe}", *fixed, *options]
+        commands = (self._serve or serve_command(model or self._model), _public(["python", *arguments], self.root))
+        run = Run(self.root / "runs" / name, recipe, commands)
+        run.directory.parent.mkdir(exist_ok=True)
+        command = dies_with_parent([str(self._python), *arguments])
         with run.output.open("ab") as log:
-            process = subprocess.Popen(
-                dies_with_parent(command), cwd=self.root, env=self._env, stdout=log, stderr=subprocess.STDOUT
-            )
+            process = subprocess.Popen(command, cwd=self.root, env=self._env, stdout=log, stderr=subprocess.STDOUT)
         return run, process
 
     def run(self, recipe: str, name: str, *options: str, model: str | None = None, fails: bool = False) -> Run:
         """Run the recipe to its end. Raises AssertionError unless it succeeds in time (or, with `fails`, fails)."""
+        begin = time.monotonic()
         run, process = self.start(recipe, name, *options, model=model)
         try:
             code = process.wait(TIME_BOUND_S)
         finally:
             process.kill()
         assert code != 0 if fails else succeeded(code, run.log), f"{code}: {run.log[-3000:]}"
-        return run
+        return replace(run, seconds=time.monotonic() - begin)
 
     def script(self, code: str, *arguments: str) -> None:
         """Run Python code in the cookbook's environment. Raises AssertionError if it fails."""
@@ -136,6 +157,20 @@ class Workspace:
             command, cwd=self.root, env=self._env, capture_output=True, text=True, timeout=TIME_BOUND_S, check=False
         )
         assert succeeded(done.returncode, done.stderr), f"{done.returncode}: {done.stderr[-3000:]}"
+
+
+def serve_command(*names: str) -> str:
+    """What a user types to serve one model under these names."""
+    command = ["skyrl", "serve", "--base-model", f"/models/{names[0].rpartition('/')[2]}"]
+    for name in names:
+        command += ["--served-model-name", name]
+    return shlex.join(command)
+
+
+def _public(command: Sequence[str], root: Path) -> str:
+    """The command as a user types it in the workspace's directory, with a name in place of a checkpoint's ids."""
+    text = shlex.join(command).replace(f"{root}/", "")
+    return re.sub(r"tinker://[^/]+(?=/)", "tinker://RUN", text)
 
 
 def kill_after_checkpoint(run: Run, process: subprocess.Popen[bytes]) -> None:
