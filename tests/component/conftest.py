@@ -14,6 +14,7 @@ from blocking import noted_waits
 from checkpoint_world import World, world_in
 from engine_harness import NEVER_S
 from fake_upstream import FakeUpstream, fake_upstream
+from two_models import ENTRIES, JUDGE, STUDENT, TEACHER, VOCABULARY, serving
 
 import skyrl.server.api.server
 from skyrl.base.config.server import ServerConfig
@@ -96,6 +97,37 @@ def serve(tmp_path: Path, database: Database) -> Serve:
 async def api(serve: Serve) -> AsyncIterator[Api]:
     async with serve() as running:
         yield running
+
+
+@pytest.fixture
+async def upstreams() -> AsyncIterator[dict[str, FakeUpstream]]:
+    """A server for each of several base models, by its name."""
+    async with fake_upstream() as student, fake_upstream() as teacher, fake_upstream() as judge:
+        yield {STUDENT: student, TEACHER: teacher, JUDGE: judge}
+
+
+@pytest.fixture
+def shared(migrated_url: str, upstreams: dict[str, FakeUpstream]) -> Iterator[Database]:
+    """The database of an API process with several base models. Their upstreams are published there."""
+    database = Database(migrated_url)
+    for name, vocabulary in VOCABULARY.items():
+        trains, url = name == STUDENT, upstreams[name].url
+        database.write(lambda c, name=name, url=url: publish_url(c, url, name))
+        database.write(
+            lambda c, name=name, trains=trains, size=vocabulary: publish_training(
+                c, ready=trains, reason="", vocab_size=size, max_context=100, key=name
+            )
+        )
+    yield database
+    database.close()
+
+
+@pytest.fixture
+async def two_models(shared: Database, tmp_path: Path, upstreams: dict[str, FakeUpstream]) -> AsyncIterator[Api]:
+    """A student, a teacher that is only sampled from, and a judge that somebody else runs."""
+    judge = {"base_model": JUDGE, "uses": ["sample"], "external_inference_url": upstreams[JUDGE].url}
+    async with serving(shared, tmp_path, [*ENTRIES, judge]) as api:
+        yield api
 
 
 @pytest.fixture

@@ -4,78 +4,22 @@ away is nobody else's business."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import openai_requests
 import pytest
 from api_harness import Api, sample_body, tokens
-from fake_upstream import FakeUpstream, fake_upstream
+from fake_upstream import FakeUpstream
+from two_models import ENTRIES, JUDGE, STUDENT, TEACHER, serving
 
-from skyrl.base.config.server import ServerConfig
-from skyrl.base.config.several import base_models_of
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.paths import CheckpointKind, parse_path
-from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.checkpoints import Checkpoint, put
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training, publish_url
 from tests.postgres_server import ON_BOTH
-
-STUDENT, TEACHER, JUDGE = "acme/student", "acme/teacher", "acme/judge"
-VOCABULARY = {STUDENT: 1000, TEACHER: 50}
-ENTRIES = [
-    {"base_model": STUDENT, "served_model_names": [STUDENT, "student"]},
-    {"base_model": TEACHER, "uses": ["sample"]},
-]
-
-
-@pytest.fixture
-async def upstreams() -> AsyncIterator[dict[str, FakeUpstream]]:
-    async with fake_upstream() as student, fake_upstream() as teacher, fake_upstream() as judge:
-        yield {STUDENT: student, TEACHER: teacher, JUDGE: judge}
-
-
-@pytest.fixture
-def shared(migrated_url: str, upstreams: dict[str, FakeUpstream]) -> Any:
-    database = Database(migrated_url)
-    for name, vocabulary in VOCABULARY.items():
-        trains, url = name == STUDENT, upstreams[name].url
-        database.write(lambda c, name=name, url=url: publish_url(c, url, name))
-        database.write(
-            lambda c, name=name, trains=trains, size=vocabulary: publish_training(
-                c, ready=trains, reason="", vocab_size=size, max_context=100, key=name
-            )
-        )
-    yield database
-    database.close()
-
-
-@asynccontextmanager
-async def serving(database: Database, directory: Path, entries: list[dict[str, Any]]) -> AsyncIterator[Api]:
-    config = ServerConfig(**{"base_models": entries, "state_dir": directory, "database_url": database.url})
-    each = tuple(Runtime(part, directory, None, "key") for part in base_models_of(config))
-    async with open_services(Runtime(config, directory, None, None, base_models=each)) as services:
-        transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://api", headers={"X-API-Key": "tml-one"}
-        ) as http:
-            yield Api(services, http)
-
-
-@pytest.fixture
-async def two_models(shared: Database, tmp_path: Path, upstreams: dict[str, FakeUpstream]) -> AsyncIterator[Api]:
-    """A student, a teacher that is only sampled from, and a judge that somebody else runs."""
-    judge = {"base_model": JUDGE, "uses": ["sample"], "external_inference_url": upstreams[JUDGE].url}
-    async with serving(shared, tmp_path, [*ENTRIES, judge]) as api:
-        yield api
 
 
 async def session(api: Api) -> str:
