@@ -30,10 +30,10 @@ class Api:
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         return await self.http.post(f"/api/v1/{path}", json=body, headers=headers)
 
-    async def sampler(self, **headers: str) -> str:
+    async def sampler(self, *, base_model: str = BASE, **headers: str) -> str:
         """Create a session and, in it, a sampling session on the base model."""
         session = (await self.post("create_session", {}, **headers)).json()["session_id"]
-        wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+        wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base_model}
         return (await self.post("create_sampling_session", wanted, **headers)).json()["sampling_session_id"]
 
     async def sample(self, sampler: str, seq_id: int, **changes: Any) -> dict[str, Any]:
@@ -77,7 +77,8 @@ Serve = Callable[..., AbstractAsyncContextManager[Api]]
 
 async def scrape(api: Api) -> dict[str, float]:
     """What the process shows of itself now, by series without its own label."""
-    MetricsWriter(api.services.published_metrics, "api-0", api.services.metrics.registry).write()
+    metrics = api.services.metrics
+    MetricsWriter(api.services.published_metrics, "api-0", metrics.registry, more=metrics.labelled).write()
     api.services.published_metrics.prepare()
     answer = await api.http.get("/metrics")
     assert answer.status_code == 200, answer.text

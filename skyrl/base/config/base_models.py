@@ -67,12 +67,19 @@ class Role:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels of this base model's metrics: none if the server has one base model."""
-        return {"base_model": self.state_keys[0]} if self.name else {}
+        """The labels of this base model's metrics: none if the server has one base model. The label is the first name
+        that clients know, or `name` if that is a path: paths stay on the server."""
+        first = self.state_keys[0]
+        return {"base_model": self.name if is_path(first) else first} if self.name else {}
 
     def process(self, kind: str) -> str:
         """The name of this base model's process of a kind: `engine`, or `engine-qwen3-4b`."""
         return f"{kind}-{self.name}" if self.name else kind
+
+
+def is_path(served_name: str) -> bool:
+    """Whether a base model's name is a path of this machine, and none of the model hub."""
+    return served_name.startswith(("/", "~", "."))
 
 
 def short_name(served_name: str, taken: Collection[str]) -> str:

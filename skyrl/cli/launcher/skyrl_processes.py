@@ -63,7 +63,8 @@ def disk_part(state_dir: Path) -> Part:
 
 def metrics_part(metrics: LauncherMetrics, directory: Path, state_dir: Path) -> Part:
     """Publishes the launcher's metrics, and deletes the metrics of processes that have ended."""
-    writer = MetricsWriter(MetricsDirectory(directory), "launcher", metrics.registry, owns=True)
+    published = MetricsDirectory(directory)
+    writer = MetricsWriter(published, "launcher", metrics.registry, more=metrics.labelled, owns=True)
     show_free_space(metrics.registry, state_dir)
 
     async def start() -> None:

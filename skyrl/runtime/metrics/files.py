@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -30,6 +30,10 @@ STALE_S = 15.0
 """An older file is left out: its process hangs, or has been killed and its number was given to another."""
 FILE_VARIABLE = "SKYRL_METRICS_FILE"
 """The environment variable that names the file of a router or a sidecar that `skyrl rollout` has started."""
+
+
+Labelled = tuple[CollectorRegistry, Mapping[str, str]]
+"""A registry, and the labels that its series get besides the process's name."""
 
 
 class MetricsDirectory:
@@ -91,9 +95,10 @@ class MetricsDirectory:
 
 
 class MetricsWriter:
-    """Writes the metrics of this process, labelled with its name, every PERIOD_S until `stop`. All of them also get
-    `labels`, such as `Role.labels`. The process that `owns` the directory also deletes the files of processes that have
-    ended; one that `answers` scrapes prepares the answer after each writing."""
+    """Writes the metrics of this process, labelled with its name, every PERIOD_S until `stop`. Those of `registry` also
+    get `labels`, such as `Role.labels`; `more` are registries with labels of their own. The process that `owns` the
+    directory also deletes the files of processes that have ended; one that `answers` scrapes prepares the answer after
+    each writing."""
 
     def __init__(
         self,
@@ -102,13 +107,14 @@ class MetricsWriter:
         registry: CollectorRegistry,
         *,
         labels: Mapping[str, str] | None = None,
+        more: Sequence[Labelled] = (),
         owns: bool = False,
         answers: bool = False,
     ) -> None:
         self._directory = directory
         self._process = process
         self._registry = registry
-        self._labels = {"process": process, **(labels or {})}
+        self._parts: list[Labelled] = [(registry, labels or {}), *more]
         self._owns = owns
         self._answers = answers
         self._stopped = threading.Event()
@@ -129,7 +135,8 @@ class MetricsWriter:
 
     def write(self) -> None:
         """Write once, now. Raises OSError."""
-        self._directory.write(self._process, rendered(self._registry.collect(), **self._labels))
+        texts = (rendered(each.collect(), process=self._process, **labels) for each, labels in self._parts)
+        self._directory.write(self._process, joined(texts))
 
     def _run(self) -> None:
         while True:
@@ -157,14 +164,16 @@ async def publishing(
     directory: MetricsDirectory | Path | None,
     *,
     labels: Mapping[str, str] | None = None,
+    more: Sequence[Labelled] = (),
     answers: bool = False,
 ) -> AsyncIterator[MetricsDirectory]:
-    """Publish the metrics of this process with `labels` while the body runs, and prepare its answers if it `answers`
-    scrapes of all processes. A process without a server around it (`directory` None) uses a directory of its own."""
+    """Publish the metrics of this process while the body runs, and prepare its answers if it `answers` scrapes of all
+    processes. `labels` and `more` are as for MetricsWriter. A process without a server around it (`directory` None)
+    uses a directory of its own."""
     with contextlib.ExitStack() as own:
         path = directory or Path(own.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-metrics-")))
         published = MetricsDirectory(path) if isinstance(path, Path) else path
-        writer = MetricsWriter(published, process, registry, labels=labels, answers=answers)
+        writer = MetricsWriter(published, process, registry, labels=labels, more=more, answers=answers)
         writer.start()
         try:
             yield published

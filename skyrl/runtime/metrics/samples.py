@@ -37,8 +37,20 @@ EVENTS = (
 """The counters of `skyrl.server.sampling.client`."""
 
 
+class RefusalMetrics:
+    """Samples that were not accepted, of all base models together: a sample may be refused before its base model is
+    known. Call `refused` on one thread."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        about = "Samples that were not accepted."
+        self._refused = Tallies(registry, "skyrl_samples_refused", about, "reason", REFUSALS)
+
+    def refused(self, reason: Refusal) -> None:
+        self._refused[reason].add()
+
+
 class SampleMetrics:
-    """Call all methods on one thread."""
+    """The samples of one base model. Call all methods on one thread."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._registry = registry
@@ -56,8 +68,6 @@ class SampleMetrics:
         self._duration = Spreads(registry, "skyrl_sample_duration_seconds", about, DURATION_BOUNDS).only
         about = "The part of a successful sample's time that was spent neither in vLLM nor waiting for its quota."
         self._overhead = Spreads(registry, "skyrl_sample_overhead_seconds", about, OVERHEAD_BOUNDS).only
-        about = "Samples that were not accepted."
-        self._refused = Tallies(registry, "skyrl_samples_refused", about, "reason", REFUSALS)
         self._in_flight: list[Ages] = []
         if registry is not None:
             registry.register(_InFlight(self._in_flight))
@@ -77,9 +87,6 @@ class SampleMetrics:
 
     def cancelled(self) -> None:
         self._ended[CANCELLED].add()
-
-    def refused(self, reason: Refusal) -> None:
-        self._refused[reason].add()
 
     def watch(self, ages: Ages) -> None:
         """Count these as in flight, too. They are asked at each scrape, on another thread."""

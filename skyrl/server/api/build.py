@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from skyrl import __version__
+from skyrl.base.config.base_models import is_path
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import ByName
 from skyrl.inference.features import InferenceFeatures
@@ -91,7 +92,7 @@ class Base:
 
     @classmethod
     def of(cls, runtime: Runtime) -> Self:
-        metrics = ApiMetrics.new()
+        metrics = ApiMetrics.new([one.config.role.labels for one in runtime.each])
         database = Database(runtime.config.database)
         writer = GroupCommitWriter(database, metrics.commits)
         notifier = Notifier(
@@ -154,7 +155,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
     store = open_store(config, base.metrics.traffic)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
     checks, uses = PictureChecks(base.metrics.images), AdapterUses(writer)
-    admission = Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.samples)
+    admission = Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.refusals)
     shared = Shared(
         database=database,
         metrics=base.metrics,
@@ -169,7 +170,8 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         files=PictureFiles(database),
         checks=checks,
     )
-    built = [build_model(one, its, shared) for one, its in zip(runtime.each, features, strict=True)]
+    parts = zip(runtime.each, features, base.metrics.models, strict=True)
+    built = [build_model(one, its, counted, shared) for one, its, counted in parts]
     names = ByName.of(tuple(one.config for one in runtime.each))
     served = Served(built, names)
     lanes = Lanes([model.lane for model in built], names)
@@ -181,7 +183,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         engine=base.notifier.engine,
         admission=admission,
         quotas=quotas,
-        metrics=base.metrics.samples,
+        metrics=base.metrics.refusals,
     )
     return Services(
         config=config,
@@ -240,13 +242,15 @@ def _base_of(model: ServedModel) -> OpenAIBase:
 
 
 def _show_readiness(base: Base, served: Served) -> None:
-    for model in served:
+    """Each base model in its own registry, whose label then says which base model it is."""
+    for model, metrics in zip(served, base.metrics.models, strict=True):
         config, watch = model.config, model.watch
-        name = config.served_names[0]
-        name = Path(name).name if name.startswith(("/", "~", ".")) else name  # paths stay on the server
-        build = {"version": __version__, "backend": config.backend, "base_model": name}
+        build = {"version": __version__, "backend": config.backend}
+        if not metrics.labels:
+            name = config.served_names[0]
+            build["base_model"] = Path(name).name if is_path(name) else name  # paths stay on the server
 
         def heartbeat_at(config: ServerConfig = config, watch: EngineWatch = watch) -> float | None:
             return watch.state.heartbeat_at if config.modes.trains else None
 
-        ReadinessMetrics(base.metrics.registry, build, watch.ready_parts, heartbeat_at)
+        ReadinessMetrics(metrics.registry, build, watch.ready_parts, heartbeat_at)

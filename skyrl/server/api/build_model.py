@@ -10,7 +10,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.sight import sight_of
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
-from skyrl.runtime.metrics.processes import ApiMetrics
+from skyrl.runtime.metrics.processes import ApiMetrics, ModelMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.readiness import EngineWatch
 from skyrl.server.api.ready_reasons import ReadyReasons
@@ -60,14 +60,14 @@ class Shared:
     checks: PictureChecks
 
 
-def build_model(runtime: Runtime, features: InferenceFeatures, shared: Shared) -> ServedModel:
-    """`features` are those of the base model's inference server."""
-    config, database, metrics = runtime.config, shared.database, shared.metrics
+def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMetrics, shared: Shared) -> ServedModel:
+    """`features` are those of the base model's inference server, `metrics` those of the base model."""
+    config, database = runtime.config, shared.database
     watch = EngineWatch(partial(_engine_state, database, config), config.modes, _servers(runtime, database))
     adapters = _adapters(config, watch, shared)
     loaded = LoadedWeights(database) if config.full_finetuning else None
     transport = HttpTransport(config.forwarding_inference_max_connections)
-    client = _client(runtime, watch, adapters, transport, loaded, shared)
+    client = _client(runtime, watch, adapters, transport, loaded, metrics, shared)
     sight = sight_of(config)
     passage = Passage(
         admission=shared.admission,
@@ -76,6 +76,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, shared: Shared) -
         quotas=shared.quotas,
         usage=shared.usage,
         metrics=metrics.samples,
+        refusals=shared.metrics.refusals,
     )
     lane = Lane(
         base_name=config.served_names[0],
@@ -84,7 +85,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, shared: Shared) -
         order=passage.order,
         guard=passage.guard,
         pictures=PictureIngress(
-            database, shared.checks, shared.files, sight, config.max_stored_image_bytes, metrics.images
+            database, shared.checks, shared.files, sight, config.max_stored_image_bytes, shared.metrics.images
         ),
         forwarded=ForwardedSamples(
             client,
@@ -135,6 +136,7 @@ def _client(
     adapters: AdapterHost,
     transport: HttpTransport,
     loaded: LoadedWeights | None,
+    metrics: ModelMetrics,
     shared: Shared,
 ) -> ForwardingClient | None:
     """None if the engine runs the samples."""
@@ -153,7 +155,7 @@ def _client(
         replicas=_replicas(runtime, watch),
         loaded=loaded,
         shares_keys=config.routed or config.modes.shares_inference,
-        metrics=shared.metrics.adapters,
+        metrics=metrics.adapters,
         pictures=StoredPictureFiles(shared.files),
     )
 

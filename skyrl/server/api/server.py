@@ -36,8 +36,8 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     process = build(runtime, Secrets.open(runtime), features)
     try:
         await begin(process)
-        registry, directory = process.base.metrics.registry, process.services.published_metrics
-        async with publishing(registry, f"api-{runtime.slot}", directory, answers=True):
+        metrics, directory = process.base.metrics, process.services.published_metrics
+        async with publishing(metrics.registry, f"api-{runtime.slot}", directory, more=metrics.labelled, answers=True):
             background = asyncio.create_task(run(process))
             try:
                 yield process.services

@@ -17,7 +17,7 @@ from typing import TypeVar
 from skyrl.base.types.ids import new_request_id
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
 from skyrl.runtime.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
-from skyrl.runtime.metrics.samples import Ages, SampleMetrics
+from skyrl.runtime.metrics.samples import Ages, RefusalMetrics, SampleMetrics
 from skyrl.runtime.processes.log_format import about_request
 from skyrl.runtime.tracing.current import current_trace
 from skyrl.server.openai.answers import EventRewriter, Used
@@ -75,6 +75,7 @@ class Passage:
     quotas: Quotas
     usage: UsageCounter
     metrics: SampleMetrics
+    refusals: RefusalMetrics
 
 
 class OpenAIService:
@@ -94,6 +95,7 @@ class OpenAIService:
         self._quotas = passage.quotas
         self._usage = passage.usage
         self._metrics = passage.metrics
+        self._refusals = passage.refusals
         self._ages = Ages()
         passage.metrics.watch(self._ages)
         self._uses = uses
@@ -155,7 +157,7 @@ class OpenAIService:
             outcome = OK
         except OverQuota:
             outcome = None
-            self._metrics.refused("quota")
+            self._refusals.refused("quota")
             raise
         except RequestError as error:
             outcome = None if error.status == 429 else SERVER_ERROR if error.status >= 500 else USER_ERROR

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.runtime.metrics.samples import Refusal, SampleMetrics
+from skyrl.runtime.metrics.samples import Refusal, RefusalMetrics
 
 SHARE = 8
 """A tenant may hold up to SHARE times the capacity that is still free. One tenant alone gets 8/9 of the whole, two
@@ -21,10 +21,10 @@ class _TenantCount:
 class Admission:
     """Counts waiting samples in requests and bytes. A sample above the bound is refused and not recorded."""
 
-    def __init__(self, max_requests: int, max_bytes: int, metrics: SampleMetrics | None = None) -> None:
+    def __init__(self, max_requests: int, max_bytes: int, metrics: RefusalMetrics | None = None) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._metrics = metrics or SampleMetrics()
+        self._metrics = metrics or RefusalMetrics()
         self.requests = 0
         self.bytes = 0
         self._tenants: dict[str, _TenantCount] = {}

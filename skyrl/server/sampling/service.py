@@ -17,7 +17,7 @@ from skyrl.base.types.kinds import SAMPLES, Kind
 from skyrl.base.types.requests import NewRequest
 from skyrl.base.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
-from skyrl.runtime.metrics.samples import SampleMetrics
+from skyrl.runtime.metrics.samples import RefusalMetrics
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.pictures.placed import is_text
 from skyrl.server.quotas.account import Ticket
@@ -60,7 +60,7 @@ class SampleService:
         engine: Doorbell | None,
         admission: Admission,
         quotas: Quotas,
-        metrics: SampleMetrics | None = None,
+        metrics: RefusalMetrics | None = None,
     ) -> None:
         self._futures = futures
         self._samplers = samplers
@@ -69,7 +69,7 @@ class SampleService:
         self._engine = engine
         self._admission = admission
         self._quotas = quotas
-        self._metrics = metrics or SampleMetrics()
+        self._metrics = metrics or RefusalMetrics()
         self._stopping = False
         self.cuts = CutNotes()
         self.to_engine = 0

@@ -12,7 +12,9 @@ from engine_harness import until
 from fake_upstream import FakeUpstream, error, never
 from openai_requests import DEAD, PROMPT, TOTAL, Connection, ask, complete, events, piece
 from prometheus_client import CollectorRegistry, Counter
+from two_models import JUDGE, STUDENT, TEACHER
 
+from skyrl import __version__
 from skyrl.runtime.metrics import files
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.runtime.metrics.samples import EVENTS
@@ -213,3 +215,22 @@ async def test_a_server_that_other_machines_reach_wants_a_key_for_its_metrics(se
         assert (await api.http.get("/metrics")).status_code == 200
         del api.http.headers["X-API-Key"]
         assert (await api.http.get("/metrics")).status_code == 401
+
+
+async def test_several_base_models_have_a_label_and_everything_else_has_none(two_models: Api) -> None:
+    promise = await two_models.sample(await two_models.sampler(base_model=TEACHER), 0)
+    assert (await two_models.result(promise["request_id"])).status_code == 200
+    found = await scrape(two_models)
+    ended = {name: found[f"skyrl_samples_total{{base_model={name},outcome=ok}}"] for name in (STUDENT, TEACHER, JUDGE)}
+    assert ended == {STUDENT: 0, TEACHER: 1, JUDGE: 0}
+    labels = "backend={backend},base_model={name},version=" + __version__
+    for name, backend in ((STUDENT, "fsdp"), (TEACHER, "fsdp")):
+        assert found[f"skyrl_build_info{{{labels.format(backend=backend, name=name)}}}"] == 1
+    assert found[f"skyrl_ready{{base_model={TEACHER},part=sampling}}"] == 1
+    assert [series for series in found if "heartbeat_age" in series] == [
+        f"skyrl_engine_heartbeat_age_seconds{{base_model={STUDENT}}}"
+    ]
+    families = {series.partition("{")[0] for series in found if "base_model=" in series}
+    alone = {series.partition("{")[0] for series in found if "base_model=" not in series}
+    assert not families & alone, "a family has the label in all series or in none"
+    assert {"skyrl_samples_refused_total", "skyrl_images_total", "skyrl_http_requests_total"} <= alone

@@ -54,6 +54,12 @@ def test_a_base_models_own_rows_are_those_with_its_names() -> None:
     assert (only.role.own.is_everything, only.role.labels) == (True, {})
 
 
+def test_no_path_is_the_label_of_a_metric(tmp_path: Path) -> None:
+    paths = [tmp_path / "one" / "Qwen", tmp_path / "two" / "Qwen"]
+    parts = parts_of(*({"base_model": str(path)} for path in paths))
+    assert [part.role.labels for part in parts] == [{"base_model": "qwen"}, {"base_model": "qwen-2"}]
+
+
 def test_the_files_of_two_base_models_that_train_belong_to_one_engine() -> None:
     first, second = parts_of({"base_model": "acme/same", "served_model_names": ["one"]}, {"base_model": "acme/same"})
     assert [name in first.role.scope for name in ("one", "acme/same")] == [True, False]

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from skyrl.runtime.metrics.files import STALE_S, MetricsDirectory, MetricsWriter, publishing
 from skyrl.runtime.metrics.http import HttpMetrics
-from skyrl.runtime.metrics.processes import EngineMetrics
+from skyrl.runtime.metrics.processes import EngineMetrics, LauncherMetrics
 from skyrl.runtime.metrics.tallies import Spreads, Tallies
 from skyrl.runtime.metrics.text import joined, rendered
 from skyrl.runtime.metrics.vllm import shown
@@ -111,6 +111,18 @@ def test_the_engines_of_several_base_models_label_all_their_series(tmp_path: Pat
     ]
     series = 'vllm:num_requests_running{engine="0",replica="1",base_model="a"} 3.0'
     assert series in shown(VLLM, 1, {"base_model": "a"}).splitlines()
+
+
+def test_restarts_are_counted_for_each_base_model_and_the_processes_own_series_once(tmp_path: Path) -> None:
+    metrics, directory = LauncherMetrics.new([{"base_model": "a"}, {"base_model": "b"}]), MetricsDirectory(tmp_path)
+    metrics.of_models[1].ended("vllm", "hung")
+    MetricsWriter(directory, "launcher", metrics.registry, more=metrics.labelled).write()
+    lines = directory.read().splitlines()
+    hung = 'skyrl_vllm_restarts_total{reason="hung",process="launcher",base_model='
+    assert [line for line in lines if line.startswith(hung)] == [f'{hung}"a"}} 0.0', f'{hung}"b"}} 1.0']
+    assert len([line for line in lines if line.startswith("skyrl_event_loop_lag_seconds_sum")]) == 1
+    only = LauncherMetrics.new()
+    assert (only.labelled, only.of_models) == ((), (only.restarts,))
 
 
 def test_numbers_that_no_base_model_has_are_published_by_one_engine() -> None:
