@@ -11,7 +11,7 @@ A store key is `<group>/<name>`, both made by `safe_name`. Local directories and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,11 @@ from typing import Protocol
 
 MANIFEST = "checkpoint_complete"
 OWNER = "skyrl-owner"
+
+
+def any_group(_: str) -> bool:
+    """All groups of keys."""
+    return True
 
 
 class StoreError(RuntimeError):
@@ -75,8 +80,8 @@ class CheckpointStore(Protocol):
         """All complete directories."""
         ...
 
-    def remove_leftovers(self, before: float) -> None:
-        """Remove incomplete directories that are older than `before` (seconds since the epoch)."""
+    def remove_leftovers(self, before: float, wanted: Callable[[str], bool] = any_group) -> None:
+        """Remove incomplete directories that are older than `before` (seconds since the epoch), in `wanted` groups."""
         ...
 
     def claim(self, owner: str, instead_of: str | None = None) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from skyrl.runtime.metrics.storage import TrafficMetrics
-from skyrl.storage.checkpoint_store.base import CheckpointStore, StoredKey
+from skyrl.storage.checkpoint_store.base import CheckpointStore, StoredKey, any_group
 
 
 class CountingStore:
@@ -51,8 +51,8 @@ class CountingStore:
     def stored(self) -> list[StoredKey]:
         return self._store.stored()
 
-    def remove_leftovers(self, before: float) -> None:
-        self._store.remove_leftovers(before)
+    def remove_leftovers(self, before: float, wanted: Callable[[str], bool] = any_group) -> None:
+        self._store.remove_leftovers(before, wanted)
 
     def claim(self, owner: str, instead_of: str | None = None) -> str:
         return self._store.claim(owner, instead_of)

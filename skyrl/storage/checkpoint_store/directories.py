@@ -33,6 +33,25 @@ def is_scratch(path: Path) -> bool:
     return _SCRATCH.fullmatch(path.name) is not None
 
 
+def subdirectories(parent: Path) -> list[Path]:
+    """Sorted by name; empty if `parent` is no directory. Makes one scan and no call per directory."""
+    try:
+        with os.scandir(parent) as entries:
+            return [parent / name for name in sorted(entry.name for entry in entries if entry.is_dir())]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def old_scratch(parent: Path, before: float) -> list[Path]:
+    """The incomplete directories in `parent` that were last changed before `before` (seconds since the epoch)."""
+    found = []
+    for path in parent.glob(".tmp-*"):
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            if is_scratch(path) and path.is_dir() and path.stat().st_mtime < before:
+                found.append(path)
+    return found
+
+
 def scratch_in(parent: Path) -> Path:
     """A new name for an incomplete directory."""
     return parent / f".tmp-{secrets.token_hex(8)}"

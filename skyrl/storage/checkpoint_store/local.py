@@ -5,11 +5,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from skyrl.storage.checkpoint_store.base import MANIFEST, OWNER, NotStored, StoredKey, StoreError, manifest_of
-from skyrl.storage.checkpoint_store.directories import atomic_directory, is_scratch, link_files, remove, sizes_of
+from skyrl.storage.checkpoint_store.base import (
+    MANIFEST,
+    OWNER,
+    NotStored,
+    StoredKey,
+    StoreError,
+    any_group,
+    manifest_of,
+)
+from skyrl.storage.checkpoint_store.directories import (
+    atomic_directory,
+    is_scratch,
+    link_files,
+    old_scratch,
+    remove,
+    sizes_of,
+    subdirectories,
+)
 
 CHUNK_BYTES = 2**20
 
@@ -59,19 +75,18 @@ class LocalStore:
 
     def stored(self) -> list[StoredKey]:
         keys = []
-        for group in _directories(self._root):
-            for path in _directories(group):
+        for group in subdirectories(self._root):
+            for path in subdirectories(group):
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     if not is_scratch(path):
                         keys.append(StoredKey(f"{group.name}/{path.name}", path.stat().st_mtime))
         return keys
 
-    def remove_leftovers(self, before: float) -> None:
-        for parent in (self._root, *_directories(self._root)):
-            for path in _directories(parent):
-                with contextlib.suppress(FileNotFoundError):
-                    if is_scratch(path) and path.stat().st_mtime < before:
-                        remove(path)
+    def remove_leftovers(self, before: float, wanted: Callable[[str], bool] = any_group) -> None:
+        for group in subdirectories(self._root):
+            old = old_scratch(group, before)
+            for path in old if old and wanted(group.name) else ():
+                remove(path)
 
     def claim(self, owner: str, instead_of: str | None = None) -> str:
         file = self._root / OWNER
@@ -94,7 +109,3 @@ class LocalStore:
         if not path.is_dir():
             raise NotStored(f"{key} is not stored in {self._root}")
         return path
-
-
-def _directories(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +19,17 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from skyrl.storage.checkpoint_store.base import MANIFEST, OWNER, NotStored, StoredKey, StoreError, manifest_of, sizes_in
-from skyrl.storage.checkpoint_store.directories import scratch_in, sizes_of
-from skyrl.storage.checkpoint_store.local import LocalStore
+from skyrl.storage.checkpoint_store.base import (
+    MANIFEST,
+    OWNER,
+    NotStored,
+    StoredKey,
+    StoreError,
+    any_group,
+    manifest_of,
+    sizes_in,
+)
+from skyrl.storage.checkpoint_store.directories import old_scratch, remove, scratch_in, sizes_of
 from skyrl.storage.checkpoint_store.object_errors import names_no_bucket, readable_error
 
 CHUNK_BYTES = 2**20
@@ -132,11 +140,12 @@ class ObjectStore:
     def stored(self) -> list[StoredKey]:
         return [StoredKey(key, newest) for key, (newest, complete) in self._listed().items() if complete]
 
-    def remove_leftovers(self, before: float) -> None:
-        LocalStore(self._scratch).remove_leftovers(before)
+    def remove_leftovers(self, before: float, wanted: Callable[[str], bool] = any_group) -> None:
+        for path in old_scratch(self._scratch, before):
+            remove(path)
         end = min(before, time.time() - UPLOAD_S)
         for key, (newest, complete) in self._listed().items():
-            if not complete and newest < end:
+            if not complete and newest < end and wanted(key.partition("/")[0]):
                 self.delete(key)
 
     def claim(self, owner: str, instead_of: str | None = None) -> str:

@@ -44,8 +44,9 @@ def store_at(url: str, options: Mapping[str, str], scratch: Path) -> CheckpointS
 
 
 def _open(config: ServerConfig) -> CheckpointStore:
+    scratch = config.state_dir / config.role.process("scratch")  # each engine deletes what it left in its own
     try:
-        return store_at(store_url(config), config.checkpoint_store_options, config.state_dir / "scratch")
+        return store_at(store_url(config), config.checkpoint_store_options, scratch)
     except StoreError as error:
         raise ConfigError(f"checkpoint_store: {error}") from error
 

@@ -9,11 +9,13 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Executable, Select, and_, delete, func, insert, or_, select, update
 
 from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.paths import KINDS, CheckpointKind, TinkerPath
 from skyrl.storage.db import audit
 from skyrl.storage.db.columns import lora_of, lora_values
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.tables import CheckpointRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
@@ -132,9 +134,9 @@ def put(connection: Connection, checkpoint: Checkpoint, copy_key: str | None = N
     connection.execute(insert(checkpoints), values)
 
 
-def pop_expired(connection: Connection, now: float) -> list[Checkpoint]:
+def pop_expired(connection: Connection, now: float, scope: Scope = EVERYTHING) -> list[Checkpoint]:
     """Delete the rows of checkpoints that have expired. Returns them, so that their files are deleted too."""
-    expired = select(checkpoints).where(checkpoints.c.expires_at <= now)
+    expired = select(checkpoints).where(checkpoints.c.expires_at <= now, in_scope(checkpoints.c.base_model, scope))
     rows = list(connection.execute(expired))
     gone = [checkpoint_of(row) for row in rows]
     for checkpoint in gone:

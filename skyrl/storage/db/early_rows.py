@@ -10,17 +10,24 @@ from collections.abc import Mapping
 
 from sqlalchemy import Connection, select, update
 
+from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.storage.db.adapter_versions import OPEN, OPEN_ADAPTER, samplers
 from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.scopes import in_scope
 
 
-def adapters_elsewhere(connection: Connection) -> dict[AdapterVersion, str]:
+def adapters_elsewhere(connection: Connection, scope: Scope = EVERYTHING) -> dict[AdapterVersion, str]:
     """The directories of needed versions that are not the directories that follow from the versions' names. Relative
     paths begin at the state directory."""
+    sampled, saved = samplers.c.old_directory.is_not(None), checkpoints.c.old_directory.is_not(None)
     queries = (
-        select(samplers.c.weights, samplers.c.old_directory).where(OPEN_ADAPTER, samplers.c.old_directory.is_not(None)),
-        select(checkpoints.c.weights, checkpoints.c.old_directory).where(checkpoints.c.old_directory.is_not(None)),
+        select(samplers.c.weights, samplers.c.old_directory).where(
+            OPEN_ADAPTER, sampled, in_scope(samplers.c.base_model, scope)
+        ),
+        select(checkpoints.c.weights, checkpoints.c.old_directory).where(
+            saved, in_scope(checkpoints.c.base_model, scope)
+        ),
     )
     rows = [row for query in queries for row in connection.execute(query)]
     return {row.weights: row.old_directory for row in rows if isinstance(row.weights, AdapterVersion)}
@@ -32,10 +39,12 @@ def set_in_place(connection: Connection, adapter: AdapterVersion) -> None:
         connection.execute(update(table).where(table.c.weights == adapter).values(old_directory=None))
 
 
-def adapters_not_stored(connection: Connection) -> dict[int, AdapterVersion]:
+def adapters_not_stored(connection: Connection, scope: Scope = EVERYTHING) -> dict[int, AdapterVersion]:
     """By the id of the checkpoint: versions that were saved under a name and are not in the checkpoint store."""
     query = select(checkpoints.c.id, checkpoints.c.weights).where(
-        checkpoints.c.store_key.is_(None), checkpoints.c.weights.is_not(None)
+        checkpoints.c.store_key.is_(None),
+        checkpoints.c.weights.is_not(None),
+        in_scope(checkpoints.c.base_model, scope),
     )
     return {row.id: row.weights for row in connection.execute(query) if isinstance(row.weights, AdapterVersion)}
 
@@ -45,9 +54,11 @@ def set_stored(connection: Connection, checkpoint_id: int, store_key: str) -> No
     connection.execute(update(checkpoints).where(checkpoints.c.id == checkpoint_id).values(store_key=store_key))
 
 
-def adapters_not_measured(connection: Connection) -> dict[str, AdapterVersion]:
+def adapters_not_measured(connection: Connection, scope: Scope = EVERYTHING) -> dict[str, AdapterVersion]:
     """By the id of the sampling session: versions of unknown size."""
-    query = select(samplers.c.id, samplers.c.weights).where(OPEN_ADAPTER, samplers.c.size_bytes.is_(None))
+    query = select(samplers.c.id, samplers.c.weights).where(
+        OPEN_ADAPTER, samplers.c.size_bytes.is_(None), in_scope(samplers.c.base_model, scope)
+    )
     return {row.id: row.weights for row in connection.execute(query) if isinstance(row.weights, AdapterVersion)}
 
 

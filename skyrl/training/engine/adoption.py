@@ -2,7 +2,7 @@
 nodes fetch them from the checkpoint store, and complete rows of earlier skyrl versions.
 
 A migration cannot complete these rows, because that needs the files: a key in the checkpoint store, a size, or files in
-the directory that follows from the version's name.
+the directory that follows from the version's name. Each engine adopts the weights of its own scope.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.scope import Scope
 from skyrl.base.types.weights import FullWeights
 from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
@@ -26,12 +27,12 @@ logger = logging.getLogger(__name__)
 def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
     """Complete the rows of adapters. Failures are logged, and the next start tries again. Raises only the errors of the
     database."""
-    travels = config.weights_travel
+    travels, scope = config.weights_travel, config.role.scope
     state_dir = None if travels else str(config.state_dir)
     database.write(lambda c: publish_state_dir(c, state_dir, config.role.state_keys[0]))
-    _link_into_place(config.state_dir, database)
-    _store_sampler_weights(config.state_dir, database, store)
-    _record_sizes(config.state_dir, database)
+    _link_into_place(config.state_dir, database, scope)
+    _store_sampler_weights(config.state_dir, database, store, scope)
+    _record_sizes(config.state_dir, database, scope)
     if travels:
         _store_unnamed(config, database, store)
 
@@ -61,10 +62,10 @@ def _store_once(store: CheckpointStore, key: str, directory: Path) -> None:
             link_files(directory, scratch)
 
 
-def _link_into_place(state_dir: Path, database: Database) -> None:
+def _link_into_place(state_dir: Path, database: Database, scope: Scope) -> None:
     """Link the files of adapters in other directories into the directories that follow from their names. The old files
     stay."""
-    for adapter, elsewhere in database.read(early_rows.adapters_elsewhere).items():
+    for adapter, elsewhere in database.read(lambda c: early_rows.adapters_elsewhere(c, scope)).items():
         directory = adapter_directory(state_dir, adapter)
         try:
             if not directory.is_dir():
@@ -77,9 +78,9 @@ def _link_into_place(state_dir: Path, database: Database) -> None:
         database.write(lambda c, adapter=adapter: early_rows.set_in_place(c, adapter))
 
 
-def _store_sampler_weights(state_dir: Path, database: Database, store: CheckpointStore) -> None:
+def _store_sampler_weights(state_dir: Path, database: Database, store: CheckpointStore, scope: Scope) -> None:
     """Store sampler weights that were saved before there was a checkpoint store."""
-    for checkpoint_id, adapter in database.read(early_rows.adapters_not_stored).items():
+    for checkpoint_id, adapter in database.read(lambda c: early_rows.adapters_not_stored(c, scope)).items():
         directory = adapter_directory(state_dir, adapter)
         key = f"{directory.parent.name}/{directory.name}-{checkpoint_id}"
         try:
@@ -91,10 +92,10 @@ def _store_sampler_weights(state_dir: Path, database: Database, store: Checkpoin
         database.write(lambda c, n=checkpoint_id, key=key: early_rows.set_stored(c, n, key))
 
 
-def _record_sizes(state_dir: Path, database: Database) -> None:
+def _record_sizes(state_dir: Path, database: Database, scope: Scope) -> None:
     """Record the sizes of adapters that were saved before sizes were recorded."""
     sizes = {}
-    for sampler_id, adapter in database.read(early_rows.adapters_not_measured).items():
+    for sampler_id, adapter in database.read(lambda c: early_rows.adapters_not_measured(c, scope)).items():
         directory = adapter_directory(state_dir, adapter)
         if directory.is_dir():
             sizes[sampler_id] = sum(sizes_of(directory).values())
@@ -105,7 +106,7 @@ def _record_sizes(state_dir: Path, database: Database) -> None:
 def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
     """Store adapters that are in the state directory alone: saved without a name while the server did not use Ray, or
     held by a sampling session after their checkpoint was deleted."""
-    for adapter in database.read(lambda c: adapter_versions.not_saved(c)):
+    for adapter in database.read(lambda c: adapter_versions.not_saved(c, config.role.scope)):
         directory = adapter_directory(config.state_dir, adapter)
         if not directory.is_dir():
             continue

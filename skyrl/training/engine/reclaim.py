@@ -7,13 +7,15 @@ directory is gone. Adapters in the checkpoint store go the same way, by the keys
 
 Full weights are read once and then not needed. A version goes when a newer one of its model is committed, or its model
 has ended. Versions that were stored and never committed stay as long: their numbers must not be used again.
+
+Each engine of a server deletes the files of models in its own scope: it knows neither the running saves of another
+engine nor the adapters that another engine's vLLM has loaded.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
@@ -23,13 +25,14 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.storage.checkpoint_store.adapters import adapter_at, adapter_directory, adapter_in, adapter_key
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
-from skyrl.storage.checkpoint_store.directories import id_of, is_scratch, remove, safe_name
+from skyrl.storage.checkpoint_store.directories import id_of, is_scratch, remove, safe_name, subdirectories
 from skyrl.storage.checkpoint_store.full_weights import full_at, full_key, full_weights_in
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import pop_expired, store_keys
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.futures import MAX_NAMED
-from skyrl.storage.db.models import closed_among
+from skyrl.training.engine.file_scope import FileScope, model_of
+from skyrl.training.engine.leftovers import delete_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ class FileSweeper:
         """`confirm_claim` is called before each deletion. It raises when this server has lost the claim: the files
         may then belong to another server."""
         self._config = config
+        self._scope = config.role.scope
+        self._files = FileScope(config.role, database)
         self._database = database
         self._store = store
         self._confirm_claim = confirm_claim
@@ -80,7 +85,7 @@ class FileSweeper:
         """Mark adapter versions that no checkpoint holds and that nobody has sampled from for `unnamed_saves_idle_s`.
         Their files stay for `adapter_versions.NOTICE_S`, in which running samples end."""
         used_before = time.time() - self._config.unnamed_saves_idle_s
-        if idle := self._database.read(lambda c: adapter_versions.idle(c, used_before)):
+        if idle := self._database.read(lambda c: adapter_versions.idle(c, used_before, self._scope)):
             dropped = self._database.write(lambda c: adapter_versions.drop(c, idle, used_before))
             if dropped:
                 logger.info("dropped adapters that nobody sampled from for long: %s", ", ".join(map(str, dropped)))
@@ -88,11 +93,12 @@ class FileSweeper:
     def unused_adapters(self, saving: Collection[str]) -> list[AdapterVersion]:
         """Adapter versions that have files here or in the checkpoint store, and that no sampling session and no
         checkpoint holds. At most MAX_NAMED; the next call finds the rest."""
-        expired = self._database.write(lambda c: pop_expired(c, time.time()))
+        expired = self._database.write(lambda c: pop_expired(c, time.time(), self._scope))
         self._expired |= {checkpoint.store_key for checkpoint in expired if checkpoint.store_key is not None}
-        paths = [path for model in _directories(self._config.adapters_dir) for path in _directories(model)]
+        paths = [path for model in subdirectories(self._config.adapters_dir) for path in subdirectories(model)]
         found = dict.fromkeys([*(adapter for path in paths if (adapter := adapter_in(path))), *self._stored])
-        loaded = [adapter for adapter in found if adapter not in self._deletable_at]
+        mine = self._files.among(adapter.model_id for adapter in found)
+        loaded = [adapter for adapter in found if adapter not in self._deletable_at and adapter.model_id in mine]
         return self._database.read(lambda c: self._unused(c, loaded, saving))
 
     def unloaded(self, adapter: AdapterVersion) -> None:
@@ -117,11 +123,13 @@ class FileSweeper:
     def _sweep_full_weights(self, saving: Collection[str]) -> None:
         """Delete versions of the full weights on this disk that are not current: nobody can sample from them.
         Checkpoints have files of their own."""
-        found = [path for model in _directories(self._config.full_weights_dir) for path in _directories(model)]
-        old = [path for path in found if not is_scratch(path) and _changed_at(path) < time.time() - GRACE_S]
+        found = [path for model in subdirectories(self._config.full_weights_dir) for path in subdirectories(model)]
+        mine = self._files.among(id_of(path.parent.name) for path in found)
+        mature = [path for path in found if not is_scratch(path) and _changed_at(path) < time.time() - GRACE_S]
+        old = [path for path in mature if id_of(path.parent.name) in mine]
         if not old:
             return
-        now = self._database.write(_replace_full_weights) if self._config.full_finetuning else None
+        now = self._database.write(self._replace_full_weights) if self._config.full_finetuning else None
         kept = {safe_name(model_id) for model_id in saving}
         for path in old:
             if path.parent.name not in kept and (version := full_weights_in(path)) is not None and version != now:
@@ -130,7 +138,7 @@ class FileSweeper:
     def _sweep_stored_versions(self) -> None:
         """Delete versions of the full weights in the checkpoint store that were replaced, or whose model has ended,
         unless a checkpoint holds them."""
-        newest = self._database.read(full_weights.in_training)
+        newest = self._database.read(lambda c: full_weights.in_training(c, self._config.role.own))
         if newest is not None and self._config.weights_travel:
             last = self._newest if self._newest and self._newest.model_id == newest.model_id else newest
             committed = range(max(1, last.number), newest.number + 1)
@@ -140,7 +148,7 @@ class FileSweeper:
         over = ended | {v for v in self._versions - ended if newest is not None and v.number < newest.number}
         if not over:
             return
-        self._database.write(_replace_full_weights)
+        self._database.write(self._replace_full_weights)
         kept = self._database.read(store_keys)
         for version in sorted(over, key=str):
             if full_key(version) not in kept:
@@ -161,9 +169,9 @@ class FileSweeper:
         now = time.time()
         if now >= self._listing_due:
             self._confirm_claim()
-            self._store.remove_leftovers(self._started_at)
+            self._store.remove_leftovers(self._started_at, self._files.has_group)
             grace_s = LISTING_S if self._remote else GRACE_S
-            listed = {found.key: found.stored_at for found in self._store.stored()}
+            listed = self._listed()
             adapters = {key: adapter for key in listed if (adapter := adapter_at(key)) is not None}
             self._stored = {adapter: listed[key] for key, adapter in adapters.items()}
             versions = {key: version for key in listed if (version := full_at(key)) is not None}
@@ -176,6 +184,19 @@ class FileSweeper:
                 self._versions.add(version)
             elif adapter_at(key) is None:  # an adapter may be sampled from without its checkpoint
                 self._delete_stored(key)
+
+    def _listed(self) -> dict[str, float]:
+        """The stored keys of models in the scope, with the times when they were stored."""
+        listed = {found.key: found.stored_at for found in self._store.stored()}
+        models = {key: model_of(key.partition("/")[0]) for key in listed}
+        mine = self._files.among(models.values())
+        return {key: stored_at for key, stored_at in listed.items() if models[key] in mine}
+
+    def _replace_full_weights(self, connection: Connection) -> WeightsRef:
+        """Close sampling sessions of versions that are not current. Returns the current weights."""
+        now = full_weights.current(connection, self._config.role.own)
+        full_weights.drop_replaced(connection, now, self._scope)
+        return now
 
     def _delete_stored(self, key: str) -> None:
         self._confirm_claim()
@@ -191,17 +212,7 @@ class FileSweeper:
         return {key for key in keys - kept if key.partition("/")[0] not in groups}
 
     def _delete_leftovers(self) -> None:
-        """Delete what a dead engine left behind: half-written or half-deleted directories, snapshots of closed
-        models."""
-        snapshots = self._config.snapshots_dir
-        for root in (self._config.adapters_dir, self._config.full_weights_dir, snapshots):
-            for parent in (root, *_directories(root)):
-                for path in _directories(parent):
-                    if is_scratch(path) and _changed_at(path) < self._started_at:
-                        self._remove(path)
-        by_id = {id_of(path.name): path for path in _directories(snapshots) if not is_scratch(path)}
-        for model_id in self._database.read(lambda c: closed_among(c, by_id.keys())):
-            self._remove(by_id[model_id])
+        delete_leftovers(self._config, self._database, self._started_at, self._files, self._remove)
 
     def _remove(self, path: Path) -> None:
         self._confirm_claim()
@@ -224,22 +235,6 @@ class FileSweeper:
         if (stored_at := self._stored.get(adapter)) is not None:
             return stored_at < now - (LISTING_S if self._remote else GRACE_S)
         return _changed_at(adapter_directory(self._config.state_dir, adapter)) < now - GRACE_S
-
-
-def _replace_full_weights(connection: Connection) -> WeightsRef:
-    """Close sampling sessions of versions that are not current. Returns the current weights."""
-    now = full_weights.current(connection)
-    full_weights.drop_replaced(connection, now)
-    return now
-
-
-def _directories(parent: Path) -> list[Path]:
-    """Sub-directories, sorted by name. Makes one scan and no call per directory."""
-    try:
-        with os.scandir(parent) as entries:
-            return [parent / name for name in sorted(entry.name for entry in entries if entry.is_dir())]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _changed_at(path: Path) -> float:

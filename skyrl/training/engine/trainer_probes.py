@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import atomic_directory, remove
 from skyrl.training.backends.base import Backend, Datum, TrainingPass
 from skyrl.training.engine.agreement import Logprobs, size
+from skyrl.training.engine.file_scope import new_probe
 from skyrl.training.engine.picture_probe import PicturePrompt
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,7 @@ class TrainerProbes:
         self._config = config
         self._backend = backend
         self._store = store
-        self._model_id = f"start-check-{secrets.randbelow(10**12)}"
-        """A new name at each start: a server that has loaded a name never loads other files by it. Digits, because two
-        causes of a failed start are compared without their numbers."""
+        self._model_id = new_probe(config.role)
         self._tokens = probe_tokens(backend.limits.vocab_size, backend.limits.max_context)
         sight, context = backend.limits.sight, backend.limits.max_context
         self._picture = None if sight is None else PicturePrompt.of(sight, self._tokens, context)

@@ -323,6 +323,16 @@ def test_objects_of_a_crashed_upload_are_removed_after_the_upload_time(
     assert read(s3) == FILES
 
 
+def test_uploads_to_groups_that_are_not_wanted_are_not_removed(
+    s3: objects.ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for group in ("mine", "others"):
+        obstore.put(s3._store, f"{group}/upload/a.bin", b"x")
+    monkeypatch.setattr(objects, "UPLOAD_S", -60.0)
+    s3.remove_leftovers(time.time() + 60, lambda group: group == "mine")
+    assert objects_in(s3) == ["others/upload/a.bin"]
+
+
 def test_a_download_of_the_wrong_size_is_refused(s3: objects.ObjectStore) -> None:
     write(s3)
     obstore.put(s3._store, f"{KEY}/large.bin", LARGE[:-1])
