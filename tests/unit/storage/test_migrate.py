@@ -17,7 +17,9 @@ from sqlmodel import SQLModel
 from alembic import command
 from skyrl.base.config.server import ConfigError
 from skyrl.storage.db import tables  # noqa: F401  (registers the tables)
+from skyrl.storage.db.claims import Claim, read_claim
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import EngineState, read_state
 from skyrl.storage.db.migrate import DatabaseAway, SchemaError, _config, migrate
 from tests.postgres_server import ON_BOTH, PostgresServer
 
@@ -232,6 +234,27 @@ def test_a_downgrade_closes_sampling_sessions_of_full_weights(database: Database
         ("base", None, "active"),
         ("full:7", None, "closed"),
     ]
+
+
+STATE = {"inference_proxy_url": "u", "generation": 3, "training_ready": True, "reason": "r", "vocab_size": 512}
+STATE |= {"max_context": 64, "heartbeat_at": 2.0, "updated_at": 4.0, "state_dir": "/state", "activity": "{}"}
+CLAIM = {"owner": "server", "held_at": 5.0}
+
+
+@ON_BOTH
+def test_the_claim_and_the_state_of_the_only_engine_are_kept(database: Database) -> None:
+    command.upgrade(_config(database.url), "0015")
+    insert_rows(database, "engine_state", [{"id": 1, **STATE, **CLAIM}])
+    migrate(database)
+    assert database.read(read_claim) == Claim("server", 5.0, 2.0)
+    kept = EngineState(**{name: value for name, value in STATE.items() if name != "updated_at"})
+    assert database.read(read_state) == kept
+    assert database.read(lambda c: read_state(c, ("", "acme/model"))) == kept
+    insert_rows(database, "engine_state", [{"base_model": "acme/other", **STATE, "generation": 9}])
+    command.downgrade(_config(database.url), "0015")
+    assert columns_of(database, "engine_state", "id", *STATE, *CLAIM) == [(1, *STATE.values(), *CLAIM.values())]
+    migrate(database)
+    assert database.read(read_claim) == Claim("server", 5.0, 2.0)
 
 
 def test_of_several_copies_under_one_copy_key_only_the_first_keeps_the_key(database: Database) -> None:
