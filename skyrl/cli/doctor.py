@@ -26,7 +26,10 @@ from rich.text import Text
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.config.several import base_models_of
 from skyrl.base.tiny import model_path
+from skyrl.cli.launcher.memory_estimate import memory_sentence, size_of
+from skyrl.cli.launcher.preflight import devices_of
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed
 from skyrl.runtime.ray_cluster.connection import NoCluster, check_reachable, find_address
 from skyrl.storage.db.database import Database
@@ -250,6 +253,34 @@ def check_losses(config: ServerConfig) -> Check:
     return Check("losses", "ok", undecided or f"stable_reinforce: {config.losses.stable_reinforce}")
 
 
+def check_base_models(config: ServerConfig) -> list[Check]:
+    """A row for each base model, and one for the memory of all. Asks no model hub."""
+    name = "base model"
+    try:
+        base_models = base_models_of(config)
+        rows = [Check(name, "ok", _base_model(part)) for part in base_models]
+        if not cuda_devices():
+            fits, sentence = memory_sentence(base_models)
+            fix = "" if fits else "other programs use it, or the base models need a larger machine"
+            if sentence:
+                rows.append(Check("memory", "ok" if fits else "warning", sentence.removeprefix("memory: "), fix))
+    except ConfigError as error:
+        return [Check(name, "missing", str(error), "correct the key that it names")]
+    return rows
+
+
+def _base_model(config: ServerConfig) -> str:
+    modes, names = config.modes, ", ".join(config.served_names)
+    if not modes.manages_inference and not modes.trains:
+        return f"{names}: sampled at {config.external_inference_url or 'the vLLMs of the server that trains'}"
+    uses = "trains and samples" if modes.trains else "only samples"
+    devices = devices_of(config)
+    where = f"GPUs {', '.join(devices)}" if devices else "CPU"
+    size = size_of(config.base_model_path)
+    parameters = f"{size.parameters / 1e6:,.4g} million parameters" if size else "its files are not here yet"
+    return f"{names}: {uses}, {where}, {parameters}"
+
+
 def checks(port: int | None, state_dir: Path | None, config_file: Path | None = None) -> list[Check]:
     """All rows, in the order of the report. `port` and `state_dir` come before those of the file."""
     machine: list[Callable[[], Check]] = [
@@ -274,6 +305,7 @@ def checks(port: int | None, state_dir: Path | None, config_file: Path | None = 
         check_database(config.database),
         check_ray(config),
         check_losses(config),
+        *check_base_models(config),
     ]
 
 

@@ -124,6 +124,12 @@ def cpu_options(
     }, kv_gib
 
 
+def kv_cache_bytes(model: dict[str, Any], length: int, sequences: int) -> float:
+    """The size of the key-value cache of vLLM on a CPU, as `cpu_options` asks for it."""
+    blocks, kv_gib = _kv_cache(model, length, sequences)
+    return kv_gib * 2**30 if blocks is None else blocks * _blocks(model, length)[0]
+
+
 def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
     """The number of blocks of the key-value cache, and its size in GiB. With None, vLLM divides the GiB into blocks and
     touches all of that memory.

@@ -19,17 +19,16 @@ import httpx
 
 from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.inference.engine_kinds import KINDS, VLLM
+from skyrl.cli.launcher.memory_estimate import check_memory
+from skyrl.cli.launcher.ray_room import check_room_of_ranks, check_room_of_vllms, check_shared_gpus
 from skyrl.inference.expert_adapters import host_memory_warning
 from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import cuda_devices
 from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
 from skyrl.inference.vllm_version import check_vllm
 from skyrl.runtime.processes.ports import LOOPBACK, check_free
-from skyrl.runtime.ray_cluster.capacity import Bundle, NodeCapacity, missing
 from skyrl.runtime.ray_cluster.connection import NoCluster, check_installed, find_address
 from skyrl.runtime.ray_cluster.facts import ask
-from skyrl.runtime.ray_cluster.rank_places import rank_places
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,6 @@ _REDIRECTIONS = 10
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _YES = ("1", "on", "yes", "true")
 _WEIGHTS = ("*.safetensors", "*.bin")
-_GIVEN_BY_RAY = ("CPU", "memory", "object_store_memory")
-"""Resources of this machine's own cluster besides GPUs. It has as many CPUs as all parts ask for."""
 
 
 def check_base_model(config: ServerConfig) -> bool:
@@ -179,57 +176,6 @@ def check_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
         )
 
 
-def check_shared_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
-    """Raises ConfigError when Ray cannot give each vLLM and each rank of the trainer GPUs of this machine."""
-    inference, placement = config.backend_config.inference, config.backend_config.trainer.placement
-    vllms = inference.num_engines * inference.tensor_parallel_size if config.modes.manages_inference else 0
-    ranks = 0 if placement.policy_num_cpu_ranks is not None else placement.ranks
-    if devices and vllms + ranks > len(devices):
-        raise ConfigError(
-            f"ray_address: on a Ray cluster no GPU is shared: the vLLMs need {vllms} and the trainer needs {ranks}, "
-            f"and this machine has {len(devices)}; leave out ray_address to share GPUs, or use fewer"
-        )
-
-
-def check_room_of_ranks(config: ServerConfig, devices: Sequence[str]) -> None:
-    """Raises ConfigError when this machine lacks what the trainer's ranks ask Ray for. For a cluster of this machine
-    alone: no node that has it will join."""
-    lack = _lack(rank_places(config, cluster_has_gpus=bool(devices)).bundles, devices)
-    if not lack:
-        return
-    if any(name != "GPU" for name in _asked(config.backend_config.trainer.placement.policy_resources)):
-        raise _never_placed("trainer.placement.policy_resources", lack, "leave the key out")
-    raise _never_placed(
-        "trainer.placement.policy_num_gpus_per_node", lack, "set trainer.placement.policy_num_cpu_ranks in its place"
-    )
-
-
-def check_room_of_vllms(config: ServerConfig, devices: Sequence[str]) -> None:
-    """The same for the vLLMs."""
-    inference = config.backend_config.inference
-    bundle = KINDS[VLLM](config, "").bundle(cuda=bool(devices))
-    if lack := _lack((bundle,) * inference.num_engines, devices):
-        key = "resources" if _asked(inference.resources) else "tensor_parallel_size"
-        raise _never_placed(f"generator.inference_engine.{key}", lack, "lower it or leave it out")
-
-
-def _lack(bundles: Sequence[Bundle], devices: Sequence[str]) -> str:
-    has = {"GPU": float(len(devices))}
-    return missing([_asked(bundle) for bundle in bundles], [NodeCapacity("", "this machine", has, has)])
-
-
-def _asked(bundle: Bundle) -> Bundle:
-    """Without what Ray gives every node. It names some resources itself, with a colon: `accelerator_type:H100`."""
-    return {name: amount for name, amount in bundle.items() if name not in _GIVEN_BY_RAY and ":" not in name}
-
-
-def _never_placed(key: str, lack: str, advice: str) -> ConfigError:
-    return ConfigError(
-        f"{key}: {lack}, and no other node will join, because the Ray cluster is this machine alone: {advice}, or give "
-        "the ray_address of a cluster that has it"
-    )
-
-
 def check_inference_port(config: ServerConfig) -> None:
     """Raises ConfigError when a configured port of vLLM is in use."""
     for port in config.backend_config.inference.ports or ():
@@ -273,6 +219,10 @@ def check_each(base_models: Sequence[ServerConfig]) -> list[Findings]:
             if not part.role.name:
                 raise
             raise ConfigError(f"{part.served_names[0]}: {error}") from error
+    if len(base_models) > 1:
+        if base_models[0].ray == "local":
+            check_shared_gpus(base_models, findings[0].devices)
+        check_memory([(part, found.devices) for part, found in zip(base_models, findings, strict=True)])
     return findings
 
 
@@ -299,8 +249,9 @@ def check(config: ServerConfig) -> Findings:
     if config.ray is not None:
         found = _check_ray(config, config.ray, found)
         if config.ray == "local":
-            check_shared_gpus(config, devices)
-            check_room_of_ranks(config, devices)
+            check_shared_gpus((config,), devices)
+            if config.modes.trains:
+                check_room_of_ranks(config, devices)
             if config.modes.manages_inference:
                 check_room_of_vllms(config, devices)
     if not config.modes.manages_inference:

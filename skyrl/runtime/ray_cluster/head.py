@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.several import base_models_of
 
 HOST = "127.0.0.2"
 """The node's address. Ray's clients replace 127.0.0.1 by the machine's outer address, where nothing would listen."""
@@ -84,7 +85,7 @@ class LocalCluster:
             "max-worker-port": 0,
             "temp-dir": self.directory / "ray",
             "object-store-memory": OBJECT_STORE_BYTES,
-            "num-cpus": max(os.cpu_count() or 1, wanted_cpus(self.config)),
+            "num-cpus": max(os.cpu_count() or 1, sum(map(wanted_cpus, base_models_of(self.config)))),
             "include-dashboard": "false",
             "include-log-monitor": "false",
         }
@@ -95,12 +96,14 @@ class LocalCluster:
 
 
 def wanted_cpus(config: ServerConfig) -> int:
-    """The CPUs that all parts of the configuration ask for. On one machine they share its cores, as without Ray, so
+    """The CPUs that all parts of one base model ask for. On one machine they share its cores, as without Ray, so
     that Ray is told of as many as they want."""
     inference, placement = config.backend_config.inference, config.backend_config.trainer.placement
     vllm = inference.resources.get("CPU", 0.0) if inference.resources else float(config.threads)
     rank = placement.policy_resources.get("CPU", 0.0) if placement.policy_resources else float(config.threads)
-    return math.ceil(inference.num_engines * vllm + placement.ranks * rank)
+    vllms = inference.num_engines if config.modes.manages_inference else 0
+    ranks = placement.ranks if config.modes.trains else 0
+    return math.ceil(vllms * vllm + ranks * rank)
 
 
 def without_client_server(parameters: object, head: bool) -> None:

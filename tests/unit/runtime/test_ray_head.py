@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.cli.launcher import preflight
+from skyrl.cli.launcher import preflight, ray_room
 from skyrl.runtime.ray_cluster import facts
 from skyrl.runtime.ray_cluster.facts import ClusterFacts
 from skyrl.runtime.ray_cluster.head import HOST, LONGEST_TMPDIR, LocalCluster, wanted_cpus
@@ -56,18 +57,25 @@ def test_a_machine_has_as_many_cpus_as_its_parts_want(tmp_path: Path) -> None:
     assert wanted_cpus(config_of(tmp_path, **{f"{ENGINE}.num_engines": 3})) == 4
     resources: dict[str, Any] = {f"{ENGINE}.num_engines": 2, f"{ENGINE}.resources": {"box": 1}}
     assert wanted_cpus(config_of(tmp_path, **resources)) == 1
+    entry = {"base_model": "tiny", "backend_config": {f"{ENGINE}.num_engines": 64}}
+    entries = [entry, entry | {"served_model_names": ["teacher"], "uses": ["sample"]}]
+    several = load_config({"state_dir": tmp_path, "ray_address": "local", "base_models": json.dumps(entries)})
+    command = LocalCluster(several, 1, tmp_path).command()
+    assert command[command.index("--num-cpus") + 1] == str(max(129, os.cpu_count() or 1))
     many = LocalCluster(config_of(tmp_path, **{f"{ENGINE}.num_engines": 64}), 1, tmp_path).command()
     assert many[many.index("--num-cpus") + 1] == str(max(65, os.cpu_count() or 1))
 
 
 def test_a_machine_with_too_few_gpus_for_vllms_and_trainer_is_refused(tmp_path: Path) -> None:
     two = config_of(tmp_path, **{f"{ENGINE}.num_engines": 2})
-    preflight.check_shared_gpus(two, [])
-    preflight.check_shared_gpus(two, ["0", "1", "2"])
+    ray_room.check_shared_gpus((two,), [])
+    ray_room.check_shared_gpus((two,), ["0", "1", "2"])
     with pytest.raises(ConfigError, match="the vLLMs need 2 and the trainer needs 1, and this machine has 2"):
-        preflight.check_shared_gpus(two, ["0", "1"])
+        ray_room.check_shared_gpus((two,), ["0", "1"])
+    with pytest.raises(ConfigError, match="the vLLMs need 4 and the trainers need 2, and this machine has 5"):
+        ray_room.check_shared_gpus((two, two), ["0", "1", "2", "3", "4"])
     on_cpus = config_of(tmp_path, **{f"{ENGINE}.num_engines": 2, "trainer.placement.policy_num_cpu_ranks": 4})
-    preflight.check_shared_gpus(on_cpus, ["0", "1"])
+    ray_room.check_shared_gpus((on_cpus,), ["0", "1"])
 
 
 ALONE = "and no other node will join, because the Ray cluster is this machine alone"
@@ -101,7 +109,7 @@ def test_ranks_that_this_machine_can_never_place_are_refused(
 
 def test_ranks_that_wait_for_nothing_that_is_missing_for_ever_are_not_refused(tmp_path: Path) -> None:
     def check(devices: list[str], **placement: Any) -> None:
-        preflight.check_room_of_ranks(config_of(tmp_path, **{"trainer.placement": placement}), devices)
+        ray_room.check_room_of_ranks(config_of(tmp_path, **{"trainer.placement": placement}), devices)
 
     check([])
     check([], policy_num_cpu_ranks=64)

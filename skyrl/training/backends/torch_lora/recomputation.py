@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.torch_lora.host_memory import free_host_bytes, give_back_freed
+from skyrl.runtime.processes.host_memory import free_host_bytes, give_back_freed
 from skyrl.training.backends.torch_lora.routing import router_of
 
 Setting = bool | Literal["auto"]

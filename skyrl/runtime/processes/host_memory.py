@@ -40,6 +40,12 @@ def free_host_bytes(root: Path = Path("/")) -> float:
     return max(0.0, min([free, *_left_by_cgroups(root)]))
 
 
+def host_bytes(root: Path = Path("/")) -> float:
+    """What this process and its children could have at most: all memory of the host with its swap space."""
+    meminfo = (root / "proc/meminfo").read_text()
+    return 1024.0 * (_number(meminfo, "MemTotal:") + _number(meminfo, "SwapTotal:"))
+
+
 def _left_by_cgroups(root: Path) -> Iterator[float]:
     """What is left of the limit of this process's cgroup, and of each cgroup above it. Inactive pages of files count as
     left, because the kernel takes them back."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.training.backends.torch_lora.host_memory import free_host_bytes
+from skyrl.runtime.processes.host_memory import free_host_bytes
 
 
 def _host(root: Path, cgroup: str) -> Path:

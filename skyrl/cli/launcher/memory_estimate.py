@@ -1,0 +1,188 @@
+"""Whether the base models of a server fit together into the memory of this machine: an estimate before the start.
+
+On a CPU a base model of P parameters needs about
+
+    vLLMs     num_engines × (850 MB for the processes + w × P + the key-value cache)
+    trainer   430 MB for each rank + 4 × P with adapters, 16 × P with full weights (weights, gradient, two moments)
+
+with w = 4 bytes in float32 and 2 in bfloat16; of a release with fewer bits the bytes of its files count in place of
+w × P and 4 × P. Adapters, activations and the logits of a step come on top: docs/operating/sizing.md has them. On GPUs
+each vLLM takes `gpu_memory_utilization` of its GPUs, and what matters is the sum on each GPU.
+
+Reads the headers of the weights' files, and no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl.base.config.mixtures import model_config, whole_config
+from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.inference.model_options import cpu_options, kv_cache_bytes, quantization_of
+from skyrl.inference.vllm_command import context_length, inference_devices
+from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes
+
+logger = logging.getLogger(__name__)
+
+VLLM_BYTES, RANK_BYTES = 850e6, 430e6
+"""The processes of a vLLM on a CPU, and of a rank of the trainer, without a model."""
+FLOAT32_BYTES, FULL_BYTES = 4, 16
+"""Of a parameter in a trainer: of a frozen base model, and of full fine-tuning."""
+_BIN_BYTES = 2
+"""Bytes of a parameter in files whose headers cannot be read; bfloat16 in nearly all releases."""
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes, as safetensors has it."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model is: its parameters, and the bytes of its files."""
+
+    parameters: int
+    file_bytes: int
+
+
+def size_of(base_model: str) -> Size | None:
+    """The size of a model on this machine, a directory or a hub's name; None if its files are not here."""
+    directory = Path(base_model)
+    if not directory.is_dir():
+        from huggingface_hub import try_to_load_from_cache  # takes 0.14 s
+
+        found = try_to_load_from_cache(base_model, "config.json")
+        if not isinstance(found, str):
+            return None
+        directory = Path(found).parent
+    parameters = file_bytes = 0
+    tensors = sorted(directory.glob("*.safetensors"))
+    for file in tensors or sorted(directory.glob("*.bin")):
+        file_bytes += file.stat().st_size
+        parameters += _parameters(file) if tensors else file.stat().st_size // _BIN_BYTES
+    return Size(parameters, file_bytes) if file_bytes else None
+
+
+def _parameters(file: Path) -> int:
+    """The parameters in a file of safetensors: eight bytes with the length of the header, and the header in JSON. 0 for
+    a file that is none."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
+        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+@dataclass(frozen=True)
+class Need:
+    """The bytes that one base model needs on a CPU. `weights` are those of trainer and vLLMs that are weights."""
+
+    name: str
+    trainer: float
+    vllms: float
+    weights: float
+
+    @property
+    def total(self) -> float:
+        return self.trainer + self.vllms
+
+    @property
+    def sentence(self) -> str:
+        parts = {"trainer": self.trainer, "vLLM": self.vllms}
+        return f"{self.name} {gb(self.total)} ({', '.join(f'{name} {gb(b)}' for name, b in parts.items() if b)})"
+
+
+def need_of(config: ServerConfig, size: Size) -> Need:
+    """What the base model of `config` needs on a CPU."""
+    model = model_config(config.base_model_path)
+    quantization = quantization_of(whole_config(config.base_model_path))
+    inference, trainer = config.backend_config.inference, config.backend_config.trainer
+    length = context_length(config, cuda=False)
+    assert length is not None
+    float32 = cpu_options(model, quantization, length, inference.max_num_seqs)[0]["dtype"] == "float32"
+    served = size.file_bytes if quantization else (4 if float32 else 2) * size.parameters
+    vllms = inference.num_engines if config.modes.manages_inference else 0
+    frozen = size.file_bytes if quantization else FLOAT32_BYTES * size.parameters
+    trained = FULL_BYTES * size.parameters if config.full_finetuning else frozen
+    ranks = trainer.placement.ranks if config.modes.trains else 0
+    return Need(
+        config.served_names[0],
+        ranks * RANK_BYTES + (trained if ranks else 0),
+        vllms * (VLLM_BYTES + served + kv_cache_bytes(model, length, inference.max_num_seqs)),
+        vllms * served + (trained if ranks else 0),
+    )
+
+
+def gb(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 1e9:.1f} GB" if size < 100e9 else f"{size / 1e9:.0f} GB"
+
+
+def check_memory(base_models: Sequence[tuple[ServerConfig, Sequence[str]]]) -> None:
+    """Log in one sentence what fits on this machine, as a warning if it is too much. `base_models` with the GPUs that
+    each may use. Raises ConfigError when it is clearly impossible. Nothing is known of the nodes of a Ray cluster."""
+    here = [(config, devices) for config, devices in base_models if config.ray in (None, "local")]
+    on_gpus = [(config, devices) for config, devices in here if devices]
+    if on_gpus:
+        if all(config.ray is None for config, _ in on_gpus):
+            _check_gpus(on_gpus)
+        return
+    fits, sentence = memory_sentence([config for config, _ in here])
+    if sentence:
+        logger.log(logging.INFO if fits else logging.WARNING, "%s", sentence)
+
+
+def memory_sentence(base_models: Sequence[ServerConfig]) -> tuple[bool, str]:
+    """Whether these base models fit into the free memory of this machine's CPU, and a sentence about it; empty if they
+    need none here. Raises ConfigError when their weights alone are more than all memory."""
+    needs: list[Need] = []
+    unknown: list[str] = []
+    for config in base_models:
+        if not (config.modes.trains or config.modes.manages_inference):
+            continue
+        size = size_of(config.base_model_path)
+        if size is None:
+            unknown.append(config.served_names[0])
+        else:
+            needs.append(need_of(config, size))
+    if not needs:
+        return True, ""
+    weights, total = sum(need.weights for need in needs), sum(need.total for need in needs)
+    each = ", ".join(need.sentence for need in needs)
+    if weights > host_bytes():
+        raise ConfigError(
+            f"base_models: the weights alone take {gb(weights)} ({each}), and this machine has {gb(host_bytes())} of "
+            "memory: leave out a base model, or have another server sample it (external_inference_url)"
+        )
+    free = free_host_bytes()
+    fits = total <= free
+    verdict = "which fits" if fits else "which may be too little"
+    uncounted = f"; not counted: {', '.join(unknown)}, whose files are not here yet" if unknown else ""
+    return fits, f"memory: about {gb(total)} for {each}; {gb(free)} are available, {verdict}{uncounted}"
+
+
+def _check_gpus(base_models: Sequence[tuple[ServerConfig, Sequence[str]]]) -> None:
+    """Raises ConfigError when vLLMs would take more than all memory of a GPU that they share."""
+    taken: dict[str, dict[str, float]] = defaultdict(dict)
+    for config, devices in base_models:
+        if not config.modes.manages_inference:
+            continue
+        fraction = config.backend_config.inference.gpu_memory_utilization
+        for replica in inference_devices(config, devices, has_trainer=config.modes.trains):
+            for device in replica:
+                name = config.served_names[0]
+                taken[device][name] = taken[device].get(name, 0.0) + fraction
+    for device, by_name in taken.items():
+        shares = ", ".join(f"{name} {fraction:g}" for name, fraction in by_name.items())
+        if len(by_name) > 1 and sum(by_name.values()) > 1:
+            raise ConfigError(
+                f"base_models: the vLLMs on GPU {device} take more than its memory ({shares}): give them other "
+                "devices, or lower generator.inference_engine.gpu_memory_utilization"
+            )
+        logger.info("memory of GPU %s: vLLM takes %s of it", device, shares)

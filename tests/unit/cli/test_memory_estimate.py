@@ -1,0 +1,152 @@
+"""What the launcher and `skyrl doctor` say of the memory of several base models, before a process is started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.config.several import base_models_of
+from skyrl.base.tiny import model_path
+from skyrl.cli.doctor import checks
+from skyrl.cli.launcher import memory_estimate
+from skyrl.cli.launcher.memory_estimate import (
+    RANK_BYTES,
+    VLLM_BYTES,
+    Size,
+    check_memory,
+    memory_sentence,
+    need_of,
+    size_of,
+)
+
+STUDENT = {"base_model": "tiny", "served_model_names": ["student"]}
+TEACHER = {"base_model": "tiny", "served_model_names": ["teacher"], "uses": ["sample"]}
+JUDGE = {"base_model": "judge", "uses": ["sample"], "external_inference_url": "http://127.0.0.1:1"}
+GIB = 2**30
+
+
+def parts_of(directory: Path, *entries: dict[str, Any]) -> tuple[ServerConfig, ...]:
+    return base_models_of(load_config({"state_dir": directory, "base_models": json.dumps(entries)}))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 8 GiB, of which 6 GiB are free."""
+    monkeypatch.setattr(memory_estimate, "host_bytes", lambda: 8.0 * GIB)
+    monkeypatch.setattr(memory_estimate, "free_host_bytes", lambda: 6.0 * GIB)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Size]:
+    """What `size_of` says of models that are not on this machine."""
+    sizes: dict[str, Size] = {}
+    monkeypatch.setattr(memory_estimate, "size_of", lambda name: sizes.get(name) or size_of(name))
+    return sizes
+
+
+def test_the_size_of_a_model_is_that_of_its_tensors() -> None:
+    file = model_path() / "model.safetensors"
+    parameters = sum(tensor.numel() for tensor in load_file(file).values())
+    assert size_of(str(model_path())) == Size(parameters, file.stat().st_size)
+
+
+def test_a_file_that_cannot_be_read_has_bytes_and_no_parameters(tmp_path: Path) -> None:
+    assert size_of(str(tmp_path)) is None
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 100)
+    assert size_of(str(tmp_path)) == Size(50, 100)
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    assert size_of(str(tmp_path)) == Size(0, 10)
+
+
+def test_a_trainer_and_each_vllm_hold_the_weights_and_a_teacher_has_no_trainer(tmp_path: Path) -> None:
+    full = {"trainer.full_finetuning": True}
+    two = {"generator.inference_engine.num_engines": 2}
+    size = Size(10**9, 2 * 10**9)
+    entries = (
+        STUDENT,
+        TEACHER | {"backend_config": two},
+        STUDENT | {"served_model_names": ["full"], "backend_config": full},
+    )
+    student, teacher, tuned = (need_of(part, size) for part in parts_of(tmp_path, *entries))
+    assert student.trainer == RANK_BYTES + 4e9
+    assert 0 < student.vllms - VLLM_BYTES - 4e9 < GIB, "the key-value cache"
+    assert (teacher.trainer, teacher.vllms) == (0, 2 * student.vllms)
+    assert tuned.trainer == RANK_BYTES + 16e9
+    assert (student.weights, teacher.weights, tuned.weights) == (8e9, 8e9, 20e9)
+
+
+@pytest.mark.usefixtures("memory")
+def test_the_sentence_counts_what_this_server_runs(tmp_path: Path) -> None:
+    fits, sentence = memory_sentence(parts_of(tmp_path, STUDENT, TEACHER, JUDGE))
+    assert fits
+    assert re.fullmatch(
+        r"memory: about 2\.\d GB for student 1\.\d GB \(trainer 0\.4 GB, vLLM \S+ GB\), "
+        r"teacher \S+ GB \(vLLM \S+ GB\); "
+        r"6\.4 GB are available, which fits",
+        sentence,
+    ), sentence
+
+
+@pytest.mark.usefixtures("memory")
+def test_too_little_free_memory_is_a_warning_and_too_little_memory_is_refused(
+    tmp_path: Path, sizes: dict[str, Size], caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = parts_of(tmp_path, STUDENT, TEACHER)
+    path = parts[0].base_model_path
+    sizes[path] = Size(500_000_000, 10**9)
+    check_memory([(part, ()) for part in parts])
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.endswith("6.4 GB are available, which may be too little")
+    sizes[path] = Size(800_000_000, 10**9)
+    with pytest.raises(ConfigError, match=r"^base_models: the weights alone take 9\.6 GB .* has 8\.6 GB of memory"):
+        check_memory([(part, ()) for part in parts])
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_model_that_is_still_to_be_fetched_is_named_and_not_counted(tmp_path: Path) -> None:
+    _, sentence = memory_sentence(parts_of(tmp_path, STUDENT, TEACHER | {"base_model": "nobody/has-this"}))
+    assert sentence.endswith("; not counted: teacher, whose files are not here yet")
+
+
+def test_vllms_share_a_gpu_while_it_has_memory_for_both(tmp_path: Path) -> None:
+    def check(share: float, *devices: str) -> None:
+        large = {"backend_config": {"generator.inference_engine.gpu_memory_utilization": share}}
+        first, second = parts_of(tmp_path, STUDENT | large, TEACHER | large)
+        check_memory([(first, ("0",)), (second, devices)])
+
+    check(0.5, "0")
+    check(0.9, "1")
+    with pytest.raises(ConfigError, match=r"vLLMs on GPU 0 take more than its memory \(student 0\.6, teacher 0\.6\)"):
+        check(0.6, "0")
+
+
+def test_doctor_has_a_row_for_each_base_model_and_one_for_their_memory(tmp_path: Path) -> None:
+    file = tmp_path / "skyrl.toml"
+    lines = (
+        line
+        for entry in (STUDENT, TEACHER, JUDGE)
+        for line in ("[[base_models]]", *(f"{key} = {json.dumps(value)}" for key, value in entry.items()), "")
+    )
+    entries = "\n".join(lines)
+    file.write_text(entries)
+    rows = {row.found: row for row in checks(None, tmp_path, file) if row.name == "base model"}
+    assert list(rows) == [
+        "student: trains and samples, CPU, 0.6483 million parameters",
+        "teacher: only samples, CPU, 0.6483 million parameters",
+        "judge: sampled at http://127.0.0.1:1",
+    ]
+    memory = next(row for row in checks(None, tmp_path, file) if row.name == "memory")
+    assert memory.found.startswith("about ")
+    file.write_text(entries + entries)
+    row = checks(None, tmp_path, file)[-1]
+    assert row.status == "missing"
+    assert "'student' is a name of base_models[0] too" in row.found
