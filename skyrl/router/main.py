@@ -56,7 +56,8 @@ class RouterOptions:
     may fail its probes before its requests are broken off. `admin_lock_s`: how long a change of weights waits for
     another one. `admin_update_s`: how long a worker may take for a change. `names_workers`: answers name their workers,
     for clients that ask a worker without the router. `metrics_directory`: where the processes of a server publish their
-    metrics, this one under the name `process`; None: the router has no other processes around it.
+    metrics, this one under the name `process` and with `metrics_labels`; None: the router has no other processes around
+    it.
     """
 
     host: str = "127.0.0.1"
@@ -80,6 +81,7 @@ class RouterOptions:
     names_workers: bool = False
     metrics_directory: Path | None = None
     process: str = "router"
+    metrics_labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
         )
         registry = CollectorRegistry()
         registry.register(RouterMetrics(pool, proxy, counts, chain))
-        publication = publishing(registry, options.process, options.metrics_directory, answers=True)
+        publication = publishing(
+            registry, options.process, options.metrics_directory, labels=options.metrics_labels, answers=True
+        )
         published = await stack.enter_async_context(publication)
         background = [prober.run, HungWorkers(pool, proxy, options.hang_s).run, LoopLag(registry).run]
         if options.state_dir is not None:

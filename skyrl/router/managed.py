@@ -37,6 +37,7 @@ def options_of(runtime: Runtime) -> RouterOptions:
         state_dir=_workers_of(runtime),
         metrics_directory=runtime.metrics_directory,
         process=config.role.process("router"),
+        metrics_labels=config.role.labels,
         base_models=config.served_names,
         key=runtime.inference_api_key,
         admin_key=runtime.inference_api_key,  # the server itself, and nobody else

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.cli.launcher.progress import READY, stages
+from skyrl.cli.launcher.progress import stages
 from skyrl.runtime.processes.startup import Cause, StartupError
 from skyrl.storage.db.engine_state import EngineState
+
+GIVEN_UP = "given up"
+"""The stage of a process that is not started again."""
 
 
 class Supervised(Protocol):
@@ -69,16 +72,8 @@ class BaseModelStart:
 
     def stages(self) -> dict[str, str]:
         """What each process does, by name."""
+        if self.failure is not None:
+            return dict.fromkeys(self.processes, GIVEN_UP)
         times = {name: process.running_s for name, process in self.processes.items()}
         running_s = {name: seconds for name, seconds in times.items() if seconds is not None}
         return stages(list(self.processes), self._reasons, running_s)
-
-    @property
-    def missing(self) -> str | None:
-        """What it cannot do yet, in a sentence; None if it can do all."""
-        if self.failure is not None:
-            return f"{self.name} has not started: {self.failure}"
-        if self.was_ready:
-            return None
-        doing = "; ".join(f"{name}: {stage}" for name, stage in self.stages().items() if stage != READY)
-        return f"{self.name} is starting ({doing})"

@@ -134,7 +134,8 @@ class FirstReady:
         missing = await until_ready(url, self._stages, self._missing)
         self._ready = True
         said = " ".join(missing)
-        missing += [line for line in self.missing_base_models if line.partition(": ")[2] not in said]
+        failures = {start.name: str(start.failure) for start in self.starts.values() if start.failure is not None}
+        missing += [f"{name} has not started: {why}" for name, why in failures.items() if why not in said]
         still = f" ({'; '.join(missing)})" if missing else ""
         self._systemd.ready(f"ready at {url}{still}")
         logger.info("ready at %s after %.1f s%s", url, time.monotonic() - self._started_at, still)
@@ -152,11 +153,6 @@ class FirstReady:
 
     def _note_ready(self, stage_of: Mapping[str, str]) -> None:
         self._were_ready |= {name for name, stage in stage_of.items() if stage == READY}
-
-    @property
-    def missing_base_models(self) -> list[str]:
-        """A sentence for each of several base models that was not ready yet, or was given up."""
-        return [missing for start in self.starts.values() if (missing := start.missing) is not None]
 
     def _missing(self, reasons: list[str] | None) -> str:
         last_ends = [f"{name} last ended with: {cause}" for name, cause in self._last_causes.items()]

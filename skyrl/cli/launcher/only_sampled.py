@@ -22,14 +22,16 @@ from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import CPU_CONTEXT, context_length
+from skyrl.inference.vllm_metrics import VllmMetrics
 from skyrl.runtime.metrics.adapters import AdapterMetrics
+from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.fence import Fence
-from skyrl.storage.db.periodic import Rounds
+from skyrl.storage.db.periodic import Rounds, once
 from skyrl.storage.notify.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,12 @@ class OnlySampled:
         runtime = self._runtime
         self._group = group = _group(runtime, self._state)
         self._tasks = [asyncio.create_task(self._publish()), asyncio.create_task(group.run())]
-        if runtime.config.ray is not None:
+        if runtime.config.ray is None:
+            key, role = runtime.inference_api_key or "", runtime.config.role
+            directory = MetricsDirectory(runtime.metrics_directory)
+            metrics = VllmMetrics(runtime.replica_urls, key, directory, role=role)
+            self._tasks.append(asyncio.create_task(once("publishing vLLM's metrics", metrics.run)))
+        else:
             placed = PlacedReplicas(self._database, runtime.placement_owner, group, lambda at: _replica(runtime, at))
             self._tasks.append(asyncio.create_task(placed.run()))
 

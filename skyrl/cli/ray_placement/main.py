@@ -33,9 +33,9 @@ async def run(runtime: Runtime) -> None:
         placement = RayPlacement(runtime.config.state_dir / "logs", publisher.changed)
         publisher.servers = placement.servers
         publishing_rows = asyncio.create_task(publisher.run())
-        async with publishing(
-            metrics.registry, runtime.config.role.process("placement"), runtime.metrics_directory
-        ) as published:
+        role = runtime.config.role
+        process, directory = role.process("placement"), runtime.metrics_directory
+        async with publishing(metrics.registry, process, directory, labels=role.labels) as published:
             kind = KINDS[VLLM](runtime.config, runtime.inference_api_key or "")
             starts.servers = server_parts(runtime, kind, placement, starts, metrics)
             beside = (metrics.lag.run, *_vllm_metrics(runtime, starts, published))
