@@ -19,6 +19,7 @@ from skyrl.base.types.activity import EngineActivity, WaitsFor
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.server.api.access import Caller
 from skyrl.server.api.overview import Overview
+from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
 from skyrl.storage.db import api_processes
 from skyrl.storage.db.runs import pending_by_kind
@@ -33,57 +34,77 @@ _VLLM = re.compile(rf'^vllm:({"|".join(_VLLM_NAMES)})\{{.*?replica="(\d+)".*?\}}
 
 
 async def box(services: Services, caller: Caller) -> dict[str, Any]:
-    """Times are in seconds since the epoch, `_s` are seconds. Holds no ages, so that an unchanged box stays equal."""
+    """Times are in seconds since the epoch, `_s` are seconds. Holds no ages, so that an unchanged box stays equal.
 
-    def read(connection: Any) -> tuple[dict[str, int], list[tuple[str, float, float]], int]:
+    What belongs to a base model is in `base_models` if there are several, each with its name first."""
+    served = services.served
+
+    def read(connection: Any) -> tuple[dict[str, int], list[tuple[str, float, float]], list[int]]:
+        now = time.time()
         return (
             pending_by_kind(connection),
             api_processes.heartbeats(connection),
-            sizes(connection, time.time()).adapters,
+            [sizes(connection, now, model.config.role.own).adapters for model in served],
         )
 
+    server = await Overview(services, caller).server()
     pending, processes, servable = await services.database.read_async(read)
-    watch = services.served[0].watch
-    state, activity = watch.state, watch.activity
+    parts = [
+        _base_model(model, number, await asyncio.to_thread(_vllm, services.published_metrics, model))
+        for model, number in zip(served, servable, strict=True)
+    ]
+    names = server.get("base_models", [])
     used = shutil.disk_usage(services.config.state_dir)
     return {
-        "server": await Overview(services, caller).server(),
-        "trainer": _trainer(services, activity),
-        "inference": {
-            "published": state.inference_proxy_url is not None,
-            "generation": state.generation,
-            "away_since": activity.inference_away_since,
-        },
+        "server": server,
+        **({"base_models": [name | part for name, part in zip(names, parts, strict=True)]} if names else parts[0]),
         "api_processes": [
             # A process that is alone on its database may write no heartbeats.
             {"id": name, "started_at": started_at, "heartbeat_at": heartbeat_at if len(processes) > 1 else None}
             for name, started_at, heartbeat_at in processes
         ],
         "pending": pending,
-        "models": _models(activity),
-        "adapters": {"servable": servable, "places": services.served[0].lane.places},
         "quotas": services.quotas.counts(),
         "disk": {"free_bytes": used.free, "total_bytes": used.total},
         "database_bytes": await asyncio.to_thread(services.database.size),
-        "vllm": await asyncio.to_thread(_vllm, services.published_metrics),
     }
 
 
-def _vllm(published: MetricsDirectory) -> list[dict[str, float]]:
+def _base_model(model: ServedModel, servable: int, vllm: list[dict[str, float]]) -> dict[str, Any]:
+    """The parts of one base model. `servable` is how many of its adapters can be sampled from."""
+    state, activity = model.watch.state, model.watch.activity
+    return {
+        "trainer": _trainer(model),
+        "inference": {
+            "published": state.inference_proxy_url is not None,
+            "generation": state.generation,
+            "away_since": activity.inference_away_since,
+        },
+        "models": _models(activity),
+        "adapters": {"servable": servable, "places": model.lane.places},
+        "vllm": vllm,
+    }
+
+
+def _vllm(published: MetricsDirectory, model: ServedModel) -> list[dict[str, float]]:
     """Each inference server that skyrl runs, by its number: the part of its key-value cache in use (0 to 1), and its
-    requests that run and wait. Published by the engine every few seconds."""
+    requests that run and wait. Published every few seconds."""
+    role, engines = model.config.role, range(model.config.backend_config.inference.num_engines)
+    names = [f"{role.process('vllm')}-{number}" for number in engines] if role.name else None
     found: dict[int, dict[str, float]] = {}
-    for name, replica, value in _VLLM.findall(published.read()):
+    for name, replica, value in _VLLM.findall(published.read(names)):
         found.setdefault(int(replica), {"replica": int(replica)})[_VLLM_NAMES[name]] = float(value)
     return [found[replica] for replica in sorted(found)]
 
 
-def _trainer(services: Services, activity: EngineActivity) -> dict[str, Any] | None:
-    """None on a gateway on whose database nobody trains."""
-    watch = services.served[0].watch
+def _trainer(model: ServedModel) -> dict[str, Any] | None:
+    """None for a base model that nobody trains, and on a gateway on whose database nobody trains it."""
+    watch, activity = model.watch, model.watch.activity
     heartbeat_at = watch.state.heartbeat_at or None
-    if heartbeat_at is None and not services.config.modes.trains:
-        return None
+    if not model.config.modes.trains and (
+        heartbeat_at is None or (model.config.role.name and not watch.state.activity)
+    ):
+        return None  # one of several has a row without an engine, too, but then nothing that an engine does
     recovery = activity.recovery
     return {
         "trouble": watch.training_trouble(),

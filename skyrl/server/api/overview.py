@@ -15,7 +15,7 @@ from skyrl.base.wire.errors import NotFound
 from skyrl.server.api.access import Caller
 from skyrl.server.api.services import Services
 from skyrl.server.request_status.runs import RunStatus
-from skyrl.server.request_status.stuck import stuck
+from skyrl.server.request_status.stuck import BaseModelState, Stuck, stuck, stuck_of_all
 from skyrl.storage.db import runs as rows
 from skyrl.storage.db.checkpoints import Checkpoint, Seen
 from skyrl.storage.db.database import Connection
@@ -46,6 +46,7 @@ class Overview:
 
     async def state(self) -> dict[str, Any]:
         """The tenant's newest runs, samplers and checkpoints, and its usage of the last days."""
+        several = len(self._services.served) > 1
 
         def read(connection: Connection) -> _State:
             runs = rows.runs_of(connection, self._tenant, MAX_RUNS)
@@ -53,7 +54,7 @@ class Overview:
                 runs,
                 self._services.curves.of(connection, {run.id: run.steps for run in runs[:MAX_CURVES]}),
                 rows.open_samplers(connection, self._tenant, MAX_SAMPLER_GROUPS),
-                rows.pending_of(connection, self._tenant, MAX_PENDING),
+                rows.pending_of(connection, self._tenant, MAX_PENDING, by_base_model=several),
                 report(connection, *last_days(USAGE_DAYS), tenant=self._tenant),
             )
 
@@ -62,10 +63,9 @@ class Overview:
         server = await self.server()
         names = {run.id: run.name for run in found.runs}
         statuses = [(run, self._services.statuses.of_run(run)) for run in found.runs]
-        activity = self._services.served[0].watch.activity
         return {
             "server": server,
-            "stuck": [asdict(one) for one in stuck(server["reasons"], statuses, found.pending, activity, time.time())],
+            "stuck": [asdict(one) for one in await self._stuck(statuses, found.pending)],
             "pending": _pending(found.pending),
             "runs": [_run(*each) | {"curve": _curve(found.curves.get(each[0].id, []))} for each in statuses],
             "samplers": [
@@ -75,6 +75,16 @@ class Overview:
             "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved],
             "usage": [_usage(line) for line in found.usage],
         }
+
+    async def _stuck(self, runs: list[tuple[Run, RunStatus]], pending: list[Pending]) -> list[Stuck]:
+        served, readiness, now = self._services.served, self._services.readiness, time.time()
+        if len(served) == 1:
+            _, reasons = await readiness.now()
+            return stuck(reasons, runs, pending, served[0].watch.activity, now)
+        reasons = await readiness.by_model()
+        models = [BaseModelState(model.name, reasons[model.name][1], model.watch.activity) for model in served]
+        found = stuck_of_all(models, served.number_of, runs, pending, now)
+        return [*found, *map(Stuck, readiness.of_server())]
 
     async def run(self, model_id: str, after: int) -> dict[str, Any]:
         """One run with its checkpoints, and the steps of its history after the step `after`. Raises NotFound."""
@@ -107,7 +117,23 @@ class Overview:
     async def server(self) -> dict[str, Any]:
         """As `/readyz` has it. `scopes` are those of the caller's key."""
         ready, reasons = await self._services.readiness.now()
-        return {"version": __version__, "ready": ready, "reasons": reasons, "scopes": sorted(self._scopes)}
+        shown = {"version": __version__, "ready": ready, "reasons": reasons, "scopes": sorted(self._scopes)}
+        if len(self._services.served) > 1:
+            shown["base_models"] = await self._base_models()
+        return shown
+
+    async def _base_models(self) -> list[dict[str, Any]]:
+        """What each base model is for, whether it is ready, and why not."""
+        found = await self._services.readiness.by_model()
+        return [
+            {
+                "name": model.name,
+                "uses": model.config.uses,
+                "ready": found[model.name][0],
+                "reasons": found[model.name][1],
+            }
+            for model in self._services.served
+        ]
 
 
 @dataclass(frozen=True, slots=True)

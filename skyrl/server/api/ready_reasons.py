@@ -63,6 +63,9 @@ class ServerReadiness:
         found = await self.by_model()
         several = len(found) > 1
         reasons = [f"{name}: {why}" if several else why for name, (_, whys) in found.items() for why in whys]
-        if (disk_shortage := shortage(self._state_dir)) is not None:
-            reasons.append(f"disk: {disk_shortage}")
-        return any(ready for ready, _ in found.values()), reasons
+        return any(ready for ready, _ in found.values()), [*reasons, *self.of_server()]
+
+    def of_server(self) -> list[str]:
+        """The reasons that are of no base model."""
+        disk_shortage = shortage(self._state_dir)
+        return [] if disk_shortage is None else [f"disk: {disk_shortage}"]

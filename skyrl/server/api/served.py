@@ -35,6 +35,11 @@ class ServedModel:
         """The configuration of this base model."""
         return self.runtime.config
 
+    @property
+    def name(self) -> str:
+        """The first name by which clients know this base model."""
+        return self.config.served_names[0]
+
     @cached_property
     def _is_mixture(self) -> bool:
         return self.config.modes.trains and is_mixture(self.config.base_model_path)
@@ -70,6 +75,9 @@ class Served:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
 
+    def __len__(self) -> int:
+        return len(self._models)
+
     def __getitem__(self, number: int) -> ServedModel:
         return self._models[number]
 
@@ -81,9 +89,13 @@ class Served:
             raise RequestError(f"{name!r} is not served here; there is: {', '.join(self._names.served)}", field=field)
         return self._models[number]
 
+    def number_of(self, stored: str) -> int:
+        """The number of the base model of a stored row; 0 if it is served no more under this name."""
+        return self._names.number(stored) or 0
+
     def of(self, stored: str) -> ServedModel:
         """The base model of a stored row; the only or first one if it is served no more under this name."""
-        return self._models[self._names.number(stored) or 0]
+        return self._models[self.number_of(stored)]
 
     def trainable(self, name: str, field: str = "base_model") -> ServedModel:
         """As `named`, for training. Raises RequestError for a base model that is only sampled from."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.kinds import Kind
@@ -50,6 +50,37 @@ def stuck(
         found += _not_begun(runs, pending, activity, now)
     if "sampling" not in parts:
         found += _samples(pending, now)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelState:
+    """One base model of a server: `reasons` as `/readyz` has them, and what its engine does."""
+
+    name: str
+    reasons: Sequence[str]
+    activity: EngineActivity
+
+
+def stuck_of_all(
+    models: Sequence[BaseModelState],
+    number_of: Callable[[str], int],
+    runs: Sequence[tuple[Run, RunStatus]],
+    pending: Sequence[Pending],
+    now: float,
+) -> list[Stuck]:
+    """What is stuck on a server with several base models: what stands still is named for each of them. `number_of` is
+    the place in `models` of a base model's name in a row."""
+    of_runs = {run.id: number_of(run.base_model) for run, _ in runs}
+    of_pending = [
+        of_runs.get(one.model_id or "") if one.base_model is None else number_of(one.base_model) for one in pending
+    ]
+    found: list[Stuck] = []
+    for number, model in enumerate(models):
+        its_runs = [each for each in runs if of_runs[each[0].id] == number]
+        its_pending = [one for one, of in zip(pending, of_pending, strict=True) if of == number]
+        for one in stuck(model.reasons, its_runs, its_pending, model.activity, now):
+            found.append(one if one.run is not None else replace(one, sentence=f"{model.name}: {one.sentence}"))
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, String, func, select, type_coerce
+from sqlalchemy import Connection, String, func, null, select, type_coerce
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.weights import BaseWeights, WeightsRef
@@ -79,12 +79,13 @@ class SamplerGroup:
 @dataclass(frozen=True, slots=True)
 class Pending:
     """Requests of one kind that have not ended. `model_id` is None for samples. The oldest was accepted at `since`
-    (seconds since the epoch)."""
+    (seconds since the epoch). `base_model` is that of samples, where it was asked for."""
 
     kind: Kind
     model_id: str | None
     number: int
     since: float
+    base_model: str | None = None
 
 
 NEWEST = 10
@@ -221,17 +222,25 @@ def _model_of(weights: WeightsRef) -> str | None:
     return None if isinstance(weights, BaseWeights) else weights.model_id
 
 
-def pending_of(connection: Connection, tenant: str, limit: int) -> list[Pending]:
-    """The tenant's requests that have not ended, by kind and model: the `limit` groups with the oldest requests."""
+def pending_of(connection: Connection, tenant: str, limit: int, *, by_base_model: bool = False) -> list[Pending]:
+    """The tenant's requests that have not ended, by kind and model, and samples `by_base_model` if that is asked for:
+    the `limit` groups with the oldest requests."""
     since = func.min(_futures.c.created_at).label("since")
+    base_model = samplers.c.base_model if by_base_model else null().label("base_model")
+    of_sampler = samplers.c.id == _futures.c.sampling_session_id
+    group = (_futures.c.kind, _futures.c.model_id, *((base_model,) if by_base_model else ()))
     query = (
-        select(_futures.c.kind, _futures.c.model_id, func.count().label("number"), since)
+        select(_futures.c.kind, _futures.c.model_id, func.count().label("number"), since, base_model)
+        .select_from(_futures.outerjoin(samplers, of_sampler) if by_base_model else _futures)
         .where(_pending(tenant))
-        .group_by(_futures.c.kind, _futures.c.model_id)
+        .group_by(*group)
         .order_by(since)
         .limit(limit)
     )
-    return [Pending(Kind(row.kind), row.model_id, row.number, row.since) for row in connection.execute(query)]
+    return [
+        Pending(Kind(row.kind), row.model_id, row.number, row.since, row.base_model)
+        for row in connection.execute(query)
+    ]
 
 
 def _pending(tenant: str) -> Any:
