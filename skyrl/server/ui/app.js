@@ -4,6 +4,7 @@ import { Api, Refused } from "./api.js";
 import { BoxView } from "./box.js";
 import { dropOldPlots } from "./chart.js";
 import { setText, statePart, tickTimes } from "./dom.js";
+import { readiness } from "./models.js";
 import { OverviewView } from "./overview.js";
 import { RunView } from "./run.js";
 import { since } from "./words.js";
@@ -70,10 +71,9 @@ async function poll() {
 }
 
 function update(answer) {
-  const { ready, reasons, scopes } = answer.server;
-  serverLine.set({ state: ready ? "ready" : "not ready", sentence: reasons.join("; ") });
+  serverLine.set(readiness(answer.server));
   byId("server").hidden = byId("forget").hidden = false;
-  byId("to-box").hidden = !scopes.includes("admin");
+  byId("to-box").hidden = !answer.server.scopes.includes("admin");
   view.update(answer);
   dropOldPlots();
   document.title = `${view.title} · skyrl`;

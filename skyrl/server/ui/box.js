@@ -1,6 +1,7 @@
 // The view of the server for keys with the scope admin: its parts, queues, adapters, quotas and disk. Counts alone.
 
 import { el, statePart, timePart } from "./dom.js";
+import { beside, modelsOf, total } from "./models.js";
 import { Facts, Table, column } from "./table.js";
 import { bytes, count, number } from "./words.js";
 
@@ -17,11 +18,15 @@ const WAITS = {
 };
 
 /** The parts of the server as rows of a table. */
-function parts({ server, trainer, api_processes: processes }) {
-  const rows = processes.map((process) => part(`API process ${process.id}`, null, process.heartbeat_at));
-  const sampling = server.reasons.find((reason) => reason.startsWith("sampling: ")) ?? null;
-  rows.unshift(part("inference", sampling, null));
-  if (trainer !== null) rows.unshift(part("trainer", trainer.trouble, trainer.heartbeat_at));
+function parts(box) {
+  const processes = box.api_processes.map((process) => part(`API process ${process.id}`, null, process.heartbeat_at));
+  return [...modelsOf(box).flatMap(partsOfModel), ...processes];
+}
+
+function partsOfModel({ name, reasons, trainer }) {
+  const sampling = reasons.find((reason) => reason.startsWith("sampling: ")) ?? null;
+  const rows = [part(beside("inference", name), sampling, null)];
+  if (trainer !== null) rows.unshift(part(beside("trainer", name), trainer.trouble, trainer.heartbeat_at));
   return rows;
 }
 
@@ -39,20 +44,39 @@ function quotas({ refused, ...counts }) {
   ];
 }
 
-function waiting(models) {
-  return Object.entries(models.waiting).map(([reason, number]) => ({ reason: WAITS[reason] ?? reason, number }));
+/** Each reason for which models wait, with the number of models. */
+function waiting(box) {
+  const reasons = new Set(modelsOf(box).flatMap(({ models }) => Object.keys(models.waiting)));
+  const number = (reason) => total(box, ({ models }) => models.waiting[reason] ?? 0);
+  return [...reasons].map((reason) => ({ reason: WAITS[reason] ?? reason, number: number(reason) }));
+}
+
+/** The trainer's mean seconds by kind of command. */
+function meanTimes(trainer) {
+  return Object.entries(trainer?.run_s ?? {}).map(([kind, seconds]) => [kind.toLowerCase(), seconds]);
+}
+
+/** When the longest wait began; null without one. */
+function longestWait(box) {
+  const begins = modelsOf(box).map(({ models }) => models.longest_wait_since).filter((at) => at !== null);
+  return begins.length === 0 ? null : Math.min(...begins);
+}
+
+/** Lines that each base model has: `linesOf` gives those of one, with a name that its other lines have not. */
+function linesOfModels(box, linesOf) {
+  return modelsOf(box).flatMap((model) => linesOf(model).map(([name, value]) => [beside(name, model.name), value]));
 }
 
 export class BoxView {
   title = "Server";
   #facts = new Facts(
     column("version", (box) => box.server.version),
-    column("models with a running command", (box) => count(box.models.running)),
-    column("commands that wait", (box) => count(box.models.commands_waiting)),
-    column("longest wait began", (box) => box.models.longest_wait_since, time),
-    column("adapters that can be sampled", (box) => count(box.adapters.servable)),
-    column("adapters that the inference servers run at a time", (box) => count(box.adapters.places)),
-    column("starts of the inference server", (box) => count(box.inference.generation)),
+    column("models with a running command", (box) => count(total(box, ({ models }) => models.running))),
+    column("commands that wait", (box) => count(total(box, ({ models }) => models.commands_waiting))),
+    column("longest wait began", longestWait, time),
+    column("adapters that can be sampled", (box) => count(total(box, ({ adapters }) => adapters.servable))),
+    column("adapters that the inference servers run at a time", (box) => count(total(box, ({ adapters }) => adapters.places))),
+    column("starts of the inference server", (box) => count(total(box, ({ inference }) => inference.generation))),
     column("free disk", (box) => `${bytes(box.disk.free_bytes)} of ${bytes(box.disk.total_bytes)}`),
     column("database", (box) => bytes(box.database_bytes)),
   );
@@ -62,10 +86,10 @@ export class BoxView {
     column("last heard of", (part) => part.at, time),
   ], "");
   #vllm = new Table("Inference servers", [
-    column("number", (vllm) => count(vllm.replica)),
-    column("key-value cache in use", (vllm) => `${number(100 * (vllm.kv_use ?? 0))} %`, numeric),
-    column("requests that run", (vllm) => count(vllm.running), numeric),
-    column("that wait", (vllm) => count(vllm.waiting), numeric),
+    column("number", ([name]) => name),
+    column("key-value cache in use", ([, vllm]) => `${number(100 * (vllm.kv_use ?? 0))} %`, numeric),
+    column("requests that run", ([, vllm]) => count(vllm.running), numeric),
+    column("that wait", ([, vllm]) => count(vllm.waiting), numeric),
   ], "skyrl runs none, or none has told its numbers yet.");
   #pending = new Table("Requests that have not ended", [
     column("kind", ([kind]) => kind.toLowerCase()),
@@ -76,7 +100,7 @@ export class BoxView {
     column("models", (line) => count(line.number), numeric),
   ], "None.");
   #times = new Table("Trainer's time for a command", [
-    column("kind", ([kind]) => kind.toLowerCase()),
+    column("kind", ([kind]) => kind),
     column("mean seconds", ([, seconds]) => number(seconds), numeric),
   ], "No command has run yet.");
   #quotas = new Table("Quotas, in this API process", [
@@ -96,10 +120,13 @@ export class BoxView {
   update(box) {
     this.#facts.update(box);
     this.#parts.update(parts(box), (part) => part.name);
-    this.#vllm.update(box.vllm, (vllm) => vllm.replica);
-    this.#waiting.update(waiting(box.models), (line) => line.reason);
-    const tables = [[this.#pending, box.pending], [this.#times, box.trainer?.run_s ?? {}]];
-    for (const [table, counts] of tables) table.update(Object.entries(counts), ([name]) => name);
-    this.#quotas.update(quotas(box.quotas), ([name]) => name);
+    this.#waiting.update(waiting(box), (line) => line.reason);
+    const named = [
+      [this.#vllm, linesOfModels(box, ({ vllm }) => vllm.map((each) => [count(each.replica), each]))],
+      [this.#times, linesOfModels(box, ({ trainer }) => meanTimes(trainer))],
+      [this.#pending, Object.entries(box.pending)],
+      [this.#quotas, quotas(box.quotas)],
+    ];
+    for (const [table, lines] of named) table.update(lines, ([name]) => name);
   }
 }

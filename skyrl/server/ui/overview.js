@@ -2,6 +2,7 @@
 
 import { curvePart } from "./chart.js";
 import { el, linkPart, setText, statePart, timePart } from "./dom.js";
+import { beside, modelTable, withBaseModel } from "./models.js";
 import { StuckLine } from "./stuck.js";
 import { Table, column } from "./table.js";
 import { bytes, count, number, runHref } from "./words.js";
@@ -17,7 +18,7 @@ function withCurve(name, key = name) {
 }
 
 const RUN_COLUMNS = [
-  column("run", (run) => ({ text: run.name ?? run.id, href: runHref(run.id), more: run.name === null ? "" : run.id }),
+  column("run", (run) => ({ text: run.name ?? run.id, href: runHref(run.id), more: beside(run.name && run.id, run.of) }),
     { part: linkPart }),
   column("state", (run) => run, { part: statePart }),
   column("steps", (run) => count(run.steps), numeric),
@@ -32,7 +33,7 @@ const RUN_COLUMNS = [
 const SAMPLER_COLUMNS = [
   column("samples from", (group) => group.run === null
     ? { text: group.base_model, href: "#/", more: "the base model" }
-    : { text: group.name ?? group.run, href: runHref(group.run), more: group.name === null ? "" : group.run },
+    : { text: group.name ?? group.run, href: runHref(group.run), more: beside(group.name && group.run, group.of) },
   { part: linkPart }),
   column("samplers", (group) => group, { part: samplersPart }),
   column("samples in flight", (group) => count(group.in_flight), numeric),
@@ -74,7 +75,7 @@ const CHECKPOINT_COLUMNS = [
 
 const USAGE_COLUMNS = [
   column("day (UTC)", (line) => line.day),
-  column("run", (line) => line.run || "base model"),
+  column("run", (line) => beside(line.run || "base model", line.of)),
   column("trained", (line) => count(line.trained), numeric),
   column("sampled", (line) => count(line.sampled), numeric),
   column("prompt", (line) => count(line.prompt), numeric),
@@ -94,6 +95,7 @@ export const usageKey = (line) => `${line.day} ${line.run} ${line.base_model}`;
 export class OverviewView {
   title = "Your runs";
   #stuck = new StuckLine();
+  #models = modelTable();
   #runs = new Table("Runs", RUN_COLUMNS, "No runs with this key. A run appears when a client creates a model.");
   #samplers = new Table("Samplers", SAMPLER_COLUMNS, "No sampling clients are open.");
   #checkpoints = checkpointTable();
@@ -115,9 +117,18 @@ export class OverviewView {
 
   update(state) {
     this.#stuck.update(state);
-    this.#runs.update(state.runs, (run) => run.id);
-    this.#samplers.update(state.samplers, (group) => `${group.run} ${group.base_model}`);
+    this.#showModels(state.server.base_models);
+    const rows = (list) => withBaseModel(list, state.server);
+    this.#runs.update(rows(state.runs), (run) => run.id);
+    this.#samplers.update(rows(state.samplers), (group) => `${group.run} ${group.base_model}`);
     this.#checkpoints.update(state.checkpoints, (saved) => saved.path);
-    this.#usage.update(state.usage.toReversed(), usageKey);
+    this.#usage.update(rows(state.usage).toReversed(), usageKey);
+  }
+
+  /** A server with one base model has no such table. */
+  #showModels(models) {
+    if (models === undefined) return;
+    if (!this.#models.element.isConnected) this.#stuck.element.after(this.#models.element);
+    this.#models.update(models, (model) => model.name);
   }
 }
