@@ -22,7 +22,7 @@ from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.app import create_app
 from skyrl.server.api.server import open_services
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.engine_state import publish_training, publish_url
+from skyrl.storage.db.engine_state import ONLY_SAMPLED, publish_training, publish_url
 from skyrl.training.engine import sweeping
 
 
@@ -112,10 +112,11 @@ def shared(migrated_url: str, upstreams: dict[str, FakeUpstream]) -> Iterator[Da
     database = Database(migrated_url)
     for name, vocabulary in VOCABULARY.items():
         trains, url = name == STUDENT, upstreams[name].url
+        reason = "" if trains else ONLY_SAMPLED
         database.write(lambda c, name=name, url=url: publish_url(c, url, name))
         database.write(
-            lambda c, name=name, trains=trains, size=vocabulary: publish_training(
-                c, ready=trains, reason="", vocab_size=size, max_context=100, key=name
+            lambda c, name=name, trains=trains, reason=reason, size=vocabulary: publish_training(
+                c, ready=trains, reason=reason, vocab_size=size, max_context=100, key=name
             )
         )
     yield database

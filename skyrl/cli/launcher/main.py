@@ -108,11 +108,11 @@ class Launcher:
         """Start the Ray cluster, the parts of each base model, the port and the API processes. They stop in reverse:
         the API processes first, so that they can end the samples in flight, then the port, and the vLLMs last."""
         config, found = self._config, self._findings[0]
-        metrics = LauncherMetrics.new()
+        metrics = LauncherMetrics.new([part.role.labels for part in self._base_models])
         placement = LocalPlacement(self._logs, directory)
         made = [
-            BaseModelParts(part, of_part, first_ready.observer(part), metrics.restarts, self._held, placement)
-            for part, of_part in zip(self._base_models, self._findings, strict=True)
+            BaseModelParts(part, of_part, first_ready.observer(part), restarts, self._held, placement)
+            for part, of_part, restarts in zip(self._base_models, self._findings, metrics.of_models, strict=True)
         ]
         cluster = None
         if self._ray == "local":

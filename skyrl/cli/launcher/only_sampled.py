@@ -29,6 +29,7 @@ from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
+from skyrl.storage.db.engine_state import ONLY_SAMPLED
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.fence import Fence
 from skyrl.storage.db.periodic import Rounds, once
@@ -38,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 SAMPLED = "sampled"
 """The part's name, before the base model's."""
-ONLY_SAMPLED = "this base model is only sampled from"
-"""Why it cannot be trained."""
 RETRY_S = 3.0
 
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from skyrl.base.config.modes import Modes
 from skyrl.base.types.activity import EngineActivity, decode_activity
 from skyrl.server.sampling.job import ContextLimits
-from skyrl.storage.db.engine_state import EngineState
+from skyrl.storage.db.engine_state import ONLY_SAMPLED, EngineState
 from skyrl.storage.db.inference_servers import PlacedServer
 
 T = TypeVar("T")
@@ -95,8 +95,15 @@ class EngineWatch:
             reasons.append(f"training: {trouble}")
         if self._modes.own_inference and self.state.inference_proxy_url is None:
             starting = "; ".join(server.sentence for server in self.servers)
-            reasons.append(f"sampling: {starting or 'no inference server has been published'}")
+            reasons.append(f"sampling: {starting or self._given_up or 'no inference server has been published'}")
         return reasons
+
+    @property
+    def _given_up(self) -> str:
+        """Why the vLLMs of a base model without an engine are missing, if the launcher has said so. Where there is an
+        engine, that is why nothing can be trained."""
+        alone = self._modes.manages_inference and not self._modes.trains
+        return self.state.reason if alone and self.state.reason != ONLY_SAMPLED else ""
 
     def training_trouble(self) -> str | None:
         """Why the engine of this database cannot train now; None if it can."""

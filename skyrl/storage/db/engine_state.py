@@ -38,6 +38,8 @@ class EngineState:
 
 ONLY = ""
 """The key of a server's only base model."""
+ONLY_SAMPLED = "this base model is only sampled from"
+"""The reason why a base model without an engine cannot be trained, while its vLLMs are not given up."""
 
 
 def read_state(connection: Connection, keys: Sequence[str] = (ONLY,)) -> EngineState:

@@ -84,7 +84,7 @@ async def test_the_page_marks_the_base_model_that_is_away_and_names_that_of_each
     await begin(two_models, STUDENT, TEACHER)
     shared.write(lambda c: clear(c, REASON, TEACHER))
     header, seen = await page_of(two_models, tmp_path / "chromium")
-    assert header.startswith(f"◆ degraded {TEACHER}: sampling: ")
+    assert header == f"◆ degraded {TEACHER}: sampling: {REASON}"
     models = {row["base model"]: (row["state"], row["used for"]) for row in seen["Base models"]}
     assert {name: state.partition("\n")[0] for name, (state, _) in models.items()} == {
         STUDENT: "● ready",
