@@ -4,7 +4,7 @@ control characters in them are replaced."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -27,15 +27,26 @@ MARKS = {
 TABLE_WIDTH = 110
 """The least width of a terminal, in characters, for a table of runs."""
 _RUN_NUMBERS = ("steps", "loss", "gap", "tokens/s")
+_BOX_LINES = (
+    "trainer",
+    "API processes",
+    "pending requests",
+    "models",
+    "adapters",
+    "disk",
+    "database",
+    "vLLM",
+    "longest wait",
+)
 _STEP_COLUMNS = ("step", "loss", "gap", "clip fraction", "tokens/s", "step time (s)")
 
 
 def view(answer: dict[str, Any]) -> RenderableType:
     """The answer of `/ui/api/state`, with the part `box` if the key is an admin's; or that of `/ui/api/runs/{id}`."""
-    server = _server(answer["server"])
+    server, several = _server(answer["server"]), "base_models" in answer["server"]
     if "history" in answer:
-        return Group(server, Text(), _Runs([answer]), Text(), _steps(answer["history"][-LAST_STEPS:]))
-    runs = _Runs(answer["runs"]) if answer["runs"] else Text("no runs with this key", style="dim")
+        return Group(server, Text(), _Runs([answer], several), Text(), _steps(answer["history"][-LAST_STEPS:]))
+    runs = _Runs(answer["runs"], several) if answer["runs"] else Text("no runs with this key", style="dim")
     opened, in_flight = (sum(group[name] for group in answer["samplers"]) for name in ("open", "in_flight"))
     counts = Text(f"samplers: {opened} open, {in_flight} samples in flight")
     box = [Text(), _box(answer["box"])] if "box" in answer else []
@@ -52,24 +63,49 @@ def _stuck(answer: dict[str, Any]) -> Text:
     return Text("\n").join(map(_plain, lines))
 
 
-def _server(server: dict[str, Any]) -> Text:
-    state = ("● ready", "green") if server["ready"] else ("▲ not ready", "red")
-    reasons = f" {'; '.join(server['reasons'])}" if server["reasons"] else ""
-    return Text.assemble(f"skyrl {server['version']} ", state, _plain(reasons))
+def _server(server: dict[str, Any]) -> RenderableType:
+    """The server in one line. With several base models, the reasons stand beside the base models below."""
+    models = server.get("base_models", [])
+    if not models:
+        return Text.assemble(f"skyrl {server['version']} ", _readiness(server), _reasons(server["reasons"]))
+    degraded = server["ready"] and not all(model["ready"] for model in models)
+    state = ("◆ degraded", "yellow") if degraded else _readiness(server)
+    of_models = {f"{model['name']}: {reason}" for model in models for reason in model["reasons"]}
+    others = [reason for reason in server["reasons"] if reason not in of_models]
+    return Group(Text.assemble(f"skyrl {server['version']} ", state, _reasons(others)), _base_models(models))
+
+
+def _readiness(part: dict[str, Any]) -> tuple[str, str]:
+    return ("● ready", "green") if part["ready"] else ("▲ not ready", "red")
+
+
+def _reasons(reasons: Sequence[str]) -> Text:
+    return _plain(f" {'; '.join(reasons)}" if reasons else "")
+
+
+def _base_models(models: Iterable[dict[str, Any]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for model in models:
+        use = "training and sampling" if "train" in model["uses"] else "sampling"
+        state = Text.assemble(_readiness(model), _reasons(model["reasons"]))
+        table.add_row(_plain(model["name"]), Text(use, style="dim"), state)
+    return table
 
 
 class _Runs:
-    """The runs as a table, or one below the other where a table would break words."""
+    """The runs as a table, or one below the other where a table would break words. With `several` base models, each run
+    names its own."""
 
-    def __init__(self, runs: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, runs: Iterable[dict[str, Any]], several: bool) -> None:
         self._runs = [*runs]
+        self._several = several
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.max_width >= TABLE_WIDTH:
             yield self._table()
             return
         for run in self._runs:
-            yield _name(run)
+            yield self._name(run)
             numbers = (f"{name} {number}" for name, number in zip(_RUN_NUMBERS, _numbers(run), strict=True))
             yield Padding(_state(run), (0, 0, 0, 2))
             yield Padding(Text(f"{', '.join(numbers)}, {_last_activity(run)}"), (0, 0, 0, 2))
@@ -78,13 +114,15 @@ class _Runs:
         table = _table("run", "state", numeric=_RUN_NUMBERS)
         table.add_column("last activity", no_wrap=True)
         for run in self._runs:
-            table.add_row(_name(run), _state(run), *_numbers(run), _last_activity(run))
+            table.add_row(self._name(run), _state(run), *_numbers(run), _last_activity(run))
         return table
 
-
-def _name(run: dict[str, Any]) -> Text:
-    name = [] if run["name"] is None else [_plain(run["name"]), "\n"]
-    return Text.assemble(*name, (run["id"], "dim"))
+    def _name(self, run: dict[str, Any]) -> Text:
+        lines = [] if run["name"] is None else [_plain(run["name"])]
+        lines.append(Text(run["id"], style="dim"))
+        if self._several:
+            lines.append(_plain(run["base_model"]))
+        return Text("\n").join(lines)
 
 
 def _state(run: dict[str, Any]) -> Text:
@@ -115,25 +153,45 @@ def _vllm(numbers: dict[str, Any]) -> str:
 
 
 def _box(box: dict[str, Any]) -> Table:
-    models, adapters, disk = box["models"], box["adapters"], box["disk"]
-    places = "" if adapters["places"] is None else f", {adapters['places']} at a time"
-    lines = {
-        "trainer": "none" if box["trainer"] is None else box["trainer"]["trouble"] or "ready",
+    """The server's parts; those of several base models stand below the base model's name."""
+    disk = box["disk"]
+    of_server = {
         "API processes": str(len(box["api_processes"])),
         "pending requests": _counts(box["pending"]),
-        "models": f"{models['running']} with a running command; waiting for: {_counts(models['waiting'])}",
-        "adapters": f"{adapters['servable']} can be sampled{places}",
         "disk": f"{disk['free_bytes'] / 1e9:.1f} GB of {disk['total_bytes'] / 1e9:.1f} GB are free",
         "database": f"{box['database_bytes'] / 1e6:.1f} MB",
-        "vLLM": "; ".join(_vllm(each) for each in box["vllm"]) or "none",
+    }
+    table = Table.grid(padding=(0, 2))
+    if "base_models" not in box:
+        lines = of_server | _lines_of_model(box)
+        _add_lines(table, {name: lines[name] for name in _BOX_LINES if name in lines})
+        return table
+    _add_lines(table, of_server)
+    for model in box["base_models"]:
+        table.add_row(_plain(model["name"]))
+        _add_lines(table, {f"  {name}": value for name, value in _lines_of_model(model).items()})
+    return table
+
+
+def _add_lines(table: Table, lines: Mapping[str, str]) -> None:
+    for name, value in lines.items():
+        table.add_row(Text(name, style="dim"), _plain(value))
+
+
+def _lines_of_model(part: dict[str, Any]) -> dict[str, str]:
+    """What belongs to a base model, by name."""
+    models, adapters = part["models"], part["adapters"]
+    places = "" if adapters["places"] is None else f", {adapters['places']} at a time"
+    lines = {
+        "trainer": "none" if part["trainer"] is None else part["trainer"]["trouble"] or "ready",
+        "models": f"{models['running']} with a running command; waiting for: {_counts(models['waiting'])}",
+        "adapters": f"{adapters['servable']} can be sampled{places}",
+        "vLLM": "; ".join(_vllm(each) for each in part["vllm"]) or "none",
     }
     since = models["longest_wait_since"]
     if since is not None:
         lines["longest wait"] = duration(time.time() - since)
-    table = Table.grid(padding=(0, 2))
-    for name, value in lines.items():
-        table.add_row(Text(name, style="dim"), _plain(value))
-    return table
+    return lines
 
 
 def _counts(counts: dict[str, int]) -> str:

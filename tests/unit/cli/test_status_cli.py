@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -13,11 +14,14 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from skyrl.cli.main import app
+from skyrl.cli.status_view import view
 from skyrl.runtime.processes.ports import free_port
 
 WATCHED_S = 120.0
@@ -89,6 +93,78 @@ def test_a_server_that_is_not_ready_gives_1_and_the_reason(stand_in: StandIn) ->
     for shown in ("session:train:0", "◆ waiting: the trainer cannot run commands now", "7", "1.25", "–", "640"):
         assert shown in output
     assert stand_in.asked == [("/ui/api/state", "tml-k")], "only a key with the scope admin asks for the box"
+
+
+MODELS = [
+    {"name": "acme/student", "uses": ["train", "sample"], "ready": True, "reasons": []},
+    {"name": "acme/teacher", "uses": ["sample"], "ready": False, "reasons": ["sampling: its files are gone"]},
+]
+DEGRADED = {
+    "version": "9",
+    "ready": True,
+    "reasons": ["acme/teacher: sampling: its files are gone", "disk: 10 MB are free"],
+    "scopes": ["train"],
+    "base_models": MODELS,
+}
+
+
+def test_of_several_base_models_each_has_its_line_and_runs_name_theirs(stand_in: StandIn) -> None:
+    run = RUN | {"base_model": "acme/student"}
+    stand_in.body = json.dumps({"server": DEGRADED, "runs": [run], "samplers": [], "stuck": []})
+    code, output, _ = status("--url", stand_in.url)
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    assert lines[:3] == [
+        "skyrl 9 ◆ degraded disk: 10 MB are free",
+        "acme/student training and sampling ● ready",
+        "acme/teacher sampling ▲ not ready sampling: its files are gone",
+    ]
+    assert code == 0, "as /readyz: requests for the others are served"
+    start = next(number for number, line in enumerate(lines) if line.startswith(RUN["id"]))
+    assert lines[start + 1] == "acme/student"
+    _, narrow, _ = status("--url", stand_in.url, columns=80)
+    assert "acme/student\n  ◆ waiting" in narrow.replace(" \n", "\n")
+
+
+def part(trouble: str | None, places: int | None) -> dict[str, object]:
+    return {
+        "trainer": None if trouble is None else {"trouble": trouble},
+        "models": {"running": 1, "waiting": {}, "longest_wait_since": None, "commands_waiting": 0},
+        "adapters": {"servable": 3, "places": places},
+        "vllm": [{"replica": 0, "kv_use": 0.5, "running": 1, "waiting": 0}],
+    }
+
+
+def test_the_parts_of_several_base_models_stand_below_their_names() -> None:
+    of_server = {"api_processes": [1], "pending": {"STEP": 2}, "disk": {"free_bytes": 1e9, "total_bytes": 2e9}}
+    of_server |= {"database_bytes": 1e6}
+    models = [{"name": "student"} | part("it loads", 8), {"name": "teacher"} | part(None, None)]
+    answer = {"server": DEGRADED, "runs": [], "samplers": [], "stuck": []}
+    assert box_lines(answer | {"box": of_server | {"base_models": models}}) == [
+        "API processes 1",
+        "pending requests step 2",
+        "disk 1.0 GB of 2.0 GB are free",
+        "database 1.0 MB",
+        "student",
+        "trainer it loads",
+        "models 1 with a running command; waiting for: none",
+        "adapters 3 can be sampled, 8 at a time",
+        "vLLM 0: 1 run, 0 wait, cache 50 % used",
+        "teacher",
+        "trainer none",
+        "models 1 with a running command; waiting for: none",
+        "adapters 3 can be sampled",
+        "vLLM 0: 1 run, 0 wait, cache 50 % used",
+    ]
+    names = [line.split()[0] for line in box_lines(answer | {"box": of_server | part("it loads", 8)})]
+    assert names == ["trainer", "API", "pending", "models", "adapters", "disk", "database", "vLLM"]
+
+
+def box_lines(answer: dict[str, Any]) -> list[str]:
+    """The lines that `skyrl status` prints below the samplers."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(view(answer))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    return lines[lines.index("samplers: 0 open, 0 samples in flight") + 2 :]
 
 
 def test_what_is_stuck_is_said_before_the_runs(stand_in: StandIn) -> None:
