@@ -28,6 +28,7 @@ from skyrl.storage.db.models import Model, model_values, models
 from skyrl.storage.db.samplers import Sampler, add_sampler
 from skyrl.storage.db.tables import SessionRow
 from skyrl.training.engine import reclaim
+from skyrl.training.engine.adoption import adopt_adapters
 from skyrl.training.engine.file_scope import FileScope, new_probe
 from skyrl.training.engine.reclaim import FileSweeper
 from tests.databases import make_tables
@@ -169,6 +170,17 @@ def test_idle_adapters_and_expired_checkpoints_are_the_business_of_their_own_eng
     dropped = select(samplers.c.base_model).where(samplers.c.status == "dropped")
     assert world.database.read(lambda c: c.execute(dropped).scalars().all()) == [SECOND]
     assert world.database.read(store_keys) == {f"{FIRST}/saved-{FIRST}"}
+
+
+def test_each_engine_completes_the_old_rows_of_its_own_models(world: World) -> None:
+    for name in (FIRST, SECOND):
+        adapter = AdapterVersion.of(name, 1)
+        old_directory(adapter_directory(world.state_dir, adapter))
+        world.add_sampler(name, 1, adapter)
+    config = world.configs[1]
+    adopt_adapters(config, world.database, open_store(config))
+    measured = select(samplers.c.base_model).where(samplers.c.size_bytes.is_not(None))
+    assert world.database.read(lambda c: c.execute(measured).scalars().all()) == [SECOND]
 
 
 def test_adapters_of_the_comparison_at_the_start_belong_to_the_engine_that_compares(world: World) -> None:

@@ -18,14 +18,17 @@ from sqlalchemy import insert, select
 
 from skyrl.base.types.kinds import Kind
 from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import BaseWeights
+from skyrl.base.types.weights import BaseWeights, FullWeights
+from skyrl.storage.checkpoint_store.full_weights import full_directory
+from skyrl.storage.db import full_weights
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.models import Model, model_values, models
-from skyrl.storage.db.samplers import Sampler, add_sampler
+from skyrl.storage.db.samplers import Sampler, add_sampler, find_sampler
 from skyrl.storage.db.session_ends import Ended, end_sessions
 from skyrl.storage.db.tables import SessionRow
+from skyrl.training.engine import reclaim
 from tests.postgres_server import ON_BOTH
 
 
@@ -188,6 +191,31 @@ async def test_a_checkpoint_of_another_base_model_is_not_loaded_although_its_sha
     await again.state()
     await again.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
     assert await again.state() == await mine.state()
+
+
+async def test_each_base_model_trains_a_whole_model_and_keeps_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # so that no file is too young to be deleted
+    whole = {"backend_config": {"trainer.full_finetuning": True}}
+    async with two_harnesses(tmp_path / "state", **whole) as both:
+        trainers = []
+        for harness in both:
+            await harness.start()
+            trainers.append(await Trainer.create(harness, rank=0))
+            await trainers[-1].step(1)
+        saved = [await each.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0) for each in trainers]
+        await trainers[0].do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=1)
+        await both[0].sweep()
+        now = [FullWeights.of(trainers[0].model_id, 2), FullWeights.of(trainers[1].model_id, 1)]
+        for harness, version in zip(both, now, strict=True):
+            own = harness.config.role.own
+            assert harness.database.read(lambda c, own=own: full_weights.current(c, own)) == version
+            assert full_directory(harness.config.state_dir, version).is_dir()
+        assert not full_directory(both[0].config.state_dir, FullWeights.of(trainers[0].model_id, 1)).exists()
+        other = both[1].database.read(lambda c: find_sampler(c, saved[1]["sampling_session_id"]))
+        assert other is not None
+        assert other.weights == now[1]
 
 
 async def test_a_load_that_would_make_a_model_of_another_base_model_makes_none(both: tuple[Harness, Harness]) -> None:
