@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from skyrl.base.config.backend import BackendConfig, dotted_keys, parse_backend_config
 from skyrl.base.config.base_models import BaseModelKeys, Role, short_name
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.base.types.scope import Scope
+from skyrl.base.types.scope import EVERYTHING, Scope
 
 _GIVEN_IN_ENTRIES = ("base_model", "served_model_names", "tokenizer_id", "devices", "external_inference_url")
 """Keys that cannot hold for several base models at once. The server's others are the entries' defaults."""
@@ -127,6 +127,11 @@ class ByName:
 
     def number(self, name: str) -> int | None:
         return self.numbers.get(name)
+
+    def own(self, name: str) -> Scope:
+        """The rows of the base model that has this name; all rows if none has."""
+        number = self.numbers.get(name)
+        return EVERYTHING if number is None else self.parts[number].role.own
 
     @property
     def served(self) -> list[str]:

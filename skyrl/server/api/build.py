@@ -150,7 +150,8 @@ def build(runtime: Runtime, secrets: Secrets, features: Sequence[InferenceFeatur
 
 def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures]) -> Services:
     runtime, config, database, writer = base.runtime, base.runtime.config, base.database, base.writer
-    sessions, samplers = Sessions(database, writer, base.notifier.peers), Samplers(database, writer)
+    names = ByName.of(tuple(one.config for one in runtime.each))
+    sessions, samplers = Sessions(database, writer, base.notifier.peers), Samplers(database, writer, names.own)
     models, checkpoints = Models(database, writer), Checkpoints(database, writer)
     store = open_store(config, base.metrics.traffic)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
@@ -172,7 +173,6 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
     )
     parts = zip(runtime.each, features, base.metrics.models, strict=True)
     built = [build_model(one, its, counted, shared) for one, its, counted in parts]
-    names = ByName.of(tuple(one.config for one in runtime.each))
     served = Served(built, names)
     lanes = Lanes([model.lane for model in built], names)
     sampling = SampleService(

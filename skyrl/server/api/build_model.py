@@ -65,7 +65,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
     config, database = runtime.config, shared.database
     watch = EngineWatch(partial(_engine_state, database, config), config.modes, _servers(runtime, database))
     adapters = _adapters(config, watch, shared)
-    loaded = LoadedWeights(database) if config.full_finetuning else None
+    loaded = LoadedWeights(database, config.role.own) if config.full_finetuning else None
     transport = HttpTransport(config.forwarding_inference_max_connections)
     client = _client(runtime, watch, adapters, transport, loaded, metrics, shared)
     sight = sight_of(config)

@@ -75,11 +75,12 @@ def _whole(lora: LoraConfig) -> LoraSpec:
 
 def check_new_model(model: Model, services: Services) -> Callable[[Connection], None]:
     """The check before a model is added. Raises RequestError: the tenant's quota, and on a server for full fine-tuning
-    also while another model lives."""
+    also while another model of the base model lives."""
     check_quota = services.quotas.models(model.tenant)
-    if not services.served.of(model.base_model).config.full_finetuning:
+    config = services.served.of(model.base_model).config
+    if not config.full_finetuning:
         return check_quota
-    check_turn = check_place(model.id, model.tenant)
+    check_turn = check_place(model.id, model.tenant, config.role.own)
 
     def check(connection: Connection) -> None:
         check_quota(connection)
