@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TypeVar
 
 from skyrl.base.tiny import vision
 from skyrl.cli.demo.server import DemoServer
+from tests.second_model import make_second
 
 SLOW_START_S = 500.0
 """Seconds until a server must be ready, on a busy machine."""
@@ -24,6 +26,17 @@ def ready(server: Server) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def student_and_teacher(directory: Path) -> DemoServer:
+    """A server of two base models, not started: the tiny one, under the name `student`, and another one with the same
+    tokenizer, `teacher`, that is only sampled from. `directory / "teacher"` has the teacher."""
+    teacher = make_second(directory / "teacher")
+    entries = [
+        {"base_model": "tiny", "served_model_names": ["student"]},
+        {"base_model": str(teacher), "served_model_names": ["teacher"], "uses": ["sample"]},
+    ]
+    return DemoServer(directory / "server", "--base-models", json.dumps(entries))
 
 
 def seeing_server(directory: Path, *names: str) -> DemoServer:

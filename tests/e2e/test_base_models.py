@@ -1,0 +1,120 @@
+"""A server with two base models: a student that trains, and a teacher that is only sampled from.
+
+The tests share one server and run in the order of this file; the last ones kill processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from skyrl.cli.demo.server import DemoServer
+from tests.servers import SLOW_START_S, ready, student_and_teacher
+
+from .conftest import ask, cross_entropy, train
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = types.ModelInput.from_ints([1, 7, 300, 12, 45])
+ENDPOINT = "SELECT inference_proxy_url FROM engine_state WHERE base_model = :name"
+
+
+def until(condition: Callable[[], object], within_s: float = SLOW_START_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    with ready(student_and_teacher(tmp_path_factory.mktemp("two"))) as running:
+        until(lambda: all(of_model["ready"] for of_model in readiness(running).values()))
+        yield running
+
+
+def readiness(server: DemoServer) -> dict[str, dict[str, object]]:
+    return httpx.get(f"{server.url}/readyz", trust_env=False).json()["base_models"]
+
+
+def processes(server: DemoServer) -> dict[str, psutil.Process]:
+    """The server's processes, by the names of their logs."""
+    found: dict[str, psutil.Process] = {}
+    for process in psutil.Process(server.pid).children():
+        log = os.readlink(f"/proc/{process.pid}/fd/1")
+        found[log.rpartition("/")[2].removesuffix(".log")] = process
+    return found
+
+
+def endpoint(server: DemoServer, name: str) -> str | None:
+    return ask(server, ENDPOINT, name=name)[0][0]
+
+
+def logprobs(service: tinker.ServiceClient, name: str) -> list[float]:
+    """Of the prompt's tokens but the first."""
+    client = service.create_sampling_client(base_model=name).result()
+    found = client.compute_logprobs(PROMPT).result()
+    return [value for value in found if value is not None]
+
+
+def test_each_base_model_has_its_processes_and_the_teacher_no_engine(server: DemoServer) -> None:
+    assert set(processes(server)) == {"vllm-student", "vllm-teacher", "engine-student", "api"}
+    logged = (server.state_dir / "serve.log").read_text()
+    assert "serving student, teacher on" in logged
+    assert "which fits" in logged
+
+
+def test_the_rows_say_where_each_base_model_is_sampled(server: DemoServer) -> None:
+    rows = ask(server, "SELECT base_model, training_ready, reason, vocab_size, max_context FROM engine_state")
+    assert sorted(rows) == [
+        ("student", 1, "", 512, 4096),
+        ("teacher", 0, "this base model is only sampled from", 512, 4096),
+    ]
+    urls = [endpoint(server, name) for name in ("student", "teacher")]
+    assert None not in urls
+    assert len(set(urls)) == 2
+
+
+def test_student_and_teacher_score_the_same_tokens_differently(
+    server: DemoServer, connect: Callable[[], tinker.ServiceClient]
+) -> None:
+    service = connect()
+    student, teacher = logprobs(service, "student"), logprobs(service, "teacher")
+    assert len(student) == len(teacher) == 4
+    assert max(abs(a - b) for a, b in zip(student, teacher, strict=True)) > 0.01
+
+
+def test_the_student_trains_while_the_teachers_vllm_is_killed(
+    server: DemoServer, connect: Callable[[], tinker.ServiceClient]
+) -> None:
+    service, before = connect(), processes(server)
+    training = service.create_lora_training_client(base_model="student", rank=4).result()
+    os.kill(before["vllm-teacher"].pid, signal.SIGKILL)
+    data = [cross_entropy(PROMPT.to_ints())]
+    losses = train(training, data, steps=4, learning_rate=1e-2)
+    assert losses[-1] < losses[0]
+    assert len(logprobs(service, "student")) == 4
+    until(lambda: processes(server).get("vllm-teacher", before["vllm-teacher"]) != before["vllm-teacher"])
+    assert len(logprobs(service, "teacher")) == 4, "it waits for the teacher's vLLM"
+    after = processes(server)
+    assert {name: after[name] for name in after if name != "vllm-teacher"} == {
+        name: before[name] for name in before if name != "vllm-teacher"
+    }
+
+
+def test_the_teacher_is_sampled_while_the_students_engine_is_killed(
+    server: DemoServer, connect: Callable[[], tinker.ServiceClient]
+) -> None:
+    service, engine = connect(), processes(server)["engine-student"]
+    os.kill(engine.pid, signal.SIGKILL)
+    assert len(logprobs(service, "teacher")) == 4
+    until(lambda: processes(server).get("engine-student", engine) != engine)
+    until(lambda: readiness(server)["student"]["ready"])
