@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import tinker
 
@@ -9,6 +11,7 @@ from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer
 from tests.environments import ROOT, environment
 
+from ..conftest import ALIAS
 from .workspace import KEY, Run, Workspace
 
 
@@ -16,6 +19,17 @@ from .workspace import KEY, Run, Workspace
 def workspace(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     python = environment(ROOT / "requirements" / "cookbook.txt")
     return Workspace(tmp_path_factory.mktemp("cookbook"), python, server.url, model_path())
+
+
+@pytest.fixture(scope="package")
+def tools(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A workspace for recipes with tools of their own, with the lessons of each."""
+    python = environment(ROOT / "requirements" / "cookbook-tools.txt")
+    root = tmp_path_factory.mktemp("tools")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples" / "cookbook")])
+    made = Workspace(root, python, server.url, model_path(), variables={"HOME": str(root), "PYTHONPATH": path})
+    made.program("tests.e2e.cookbook.lessons", ALIAS)
+    return made
 
 
 @pytest.fixture(scope="package")

@@ -11,19 +11,13 @@ import math
 
 import pytest
 
+from .agreement import AGREE, divergence
 from .conftest import Stored, assert_final_is_kept
-from .workspace import Run, Workspace
+from .workspace import Workspace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 
 ARITHMETIC = ("env=arithmetic", "groups_per_batch=8", "group_size=8", "max_tokens=1")
-AGREE = 1e-4
-"""Bound on the mean difference of a token's logprob between sampler and trainer: float32 on both sides gives 1e-6."""
-
-
-def divergence(run: Run) -> list[float]:
-    """Mean of (sampler's - trainer's) logprobs of the sampled tokens, per step."""
-    return run.column("optim/kl_sample_train_v1")
 
 
 def test_on_policy_training_learns_and_the_sampler_is_the_trained_policy(workspace: Workspace, stored: Stored) -> None:

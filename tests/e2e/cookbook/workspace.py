@@ -12,13 +12,14 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from skyrl.runtime.processes.supervision import dies_with_parent
 from tests.cookbook.record import Shown, keep
+from tests.environments import ROOT
 from tests.sdk_programs import TRACED, succeeded
 
 from ..conftest import ALIAS
@@ -72,13 +73,33 @@ class Run:
         """The server's id of the last model that the recipe trained."""
         return str(self.checkpoints[-1]["state_path"]).split("/")[2]
 
-    def shows(self, outcome: str, *, data: str = "", before: Sequence[str] = (), **figures: Sequence[float]) -> None:
+    @property
+    def command(self) -> str:
+        """What a user types to run the recipe."""
+        return self.commands[-1]
+
+    @property
+    def as_start(self) -> str:
+        """The option by which another recipe starts at the run's final checkpoint."""
+        return f"load_checkpoint_path={self.checkpoints[-1]['state_path']}"
+
+    def shows(
+        self,
+        outcome: str,
+        *,
+        data: str = "",
+        before: Sequence[str] = (),
+        instead: Mapping[str, str] | None = None,
+        **figures: Sequence[float],
+    ) -> None:
         """Keep the run for docs/cookbook.md, if the tests run for it. Call it after the test's assertions.
 
         `outcome`: a clause such as "the reward rises". `data`: the files that the recipe reads and what is in them.
-        `before`: commands between the server's and the recipe's. `figures`: what was measured, one number or one for
-        each step."""
+        `before`: commands between the server's and the recipe's. `instead`: parts of the recipe's command, such as a
+        port, by what the page has in their place. `figures`: what was measured, one number or one for each step."""
         server, recipe = self.commands
+        for part, public in (instead or {}).items():
+            recipe = recipe.replace(part, public)
         measured = {name.replace("_", " "): list(numbers) for name, numbers in figures.items()}
         commands = [server, *before, recipe]
         keep(self.directory.name, Shown(self.recipe, commands, data, outcome, self.seconds, measured))
@@ -88,10 +109,17 @@ class Workspace:
     """Model and data sets in relative directories with the names of their hub ids, where the cookbook looks first."""
 
     def __init__(
-        self, root: Path, python: Path, url: str, model: Path, names: Sequence[str] = (ALIAS,), serve: str = ""
+        self,
+        root: Path,
+        python: Path,
+        url: str,
+        model: Path,
+        names: Sequence[str] = (ALIAS,),
+        serve: str = "",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """`model`: the directory that the server serves as each of `names`. `serve`: what a user types to serve the
-        same; one model under the name that the recipe is given, unless given."""
+        same; one model under the name that the recipe is given, unless given. `variables`: more of the environment."""
         self.root = root
         self._model, self._serve = names[0], serve
         self._python = python
@@ -107,7 +135,9 @@ class Workspace:
                 "HF_DATASETS_OFFLINE": "1",
                 "WANDB_MODE": "disabled",
                 "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
             }
+            | dict(variables or {})
         )
         for name in names:
             shutil.copytree(model, root / name)
@@ -123,14 +153,21 @@ class Workspace:
         for split in ("train", "test"):
             _write(root / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", preferences)
 
+    def taught(self, lesson: str, name: str, *options: str) -> Run:
+        """Train the model with `chat_sl` on `lessons/<lesson>.jsonl` (lessons.py), so that the recipe of reinforcement
+        learning that goes on from there, in the same directory or from the checkpoint, has different rewards."""
+        learns = (f"dataset=lessons/{lesson}.jsonl", "learning_rate=1e-2")
+        return self.run("chat_sl.train", name, "renderer_name=qwen3_instruct", *learns, *options)
+
     def start(
-        self, recipe: str, name: str, *options: str, model: str | None = None
+        self, recipe: str, name: str, *options: str, model: str | None = None, program: str = ""
     ) -> tuple[Run, subprocess.Popen[bytes]]:
         """Start the recipe's process; its log directory is `runs/<name>`, its output goes to `runs/<name>.log`.
-        `model`: the first of the workspace's names unless given."""
+        `model`: the first of the workspace's names unless given. `program`: the module that starts the recipe; the
+        recipe itself unless given."""
         told = f"{'experiment_dir' if recipe in NAME_THEIR_OWN else 'log_path'}=runs/{name}"
         fixed = (f"model_name={model or self._model}", told)
-        arguments = ["-m", f"tinker_cookbook.recipes.{recipe}", *fixed, *options]
+        arguments = ["-m", program or f"tinker_cookbook.recipes.{recipe}", *fixed, *options]
         commands = (self._serve or serve_command(model or self._model), _public(["python", *arguments], self.root))
         run = Run(self.root / "runs" / name, recipe, commands)
         run.directory.parent.mkdir(exist_ok=True)
@@ -139,10 +176,18 @@ class Workspace:
             process = subprocess.Popen(command, cwd=self.root, env=self._env, stdout=log, stderr=subprocess.STDOUT)
         return run, process
 
-    def run(self, recipe: str, name: str, *options: str, model: str | None = None, fails: bool = False) -> Run:
+    def run(
+        self,
+        recipe: str,
+        name: str,
+        *options: str,
+        model: str | None = None,
+        program: str = "",
+        fails: bool = False,
+    ) -> Run:
         """Run the recipe to its end. Raises AssertionError unless it succeeds in time (or, with `fails`, fails)."""
         begin = time.monotonic()
-        run, process = self.start(recipe, name, *options, model=model)
+        run, process = self.start(recipe, name, *options, model=model, program=program)
         try:
             code = process.wait(TIME_BOUND_S)
         finally:
@@ -152,7 +197,14 @@ class Workspace:
 
     def script(self, code: str, *arguments: str) -> None:
         """Run Python code in the cookbook's environment. Raises AssertionError if it fails."""
-        command = dies_with_parent([str(self._python), "-c", code, *arguments])
+        self._run("-c", code, *arguments)
+
+    def program(self, module: str, *arguments: str) -> None:
+        """Run a module of the tests likewise."""
+        self._run("-m", module, *arguments)
+
+    def _run(self, *arguments: str) -> None:
+        command = dies_with_parent([str(self._python), *arguments])
         done = subprocess.run(
             command, cwd=self.root, env=self._env, capture_output=True, text=True, timeout=TIME_BOUND_S, check=False
         )
