@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from skyrl.base.tiny import vision
 from skyrl.cli.demo.server import DemoServer
@@ -28,13 +28,14 @@ def ready(server: Server) -> Iterator[Server]:
         server.stop()
 
 
-def student_and_teacher(directory: Path) -> DemoServer:
+def student_and_teacher(directory: Path, **teachers: Any) -> DemoServer:
     """A server of two base models, not started: the tiny one, under the name `student`, and another one with the same
-    tokenizer, `teacher`, that is only sampled from. `directory / "teacher"` has the teacher."""
-    teacher = make_second(directory / "teacher")
+    tokenizer, `teacher`, that is only sampled from. `directory / "teacher"` has the teacher. `teachers` are more keys
+    of its entry."""
+    teacher = {"base_model": str(make_second(directory / "teacher")), "served_model_names": ["teacher"]}
     entries = [
         {"base_model": "tiny", "served_model_names": ["student"]},
-        {"base_model": str(teacher), "served_model_names": ["teacher"], "uses": ["sample"]},
+        {**teacher, "uses": ["sample"], **teachers},
     ]
     return DemoServer(directory / "server", "--base-models", json.dumps(entries))
 

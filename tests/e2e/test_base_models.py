@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -117,4 +118,19 @@ def test_the_teacher_is_sampled_while_the_students_engine_is_killed(
     os.kill(engine.pid, signal.SIGKILL)
     assert len(logprobs(service, "teacher")) == 4
     until(lambda: processes(server).get("engine-student", engine) != engine)
-    until(lambda: readiness(server)["student"]["ready"])
+    training = service.create_lora_training_client(base_model="student", rank=4).result()
+    losses = train(training, [cross_entropy(PROMPT.to_ints())], steps=2, learning_rate=1e-2)
+    assert losses[-1] < losses[0]
+
+
+def test_a_teacher_that_cannot_start_leaves_the_student_alone(tmp_path: Path) -> None:
+    wrong = {"generator.inference_engine.engine_init_kwargs": {"no_such_option": 1}}
+    with ready(student_and_teacher(tmp_path, backend_config=wrong)) as server:
+        until(lambda: readiness(server)["student"]["ready"])
+        until(lambda: "unrecognized arguments: --no-such-option" in str(readiness(server)["teacher"]["reasons"]))
+        until(lambda: set(processes(server)) == {"vllm-student", "engine-student", "api"})
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as service:
+            assert len(logprobs(service, "student")) == 4
+        until(lambda: "ready at" in (server.state_dir / "serve.log").read_text())
+        logged = (server.state_dir / "serve.log").read_text()
+        assert "teacher cannot start and is given up" in logged

@@ -15,7 +15,6 @@ from pathlib import Path
 from skyrl.base.config.server import ServerConfig
 from skyrl.cli.launcher.first_ready import StartObserver
 from skyrl.cli.launcher.inference_parts import InferenceParts, router_url
-from skyrl.cli.launcher.only_sampled import only_sampled_part
 from skyrl.cli.launcher.parts import Part
 from skyrl.cli.launcher.preflight import Findings
 from skyrl.cli.launcher.skyrl_processes import (
@@ -141,6 +140,8 @@ class BaseModelParts:
             engine = self._process(own, ENGINE, "skyrl.training.engine.main")
             yield own.part(engine, needs, ENGINE_GRACE_S)
         elif self.config.modes.manages_inference:
+            from skyrl.cli.launcher.only_sampled import only_sampled_part  # 7 MB that other servers need not have
+
             yield only_sampled_part(runtime, database, needs)
 
     def place_again(self) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ServerConfig
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 SAMPLED = "sampled"
 """The part's name, before the base model's."""
 RETRY_S = 3.0
+LOOK_S = 0.2
+"""How often it is tried whether the router listens."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class OnlySampled:
     async def start(self) -> None:
         runtime = self._runtime
         self._group = group = _group(runtime, self._state)
-        self._tasks = [asyncio.create_task(self._publish()), asyncio.create_task(group.run())]
+        self._tasks = [asyncio.create_task(self._publish()), asyncio.create_task(self._watch(group))]
         if runtime.config.ray is None:
             key, role = runtime.inference_api_key or "", runtime.config.role
             directory = MetricsDirectory(runtime.metrics_directory)
@@ -119,6 +122,14 @@ class OnlySampled:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def _watch(self, group: EngineGroup) -> None:
+        """Run the group. A router starts at the same time: the group tells it of replicas once it listens."""
+        if self._runtime.config.routed:
+            at = urlsplit(self._runtime.inference_url)
+            while not await _listens(str(at.hostname), at.port or 0):  # noqa: ASYNC110 - another process
+                await asyncio.sleep(LOOK_S)
+        await group.run()
+
     async def _publish(self) -> None:
         """Publish the limits once the database takes them, and from then on what was missed while it was away."""
         limits = served_limits(self._runtime.config, cuda=self._runtime.cuda)
@@ -134,6 +145,15 @@ class OnlySampled:
             else:
                 rounds.went_well()
             await asyncio.sleep(RETRY_S)
+
+
+async def _listens(host: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def _group(runtime: Runtime, state: EngineStatePublisher) -> EngineGroup:
