@@ -55,7 +55,7 @@ def vllm_of(server: DemoServer) -> httpx.Client:
     """A client of the server's own vLLM."""
     for process in psutil.Process(server.pid).children(recursive=True):
         if (file := process.environ().get(RUNTIME_ENV)) is not None:
-            runtime = json.loads(Path(file).read_text())
+            (runtime,) = json.loads(Path(file).read_text())["each"]
             headers = {"Authorization": f"Bearer {runtime['inference_api_key']}"}
             return httpx.Client(base_url=runtime["inference_url"], headers=headers, timeout=300, trust_env=False)
     raise AssertionError("no process of the server knows where vLLM is")

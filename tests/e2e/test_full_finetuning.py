@@ -425,7 +425,7 @@ def test_a_replica_that_dies_between_updates_comes_back_with_the_newest_version(
     two_vllms: DemoServer, tokens: list[int]
 ) -> None:
     """Samples run all the time, on both vLLMs, through updates and through the death of one."""
-    runtime = json.loads((two_vllms.state_dir / "run" / "runtime.json").read_text())
+    (runtime,) = json.loads((two_vllms.state_dir / "run" / "runtime.json").read_text())["each"]
     urls, key = runtime["replica_urls"], runtime["inference_api_key"]
 
     def versions() -> list[str | None]:

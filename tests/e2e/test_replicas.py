@@ -76,7 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 
 @pytest.fixture(scope="module")
 def replicas(server: DemoServer) -> Iterator[Replicas]:
-    runtime = json.loads((server.state_dir / "run" / "runtime.json").read_text())
+    (runtime,) = json.loads((server.state_dir / "run" / "runtime.json").read_text())["each"]
     headers = {"Authorization": f"Bearer {runtime['inference_api_key']}"}
     with httpx.Client(headers=headers, timeout=300, trust_env=False) as http:
         found = Replicas(server, runtime["inference_url"], runtime["replica_urls"], http)

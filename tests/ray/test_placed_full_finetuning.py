@@ -79,7 +79,7 @@ def gap(trainer: tinker.TrainingClient, sampler: tinker.SamplingClient) -> float
 
 def versions(server: DemoServer) -> dict[str, str]:
     """By node, the version that its vLLM has."""
-    key = json.loads((server.state_dir / "run" / "runtime.json").read_text())["inference_api_key"]
+    key = json.loads((server.state_dir / "run" / "runtime.json").read_text())["each"][0]["inference_api_key"]
     found = {}
     for worker in workers(server):
         answer = httpx.get(f"{worker['url']}/weight_info", headers={"Authorization": f"Bearer {key}"}, trust_env=False)

@@ -69,7 +69,7 @@ def samplers(server: DemoServer) -> Iterator[list[tinker.SamplingClient]]:
 
 
 def workers(server: DemoServer) -> list[dict]:
-    runtime = json.loads((server.state_dir / "run" / "runtime.json").read_text())
+    (runtime,) = json.loads((server.state_dir / "run" / "runtime.json").read_text())["each"]
     headers = {"Authorization": f"Bearer {runtime['inference_api_key']}"}
     answer = httpx.get(f"{runtime['inference_url']}/statusz", headers=headers, trust_env=False, timeout=10)
     return answer.json()["workers"]
