@@ -11,8 +11,8 @@ from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer
 from tests.environments import ROOT, environment
 
-from ..conftest import ALIAS
-from .workspace import KEY, Run, Workspace
+from ..conftest import ALIAS, SECOND_ALIAS
+from .workspace import KEY, Run, Workspace, serve_command
 
 
 @pytest.fixture(scope="package")
@@ -30,6 +30,14 @@ def tools(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Works
     made = Workspace(root, python, server.url, model_path(), variables={"HOME": str(root), "PYTHONPATH": path})
     made.program("tests.e2e.cookbook.lessons", ALIAS)
     return made
+
+
+@pytest.fixture(scope="package")
+def two_models(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A workspace for recipes that train one model and sample from another one, SECOND_ALIAS."""
+    python = environment(ROOT / "requirements" / "cookbook.txt")
+    names, root = (ALIAS, SECOND_ALIAS), tmp_path_factory.mktemp("two-models")
+    return Workspace(root, python, server.url, model_path(), names, serve_command(*names))
 
 
 @pytest.fixture(scope="package")
