@@ -122,7 +122,7 @@ class Workspace:
         same; one model under the name that the recipe is given, unless given. `variables`: more of the environment."""
         self.root = root
         self._model, self._serve = names[0], serve
-        self._python = python
+        self.python = python
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._env = (
             kept
@@ -160,20 +160,28 @@ class Workspace:
         return self.run("chat_sl.train", name, "renderer_name=qwen3_instruct", *learns, *options)
 
     def start(
-        self, recipe: str, name: str, *options: str, model: str | None = None, program: str = ""
+        self,
+        recipe: str,
+        name: str,
+        *options: str,
+        model: str | None = None,
+        program: str = "",
+        variables: Mapping[str, str] | None = None,
     ) -> tuple[Run, subprocess.Popen[bytes]]:
         """Start the recipe's process; its log directory is `runs/<name>`, its output goes to `runs/<name>.log`.
         `model`: the first of the workspace's names unless given. `program`: the module that starts the recipe; the
-        recipe itself unless given."""
+        recipe itself unless given. `variables`: more of its environment."""
         told = f"{'experiment_dir' if recipe in NAME_THEIR_OWN else 'log_path'}=runs/{name}"
         fixed = (f"model_name={model or self._model}", told)
         arguments = ["-m", program or f"tinker_cookbook.recipes.{recipe}", *fixed, *options]
         commands = (self._serve or serve_command(model or self._model), _public(["python", *arguments], self.root))
         run = Run(self.root / "runs" / name, recipe, commands)
         run.directory.parent.mkdir(exist_ok=True)
-        command = dies_with_parent([str(self._python), *arguments])
+        command = dies_with_parent([str(self.python), *arguments])
         with run.output.open("ab") as log:
-            process = subprocess.Popen(command, cwd=self.root, env=self._env, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, cwd=self.root, env=self._env | dict(variables or {}), stdout=log, stderr=subprocess.STDOUT
+            )
         return run, process
 
     def run(
@@ -183,11 +191,12 @@ class Workspace:
         *options: str,
         model: str | None = None,
         program: str = "",
+        variables: Mapping[str, str] | None = None,
         fails: bool = False,
     ) -> Run:
         """Run the recipe to its end. Raises AssertionError unless it succeeds in time (or, with `fails`, fails)."""
         begin = time.monotonic()
-        run, process = self.start(recipe, name, *options, model=model, program=program)
+        run, process = self.start(recipe, name, *options, model=model, program=program, variables=variables)
         try:
             code = process.wait(TIME_BOUND_S)
         finally:
@@ -204,7 +213,7 @@ class Workspace:
         self._run("-m", module, *arguments)
 
     def _run(self, *arguments: str) -> None:
-        command = dies_with_parent([str(self._python), *arguments])
+        command = dies_with_parent([str(self.python), *arguments])
         done = subprocess.run(
             command, cwd=self.root, env=self._env, capture_output=True, text=True, timeout=TIME_BOUND_S, check=False
         )
