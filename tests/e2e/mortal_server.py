@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +51,23 @@ class MortalServer(DemoServer):
     def engine(self) -> psutil.Process:
         """The engine process; waits until there is one."""
         return self._running("skyrl.training.engine.main")[0]
+
+    def engine_of(self, name: str) -> psutil.Process:
+        """The engine of one base model of several, by the end of its log's name."""
+        for engine in self._running("skyrl.training.engine.main"):
+            if os.readlink(f"/proc/{engine.pid}/fd/1").endswith(f"engine-{name}.log"):
+                return engine
+        raise AssertionError(f"the base model {name} has no engine")
+
+    def wait_all(self) -> None:
+        """Wait until each of several base models is ready: the server is ready with the first."""
+        deadline = time.monotonic() + SLOW_START_S
+        while True:
+            models = httpx.get(f"{self.url}/readyz", trust_env=False).json()["base_models"]
+            if all(model["ready"] for model in models.values()):
+                return
+            assert time.monotonic() < deadline, models
+            time.sleep(0.05)
 
     def apis(self, count: int) -> list[psutil.Process]:
         """The API processes, oldest first; waits until there are `count`."""
