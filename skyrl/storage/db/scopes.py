@@ -23,7 +23,7 @@ def in_scope(base_model: ColumnElement[str], scope: Scope) -> ColumnElement[bool
     return base_model.not_in(sorted(scope.without)) if scope.without else true()
 
 
-def model_in_scope(model_id: ColumnElement[Any], scope: Scope) -> ColumnElement[bool]:
+def model_in_scope(model_id: ColumnElement[str | None], scope: Scope) -> ColumnElement[bool]:
     """Whether the row is in the scope, by its column with the id of a model, which may be NULL."""
     if scope.is_everything:
         return true()
