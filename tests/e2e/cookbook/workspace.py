@@ -30,6 +30,12 @@ QUESTIONS = ["How are you?", "Where is the fox?", "What does the owl do?", "Is i
 PLACES = ["river", "mill", "bridge", "garden"]
 NAME_THEIR_OWN = frozenset({"vlm_classifier.train"})
 """Recipes that write into a directory with a name of their choice, below the one that they are told."""
+OPTIONS = {
+    "vlm_classifier.train": ("model_name={}", "experiment_dir=runs/{}"),
+    "preference.rlhf.rlhf_pipeline": ("base_model={}", "short_name={}"),
+    "sdft.run_continual_learning": ("model_name={}", "log_root=runs/{}"),
+}
+"""How to give a recipe its model and its directory, where that is not `model_name=` and `log_path=`."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +177,8 @@ class Workspace:
         """Start the recipe's process; its log directory is `runs/<name>`, its output goes to `runs/<name>.log`.
         `model`: the first of the workspace's names unless given. `program`: the module that starts the recipe; the
         recipe itself unless given. `variables`: more of its environment."""
-        told = f"{'experiment_dir' if recipe in NAME_THEIR_OWN else 'log_path'}=runs/{name}"
-        fixed = (f"model_name={model or self._model}", told)
+        named, told = OPTIONS.get(recipe, ("model_name={}", "log_path=runs/{}"))
+        fixed = (named.format(model or self._model), told.format(name))
         arguments = ["-m", program or f"tinker_cookbook.recipes.{recipe}", *fixed, *options]
         commands = (self._serve or serve_command(model or self._model), _public(["python", *arguments], self.root))
         run = Run(self.root / "runs" / name, recipe, commands)
