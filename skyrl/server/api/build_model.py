@@ -63,7 +63,8 @@ class Shared:
 def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMetrics, shared: Shared) -> ServedModel:
     """`features` are those of the base model's inference server, `metrics` those of the base model."""
     config, database = runtime.config, shared.database
-    watch = EngineWatch(partial(_engine_state, database, config), config.modes, _servers(runtime, database))
+    read, name = partial(_engine_state, database, config), config.role.state_keys[0]
+    watch = EngineWatch(read, config.modes, _servers(runtime, database), name)
     adapters = _adapters(config, watch, shared)
     loaded = LoadedWeights(database, config.role.own) if config.full_finetuning else None
     transport = HttpTransport(config.forwarding_inference_max_connections)

@@ -34,14 +34,16 @@ def _mark_exception_as_seen(task: asyncio.Task[Any]) -> None:
 
 class EngineWatch:
     """The row `engine_state` as last read, and what follows from it. `read_servers` reads the rows of the vLLMs that
-    this server runs on a Ray cluster; None if it runs none there."""
+    this server runs on a Ray cluster; None if it runs none there. `base_model` is as in `ContextLimits`."""
 
     def __init__(
         self,
         read: Callable[[], Awaitable[EngineState]],
         modes: Modes,
         read_servers: Callable[[], Awaitable[list[PlacedServer]]] | None = None,
+        base_model: str = "",
     ) -> None:
+        self._base_model = base_model
         self._read = read
         self._modes = modes
         self._read_servers = read_servers
@@ -71,7 +73,7 @@ class EngineWatch:
         return [server.sentence for server in self.servers if server.reason]
 
     def limits(self) -> ContextLimits:
-        return ContextLimits(self.state.vocab_size, self.state.max_context)
+        return ContextLimits(self.state.vocab_size, self.state.max_context, self._base_model)
 
     def adapters_in(self, own: Path) -> Path:
         """The state directory that holds the adapters' files: `own`, which is this server's, or on a gateway that of

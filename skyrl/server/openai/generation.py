@@ -13,6 +13,7 @@ import msgspec
 
 from skyrl.base.wire.decoding import decode_json, raw_fields
 from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.token_ids import whose_vocabulary
 from skyrl.server.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
 from skyrl.server.openai.bounds import Size, check_prompt, check_size
 from skyrl.server.openai.chat_pictures import ChatPicture
@@ -205,7 +206,7 @@ def _check_ids(ids: list[int], field: str, limits: ContextLimits) -> None:
     highest = 2**31 if limits.vocab_size is None else limits.vocab_size
     if ids and (min(ids) < 0 or max(ids) >= highest):
         bad = next(token for token in ids if not 0 <= token < highest)
-        raise RequestError(f"token id {bad} is not in [0, {highest})", field=field)
+        raise RequestError(f"token id {bad} is not in [0, {highest}){whose_vocabulary(limits.base_model)}", field=field)
 
 
 def _prompts(prompt: str | list[Any], limits: ContextLimits) -> list[str | list[int]]:

@@ -13,6 +13,7 @@ from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import Distribution, SampleRequest, tokens_of
 from skyrl.base.wire.tensors import WireTensor, tensor_from_json
+from skyrl.base.wire.token_ids import whose_vocabulary
 from skyrl.server.sampling.packed_prompt import PackedPrompt
 
 MAX_NUM_SAMPLES = 4096
@@ -36,10 +37,12 @@ MAX_SEED = 2**63 - 2**15
 
 @dataclass(frozen=True, slots=True)
 class ContextLimits:
-    """Limits of the inference server. None if unknown, for an external server, which then refuses requests itself."""
+    """Limits of the inference server. None if unknown, for an external server, which then refuses requests itself.
+    `base_model` is the name of the base model, for messages; empty where the server has one."""
 
     vocab_size: int | None = None
     max_context: int | None = None
+    base_model: str = ""
 
 
 # Every sample makes one. As a frozen dataclass that would take three times as long.
@@ -111,7 +114,8 @@ def _check(request: SampleRequest, prompt: list[int], limits: ContextLimits) -> 
         and not 0 <= min(prompt) <= max(prompt) < vocab_size
     ):
         bad = next(t for t in prompt if not 0 <= t < vocab_size)
-        raise RequestError(f"token id {bad} is not in [0, {vocab_size})", field="prompt")
+        allowed = f"[0, {vocab_size}){whose_vocabulary(limits.base_model)}"
+        raise RequestError(f"token id {bad} is not in {allowed}", field="prompt")
     if limits.max_context is not None and len(prompt) >= limits.max_context:
         raise RequestError(
             f"{len(prompt)} tokens leave no room to sample in a context of {limits.max_context}",
@@ -126,12 +130,6 @@ def _check(request: SampleRequest, prompt: list[int], limits: ContextLimits) -> 
     _check_range("topk_sample_logprobs", request.topk_sample_logprobs, 0, MAX_TOPK)
     _check_range("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, MAX_TOPK)
     _check_last_n(request, len(prompt))
-
-
-def _check_ids(prompt: list[int], vocab_size: int) -> None:
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        bad = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise RequestError(f"token id {bad} is not in [0, {vocab_size})", field="prompt")
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:
@@ -194,7 +192,8 @@ def _decode_target(request: SampleRequest, length: int, limits: ContextLimits) -
     highest = 2**31 if limits.vocab_size is None else limits.vocab_size
     wrong = target.values[(target.values < -1) | (target.values >= highest)]
     if len(wrong):
-        raise RequestError(f"token id {wrong[0]} is neither -1 nor in [0, {highest})", field=field)
+        allowed = f"[0, {highest}){whose_vocabulary(limits.base_model)}"
+        raise RequestError(f"token id {wrong[0]} is neither -1 nor in {allowed}", field=field)
     if not (target.values >= 0).any():
         raise RequestError("must name at least one token id", field=field)
     return target

@@ -71,12 +71,14 @@ class Mixture:
 @dataclass(frozen=True)
 class ModelLimits:
     """Limits of the base model: token ids are in [0, vocab_size), sequences have at most max_context tokens. `mixture`:
-    its experts; None for a dense model. `sight`: how it sees; None if the backend takes no pictures."""
+    its experts; None for a dense model. `sight`: how it sees; None if the backend takes no pictures. `base_model`: its
+    name, for messages; empty where the server has one."""
 
     vocab_size: int
     max_context: int
     mixture: Mixture | None = None
     sight: Sight | None = None
+    base_model: str = ""
 
 
 @dataclass(frozen=True)

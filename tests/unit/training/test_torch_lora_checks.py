@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_lora_support import CONTEXT, VOCAB, make_backend, ok, rl, sft, spec, train
+from torch_lora_support import CONTEXT, VOCAB, base_path, make_backend, ok, rl, sft, spec, train
 
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.several import base_models_of
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
@@ -177,6 +179,22 @@ def test_clip_bounds_are_accepted_only_if_the_ratio_1_is_between_them(low: float
         field = "clip_high_threshold" if high < 1 else "clip_low_threshold"
         with pytest.raises(InvalidRequest, match=rf"^loss_fn_config\.{field}: "):
             loss_config(name, LOSSES[name], bounds)
+
+
+def test_of_several_base_models_a_refusal_of_a_token_id_names_its_own() -> None:
+    student = {"base_model": base_path("qwen3"), "served_model_names": ["acme/student"]}
+    config, _ = base_models_of(
+        load_config({"base_models": [student, {"base_model": "acme/teacher", "uses": ["sample"]}]})
+    )
+    backend = TorchLoraBackend(config)
+    backend.create_model("m", spec())
+    strange = train("m", _with(sft(0, N), tokens=np.array([0, 1, 2, 3, 4, VOCAB])))
+    with pytest.raises(InvalidRequest) as refused:
+        backend.check(strange)
+    assert str(refused.value).endswith(
+        f"model_input: token id {VOCAB} is outside [0, {VOCAB}), the vocabulary of 'acme/student': the id may come "
+        "from another base model's tokenizer"
+    )
 
 
 def test_a_refused_pass_does_not_change_the_passes_beside_it(backend: TorchLoraBackend) -> None:

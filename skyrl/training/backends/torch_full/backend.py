@@ -56,7 +56,7 @@ class TorchFullBackend(StateSnapshots):
             gradient_checkpointing=trainer.gradient_checkpointing,
             pictures=takes_pictures(config),
         )
-        self._limits = self._model.base.limits(config.backend_config.inference.max_model_len)
+        self._limits = self._model.base.limits(config)
         self._losses = served_losses(config.losses.stable_reinforce)
         self._trained: tuple[str, FullParameters] | None = None
 

@@ -71,7 +71,7 @@ class TorchLoraBackend(StateSnapshots):
             mlp_of_mixtures=self._train_mlp_of_mixtures == "train",
             pictures=takes_pictures(config),
         )
-        self._limits = self._base.limits(config.backend_config.inference.max_model_len)
+        self._limits = self._base.limits(config)
         self._losses = served_losses(config.losses.stable_reinforce)
         self._adapters: dict[str, Adapter] = {}
 

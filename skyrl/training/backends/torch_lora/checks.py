@@ -12,6 +12,7 @@ import numpy as np
 
 from skyrl.base.config.mixtures import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
 from skyrl.base.types.lora import LoraSpec
+from skyrl.base.wire.token_ids import whose_vocabulary
 from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, Mixture, ModelLimits, TrainingPass
 from skyrl.training.backends.torch_lora.losses import REFUSED, Loss
 from skyrl.training.backends.torch_lora.picture_checks import check_pictures
@@ -90,7 +91,8 @@ def _check_tokens(datum: Datum, limits: ModelLimits) -> None:
 def _check_ids(field: str, ids: np.ndarray, limits: ModelLimits) -> None:
     wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
     if wrong.size:
-        raise InvalidRequest(f"{field}: token id {wrong[0]} is outside [0, {limits.vocab_size})")
+        allowed = f"[0, {limits.vocab_size}){whose_vocabulary(limits.base_model)}"
+        raise InvalidRequest(f"{field}: token id {wrong[0]} is outside {allowed}")
 
 
 def _check_targets(datum: Datum, name: str, loss: Loss, limits: ModelLimits) -> None:

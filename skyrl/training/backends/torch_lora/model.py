@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl.base.config.server import ConfigError
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.pictures.sight import Sight
 from skyrl.training.backends.base import Datum, ModelLimits
 from skyrl.training.backends.torch_lora.adapter import Target
@@ -54,9 +54,10 @@ class BaseModel:
         """The layers that adapters can train."""
         return self.packed.targets
 
-    def limits(self, max_model_len: int | None) -> ModelLimits:
-        context = min(self.max_context, max_model_len or self.max_context)
-        return ModelLimits(self.vocab_size, context, self.packed.mixture, self.sight)
+    def limits(self, config: ServerConfig) -> ModelLimits:
+        context = min(self.max_context, config.backend_config.inference.max_model_len or self.max_context)
+        name = config.role.state_keys[0]
+        return ModelLimits(self.vocab_size, context, self.packed.mixture, self.sight, name)
 
     @property
     def sight(self) -> Sight | None:

@@ -61,7 +61,8 @@ class BackendOverRanks(StateSnapshots):
         max_model_len = config.backend_config.inference.max_model_len
         max_context = facts[0].max_context
         context = min(max_context, max_model_len or max_context)
-        self._limits = ModelLimits(facts[0].vocab_size, context, facts[0].mixture, facts[0].sight)
+        name = config.role.state_keys[0]
+        self._limits = ModelLimits(facts[0].vocab_size, context, facts[0].mixture, facts[0].sight, name)
         self._facts: Any = facts[0]
 
     @property
