@@ -1,4 +1,5 @@
-"""The settings of a model as its small JSON files say them: config.json and those of its processor.
+"""The files of a model on this machine, and its settings as small JSON files say them: config.json and those of its
+processor.
 
 Reads one file per call. Imports neither torch nor transformers, so that the API can ask.
 """
@@ -13,13 +14,23 @@ from typing import Any
 def json_of(base_model: str, name: str) -> dict[str, Any]:
     """The file `name` of a directory, or of a model of the hub that is on this machine. Empty if it cannot be read or
     holds no JSON object."""
-    path: Any = Path(base_model) / name
+    file = file_of(base_model, name)
     try:
-        if not Path(base_model).is_dir():
-            from huggingface_hub import try_to_load_from_cache  # takes 0.14 s, which most commands need not wait
-
-            path = try_to_load_from_cache(base_model, name)
-        values = json.loads(Path(path).read_text())
-    except (OSError, TypeError, ValueError):
+        values = {} if file is None else json.loads(file.read_text())
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def file_of(base_model: str, name: str) -> Path | None:
+    """The path of the file `name` of a directory, which may be missing there, or of a model of the hub; None if that
+    model's file is not on this machine."""
+    if Path(base_model).is_dir():
+        return Path(base_model) / name
+    from huggingface_hub import try_to_load_from_cache  # takes 0.14 s, which most commands need not wait
+
+    try:
+        path = try_to_load_from_cache(base_model, name)
+    except ValueError:  # no name of the hub
+        return None
+    return Path(path) if isinstance(path, str) else None

@@ -27,6 +27,7 @@ from skyrl.server.api.served import Served, ServedModel
 from skyrl.server.api.services import Services
 from skyrl.server.api.session_life import SessionLife
 from skyrl.server.api.signing import SignedUrls
+from skyrl.server.api.tokenizers import Tokenizers
 from skyrl.server.api.tokens import Tokens
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.futures.trace import Traces
@@ -211,6 +212,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         picture_checks=checks,
         engine=base.notifier.engine,
         readiness=ServerReadiness(config.state_dir, {model.config.served_names[0]: model.readiness for model in built}),
+        tokenizers=Tokenizers(served, sessions),
         tokens=secrets.tokens,
         access=Access(base.keys, secrets.tokens, managed=config.api_keys == "managed"),
         urls=secrets.urls,

@@ -16,7 +16,7 @@ from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig
 from skyrl.server.api.call import Call
-from skyrl.server.api.reply import reply
+from skyrl.server.api.reply import reply, with_note
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
@@ -115,7 +115,8 @@ def router(services: Services) -> Routes:
             user_metadata=body.user_metadata,
         )
         add_row = add_model(model, body.model_seq_id, check_new_model(model, services))
-        return await submit(services, call, Kind.CREATE_MODEL, model, 0, call.body, first=add_row)
+        answer = await submit(services, call, Kind.CREATE_MODEL, model, 0, call.body, first=add_row)
+        return with_note(answer, await services.tokenizers.note_trained(session.id, served))
 
     @routes.post("/unload_model", scope="train", body=ModelRequest)
     async def unload_model(call: Call, body: ModelRequest) -> Response:

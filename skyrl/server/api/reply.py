@@ -28,6 +28,14 @@ def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     return WholeBody(_encoder.encode(value), "application/json", status, headers)
 
 
+def with_note(answer: Response, note: str | None) -> Response:
+    """The answer with a sentence in ASCII for the user, if there is one. The SDK writes the text of this header, and of
+    no other, to its user's log."""
+    if note is not None:
+        answer.headers["x-deprecation-note"] = note
+    return answer
+
+
 def strings(metadata: dict[str, Any] | None) -> dict[str, str] | None:
     """User metadata as the SDK reads it back: every value a string."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}

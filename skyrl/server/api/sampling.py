@@ -14,7 +14,7 @@ from skyrl.base.wire.requests import CreateSamplingSessionRequest, JoinSamplingS
 from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.server.api.call import Call
-from skyrl.server.api.reply import reply
+from skyrl.server.api.reply import reply, with_note
 from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.served import ServedModel
@@ -88,7 +88,8 @@ def router(services: Services) -> Routes:
                 f"{body.sampling_session_seq_id} was used before for another sampler",
                 field="sampling_session_seq_id",
             )
-        return reply({"type": "create_sampling_session", "sampling_session_id": stored.id})
+        note = await services.tokenizers.note_sampled(session.id, model)
+        return with_note(reply({"type": "create_sampling_session", "sampling_session_id": stored.id}), note)
 
     @routes.post("/join_sampling_session", scope="sample", body=JoinSamplingSessionRequest)
     async def join_sampling_session(call: Call, body: JoinSamplingSessionRequest) -> Response:
@@ -115,7 +116,6 @@ def router(services: Services) -> Routes:
         }
         if promise.max_tokens is not None:
             answer["max_tokens"] = promise.max_tokens
-        # The SDK writes the text of this header, and of no other, to its user's log.
-        return reply(answer, headers=None if promise.note is None else {"x-deprecation-note": promise.note})
+        return with_note(reply(answer), promise.note)
 
     return routes

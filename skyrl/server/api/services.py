@@ -13,6 +13,7 @@ from skyrl.server.api.ready_reasons import ServerReadiness
 from skyrl.server.api.served import Served
 from skyrl.server.api.session_life import SessionLife
 from skyrl.server.api.signing import SignedUrls
+from skyrl.server.api.tokenizers import Tokenizers
 from skyrl.server.api.tokens import Tokens
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.futures.trace import Traces
@@ -55,6 +56,7 @@ class Services:
     picture_checks: PictureChecks
     engine: Doorbell
     readiness: ServerReadiness
+    tokenizers: Tokenizers
     tokens: Tokens
     access: Access
     urls: SignedUrls

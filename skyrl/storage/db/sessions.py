@@ -268,3 +268,14 @@ class Sessions:
             lambda c: [[row.id for row in c.execute(query)] for query in queries]
         )
         return model_ids, sampler_ids
+
+    async def base_models(self, session_id: str) -> tuple[set[str], set[str]]:
+        """The names of the base models that the session has trained, and of those that it has sampled from."""
+        queries = [
+            select(table.c.base_model).where(table.c.session_id == session_id).distinct()
+            for table in (models, samplers)
+        ]
+        trained, sampled = await self._database.read_async(
+            lambda c: [{row.base_model for row in c.execute(query)} for query in queries]
+        )
+        return trained, sampled
