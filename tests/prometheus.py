@@ -53,7 +53,10 @@ def panels() -> list[dict[str, Any]]:
 def board_expressions() -> list[str]:
     """As Grafana asks them: with its variables filled in."""
     texts = [target["expr"] for panel in panels() for target in panel["targets"]]
-    return [text.replace("$__rate_interval", "30s").replace("$instance", ".*") for text in texts]
+    values = {"$__rate_interval": "30s", "$instance": ".*", "$base_model": ".*"}
+    for variable, value in values.items():
+        texts = [text.replace(variable, value) for text in texts]
+    return texts
 
 
 def names_in(expression: str) -> set[str]:

@@ -55,7 +55,7 @@ def test_the_board_has_a_stable_id_and_no_panel_hides_another() -> None:
     shown = board()
     assert shown["uid"] == "skyrl"
     assert "id" not in shown, "Grafana gives that number itself"
-    assert [variable["name"] for variable in shown["templating"]["list"]] == ["datasource", "instance"]
+    assert [variable["name"] for variable in shown["templating"]["list"]] == ["datasource", "instance", "base_model"]
     places = [panel["gridPos"] for panel in shown["panels"]]
     cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
     assert len(cells) == len(set(cells))

@@ -25,7 +25,7 @@ from skyrl.runtime.metrics.processes import ApiMetrics, EngineMetrics, LauncherM
 from skyrl.runtime.metrics.readiness import ReadinessMetrics
 from skyrl.runtime.metrics.storage import show_free_space
 from skyrl.runtime.metrics.vllm import FAMILIES
-from tests.prometheus import RULE_FILES, board_expressions, names_in
+from tests.prometheus import RULE_FILES, board_expressions, names_in, panels
 
 PAGE = Path(__file__).parents[3] / "docs/operating/metrics.md"
 ROW = re.compile(r"^\| `(skyrl_\w+)` \| (\w+) \|(.*?)\|", flags=re.M)
@@ -82,6 +82,28 @@ async def test_most_metrics_are_on_the_board_or_in_a_rule() -> None:
     shown |= {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
     left_out = set(described()) - shown
     assert left_out <= LEFT_OUT, "show it, or name it here"
+
+
+def of_base_models() -> set[str]:
+    """The metrics whose series all have the label `base_model` on a server with several base models."""
+    labels = {"base_model": "a"}
+    api, launcher = ApiMetrics.new([labels]), LauncherMetrics.new([labels])
+    [of_model] = api.models
+    of_model.samples.watch_events(dict)
+    ReadinessMetrics(of_model.registry, {}, dict, lambda: None)
+    labelled = [EngineMetrics.new(of_server=False).registry, *(each for each, _ in (*api.labelled, *launcher.labelled))]
+    without = {family.name for each in (api.registry, launcher.registry) for family in each.collect()}
+    return {family.name for each in labelled for family in each.collect()} - without | FAMILIES
+
+
+def test_the_board_chooses_base_models_by_their_label_where_all_series_have_it() -> None:
+    """Where some have none, the choice of a base model would leave them out."""
+    wanted = of_base_models()
+    for expression in (target["expr"] for panel in panels() for target in panel["targets"]):
+        for name, labels in re.findall(r"((?:skyrl|vllm)[_:]\w+)\{(.*?)\}", expression):
+            short = re.sub("_(total|bucket|sum|count)$", "", name)
+            is_chosen = 'base_model=~"$base_model"' in labels
+            assert is_chosen == (short in wanted or short.startswith("skyrl_router_")), name
 
 
 LEFT_OUT = {
