@@ -37,11 +37,7 @@ class Tokenizers:
             other = self._served.of(name)
             shared = None if other is model else await self._compared(model, other)
             if shared is not None and shared.same < shared.ids:
-                pair = (model, other) if trains else (other, model)
-                return (
-                    f"this session trains {pair[0].name!a} and samples from {pair[1].name!a}, whose tokenizers differ: "
-                    f"{shared.same} of {shared.ids} token ids mean the same in both; exchange text, not token ids"
-                )
+                return _sentence(model, other, shared) if trains else _sentence(other, model, shared)
         return None
 
     async def _compared(self, one: ServedModel, other: ServedModel) -> Shared | None:
@@ -51,3 +47,10 @@ class Tokenizers:
             files = [config.tokenizer_id or config.base_model_path for config in (first, second)]
             self._shared[pair] = await asyncio.to_thread(shared_ids, *files)
         return self._shared[pair]
+
+
+def _sentence(trained: ServedModel, sampled: ServedModel, shared: Shared) -> str:
+    return (
+        f"this session trains {trained.name!a} and samples from {sampled.name!a}, whose tokenizers differ: "
+        f"{shared.same} of {shared.ids} token ids mean the same in both, and no other id may go from one to the other"
+    )

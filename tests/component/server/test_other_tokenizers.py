@@ -19,7 +19,7 @@ from skyrl.storage.db.database import Database
 TOKENS = {STUDENT: "abcd", TEACHER: "abcd", JUDGE: "wxyz!"}
 SENTENCE = (
     f"this session trains {STUDENT!r} and samples from {JUDGE!r}, whose tokenizers differ: 0 of 5 token ids mean the "
-    "same in both; exchange text, not token ids"
+    "same in both, and no other id may go from one to the other"
 )
 
 
