@@ -41,6 +41,7 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_postgres.py",
         "tests/e2e/test_replicas.py",
         "tests/e2e/test_two_apis.py",
+        "tests/e2e/test_two_trainers.py",
     }
 )
 """Modules of `SHARED_SERVER` that do not use the shared server: each is a group."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+import httpx
 
 from skyrl.base.tiny import vision
 from skyrl.cli.demo.server import DemoServer
@@ -26,6 +29,17 @@ def ready(server: Server) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def wait_all(server: DemoServer) -> None:
+    """Wait until each of the server's several base models is ready: the server is ready with the first."""
+    deadline = time.monotonic() + SLOW_START_S
+    while True:
+        models = httpx.get(f"{server.url}/readyz", trust_env=False).json()["base_models"]
+        if all(model["ready"] for model in models.values()):
+            return
+        assert time.monotonic() < deadline, models
+        time.sleep(0.05)
 
 
 def student_and_teacher(directory: Path, **teachers: Any) -> DemoServer:

@@ -28,7 +28,7 @@ ClientFactory = Callable[..., tinker.ServiceClient]
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
 """A second name of the served models, for clients that know models by their hub names."""
 SECOND_ALIAS = "Qwen/Qwen3.5-9B"
-"""A third name, of a model that is only sampled from: the cookbook's own default for a teacher and an answerer."""
+"""The name of a model that is only sampled from: the cookbook's own default for a teacher and an answerer."""
 SEEING_ALIAS = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 """Likewise of the model that sees."""
 
@@ -42,7 +42,7 @@ def traces() -> Iterator[Collector]:
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[DemoServer]:
-    names = [part for name in ("tiny", ALIAS, SECOND_ALIAS) for part in ("--served-model-name", name)]
+    names = [part for name in ("tiny", ALIAS) for part in ("--served-model-name", name)]
     directory = tmp_path_factory.mktemp("server")
     config = directory / "skyrl.toml"
     config.write_text(f'otlp_endpoint = "{traces.url}"\ntrace_ratio = 0.0\nopenai_grammars = true\n')

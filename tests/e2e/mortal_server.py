@@ -59,16 +59,6 @@ class MortalServer(DemoServer):
                 return engine
         raise AssertionError(f"the base model {name} has no engine")
 
-    def wait_all(self) -> None:
-        """Wait until each of several base models is ready: the server is ready with the first."""
-        deadline = time.monotonic() + SLOW_START_S
-        while True:
-            models = httpx.get(f"{self.url}/readyz", trust_env=False).json()["base_models"]
-            if all(model["ready"] for model in models.values()):
-                return
-            assert time.monotonic() < deadline, models
-            time.sleep(0.05)
-
     def apis(self, count: int) -> list[psutil.Process]:
         """The API processes, oldest first; waits until there are `count`."""
         return self._running("skyrl.server.api.server", count)

@@ -14,7 +14,7 @@ import tinker
 from tests.databases import rows_in
 from tests.postgres_server import PostgresServer
 from tests.second_model import make_second
-from tests.servers import SLOW_START_S, ready
+from tests.servers import SLOW_START_S, ready, wait_all
 
 from .conftest import cross_entropy, train
 from .mortal_server import MortalServer, Upstream
@@ -41,7 +41,7 @@ def server(tmp_path: Path, url: str) -> Iterator[MortalServer]:
         ]
         flags = ("--database-url", url, "--api-processes", "2", "--base-models", json.dumps(entries))
         with ready(MortalServer(tmp_path / "state", *flags)) as running:
-            running.wait_all()
+            wait_all(running)
             yield running
 
 

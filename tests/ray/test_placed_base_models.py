@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-import httpx
 import pytest
 from tinker import types
 
@@ -15,10 +14,9 @@ from tests.databases import rows_in, url_of
 from tests.e2e.conftest import cross_entropy, train
 from tests.e2e.load import client_that_outlives
 from tests.second_model import make_second
-from tests.servers import ready
+from tests.servers import ready, wait_all
 
 from .machines import Machine, Machines
-from .test_placed_vllms import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 
@@ -44,12 +42,8 @@ def server(cluster: Machines, boxes: list[Machine], tmp_path_factory: pytest.Tem
     store = tmp_path_factory.mktemp("store")
     flags = ("--ray-address", cluster.address, "--checkpoint-store", f"file://{store}")
     with ready(DemoServer(directory / "server", *flags, "--base-models", json.dumps(entries))) as running:
-        until(lambda: all(model["ready"] for model in readiness(running).values()))
+        wait_all(running)
         yield running
-
-
-def readiness(server: DemoServer) -> dict[str, dict[str, object]]:
-    return httpx.get(f"{server.url}/readyz", trust_env=False).json()["base_models"]
 
 
 def test_each_base_model_is_trained_and_sampled_where_ray_has_placed_it(server: DemoServer) -> None:

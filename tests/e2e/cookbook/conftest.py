@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 
 import pytest
 import tinker
@@ -10,9 +12,25 @@ import tinker
 from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer
 from tests.environments import ROOT, environment
+from tests.servers import ready, wait_all
 
 from ..conftest import ALIAS, SECOND_ALIAS
-from .workspace import KEY, Run, Workspace, serve_command
+from . import second_model
+from .workspace import KEY, Run, Workspace, serve_several
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    """A server with two base models: the tiny one under two names, and SECOND_ALIAS, which is only sampled from."""
+    directory = tmp_path_factory.mktemp("cookbook-server")
+    second_model.make(directory / "second")
+    entries = [
+        {"base_model": "tiny", "served_model_names": ["tiny", ALIAS]},
+        {"base_model": str(directory / "second"), "served_model_names": [SECOND_ALIAS], "uses": ["sample"]},
+    ]
+    with ready(DemoServer(directory / "server", "--base-models", json.dumps(entries))) as running:
+        wait_all(running)
+        yield running
 
 
 @pytest.fixture(scope="package")
@@ -37,7 +55,7 @@ def two_models(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> 
     """A workspace for recipes that train one model and sample from another one, SECOND_ALIAS."""
     python = environment(ROOT / "requirements" / "cookbook.txt")
     names, root = (ALIAS, SECOND_ALIAS), tmp_path_factory.mktemp("two-models")
-    return Workspace(root, python, server.url, model_path(), names, serve_command(*names))
+    return Workspace(root, python, server.url, model_path(), names, serve_several(*names))
 
 
 @pytest.fixture(scope="package")

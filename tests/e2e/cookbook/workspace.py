@@ -234,6 +234,16 @@ def serve_command(*names: str) -> str:
     return shlex.join(command)
 
 
+def serve_several(trained: str, *sampled: str) -> str:
+    """What a user types to serve one model that trains, and others that are only sampled from."""
+    entries = [
+        {"base_model": f"/models/{name.rpartition('/')[2]}", "served_model_names": [name]}
+        | ({} if name == trained else {"uses": ["sample"]})
+        for name in (trained, *sampled)
+    ]
+    return shlex.join(["skyrl", "serve", "--base-models", json.dumps(entries)])
+
+
 def _public(command: Sequence[str], root: Path) -> str:
     """The command as a user types it in the workspace's directory, with a name in place of a checkpoint's ids."""
     text = shlex.join(command).replace(f"{root}/", "")
