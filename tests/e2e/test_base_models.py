@@ -15,9 +15,12 @@ import httpx
 import psutil
 import pytest
 import tinker
+from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
+from typer.testing import CliRunner
 
 from skyrl.cli.demo.server import DemoServer
+from skyrl.cli.main import app
 from tests.servers import SLOW_START_S, ready, student_and_teacher
 
 from .conftest import ask, cross_entropy, train
@@ -82,6 +85,35 @@ def test_the_rows_say_where_each_base_model_is_sampled(server: DemoServer) -> No
     urls = [endpoint(server, name) for name in ("student", "teacher")]
     assert None not in urls
     assert len(set(urls)) == 2
+
+
+def base_models_of(server: DemoServer, metric: str) -> set[str | None]:
+    """The label `base_model` of a metric's series; None for a series without it."""
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", trust_env=False).text)
+    samples = (sample for family in families for sample in family.samples if sample.name == metric)
+    return {sample.labels.get("base_model") for sample in samples}
+
+
+def test_each_process_labels_its_metrics_with_the_base_model(server: DemoServer) -> None:
+    until(lambda: base_models_of(server, "vllm:num_requests_running") == {"student", "teacher"})
+    both = ("skyrl_ready", "skyrl_samples_total", "skyrl_adapter_loads_total", "skyrl_vllm_restarts_total")
+    found = {metric: base_models_of(server, metric) for metric in both}
+    assert found == dict.fromkeys(both, {"student", "teacher"})
+    students = ("skyrl_commands_waiting", "skyrl_models", "skyrl_engine_heartbeat_age_seconds", "skyrl_sessions")
+    assert {metric: base_models_of(server, metric) for metric in students} == dict.fromkeys(students, {"student"})
+    of_server = ("skyrl_samples_refused_total", "skyrl_http_requests_total", "skyrl_state_dir_free_bytes")
+    assert {metric: base_models_of(server, metric) for metric in of_server} == dict.fromkeys(of_server, {None})
+
+
+def test_status_has_the_parts_of_each_base_model(server: DemoServer) -> None:
+    environment = {"TINKER_API_KEY": "tml-test", "TINKER_BASE_URL": server.url, "COLUMNS": "160"}
+    done = CliRunner().invoke(app, ["status"], env=environment)
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert done.exit_code == 0
+    assert {"student training and sampling ● ready", "teacher sampling ● ready"} <= set(lines)
+    first, second = lines.index("student"), lines.index("teacher")
+    assert lines[first + 1 : first + 2] + lines[second + 1 : second + 2] == ["trainer ready", "trainer none"]
+    assert [line.startswith("vLLM 0: 0 run, 0 wait") for line in lines].count(True) == 2
 
 
 def test_student_and_teacher_score_the_same_tokens_differently(
