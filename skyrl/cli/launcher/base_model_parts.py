@@ -69,7 +69,7 @@ class BaseModelParts:
         held: HeldPorts,
         placement: LocalPlacement,
     ) -> None:
-        self.config = config
+        self._config = config
         self._found = found
         self._observer = observer
         self._restarts = restarts
@@ -97,7 +97,7 @@ class BaseModelParts:
         """The runtime of this base model's processes."""
         at = self.addresses
         return Runtime(
-            self.config,
+            self._config,
             directory,
             at.url,
             at.key,
@@ -115,7 +115,7 @@ class BaseModelParts:
         return list(self._parts(own, runtime, database, needs))
 
     def _parts(self, own: OwnProcesses, runtime: Runtime, database: Database, needs: tuple[str, ...]) -> Iterator[Part]:
-        if self.config.modes.manages_inference:
+        if self._config.modes.manages_inference:
             if self._inference is None:
                 self._placing = self._process(own, PLACEMENT, "skyrl.cli.ray_placement.main")
                 yield own.part(self._placing, needs, PLACEMENT_GRACE_S)
@@ -128,7 +128,7 @@ class BaseModelParts:
                         own, SIDECAR, "skyrl.inference.sidecar.managed", {SIDECAR_ENV: str(number)}, f"-{number}"
                     )
                     yield own.part(sidecar, needs, SIDECAR_GRACE_S)
-            if self.config.routed:
+            if self._config.routed:
                 router = self._process(own, ROUTER, "skyrl.router.managed")
                 yield own.part(router, needs, ROUTER_GRACE_S)
                 watch = f"{router.name} watch"
@@ -136,10 +136,10 @@ class BaseModelParts:
                     watch, (router.name,), supervise=lambda: _watch_router(runtime, router), duty="watching the router"
                 )
                 needs = (*needs, watch)
-        if self.config.modes.trains:
+        if self._config.modes.trains:
             engine = self._process(own, ENGINE, "skyrl.training.engine.main")
             yield own.part(engine, needs, ENGINE_GRACE_S)
-        elif self.config.modes.manages_inference:
+        elif self._config.modes.manages_inference:
             from skyrl.cli.launcher.only_sampled import only_sampled_part  # 7 MB that other servers need not have
 
             yield only_sampled_part(runtime, database, needs)
@@ -157,11 +157,11 @@ class BaseModelParts:
         more: dict[str, str] | None = None,
         suffix: str = "",
     ) -> SupervisedProcess:
-        role, devices = self.config.role, self._found.devices
+        role, devices = self._config.role, self._found.devices
         environment = dict(more or {})
         if role.name:
             environment[BASE_MODEL_ENV] = str(role.number)
-        if self.config.devices is not None and devices:
+        if self._config.devices is not None and devices:
             environment[DEVICES_ENV] = ",".join(devices)
         on_end = self._engine_ended if kind == ENGINE else lambda _: None
         name = role.process(kind) + suffix
@@ -169,7 +169,7 @@ class BaseModelParts:
 
     def _engine_ended(self, cause: Cause | None) -> None:
         """Name the commands that ran when the engine ended, so that they are found in the log of each process."""
-        if running := running_now(self.config.running_file):
+        if running := running_now(self._config.running_file):
             logger.warning("the engine has ended while it ran %s", ", ".join(running))
         self._restarts.ended("engine", "died" if cause is None else "config")
 

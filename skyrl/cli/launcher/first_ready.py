@@ -88,6 +88,8 @@ class FirstReady:
             return
         if any(other.can_serve for other in self.starts.values()):
             self._given_up.put_nowait(start)
+            if self._ready:
+                self._systemd.status(f"ready at {self._url}{self._still([])}")
         elif self._failure is None:
             start.processes[name].give_up()
             self._fail(start.failure)
@@ -129,16 +131,24 @@ class FirstReady:
 
     async def announce(self) -> None:
         """Show what each process does until the server is ready. Then log that it is ready, and tell systemd."""
-        host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
-        url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
-        missing = await until_ready(url, self._stages, self._missing)
+        reasons = await until_ready(self._url, self._stages, self._missing)
         self._ready = True
-        said = " ".join(missing)
+        still = self._still(reasons)
+        self._systemd.ready(f"ready at {self._url}{still}")
+        logger.info("ready at %s after %.1f s%s", self._url, time.monotonic() - self._started_at, still)
+
+    @property
+    def _url(self) -> str:
+        host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
+
+    def _still(self, reasons: Sequence[str]) -> str:
+        """What a ready server lacks, in parentheses: the reasons that `/readyz` gives, and the base models that were
+        given up, if the reasons do not say so."""
+        said = " ".join(reasons)
         failures = {start.name: str(start.failure) for start in self.starts.values() if start.failure is not None}
-        missing += [f"{name} has not started: {why}" for name, why in failures.items() if why not in said]
-        still = f" ({'; '.join(missing)})" if missing else ""
-        self._systemd.ready(f"ready at {url}{still}")
-        logger.info("ready at %s after %.1f s%s", url, time.monotonic() - self._started_at, still)
+        missing = [*reasons, *(f"{name} has not started: {why}" for name, why in failures.items() if why not in said)]
+        return f" ({'; '.join(missing)})" if missing else ""
 
     def _stages(self, reasons: list[str] | None) -> dict[str, str]:
         times = {name: process.running_s for name, process in self._processes.items()}

@@ -12,7 +12,6 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
@@ -39,7 +38,7 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.processes.listening import listen
 from skyrl.runtime.processes.ports import HeldPorts
-from skyrl.runtime.processes.runtime import set_up_process
+from skyrl.runtime.processes.runtime import Runtime, set_up_process
 from skyrl.runtime.processes.systemd import Systemd
 from skyrl.runtime.ray_cluster import head
 from skyrl.storage.db.database import Database
@@ -121,18 +120,7 @@ class Launcher:
         address = found.ray_address if cluster is None else cluster.address
         patience_s = 0.0 if cluster is None else head.PATIENCE_S
         runtimes = tuple(each.runtime(directory, name, address, patience_s) for each in made)
-        server = runtimes[0]
-        if config.base_models:
-            server = replace(
-                server,
-                config=config,
-                inference_url=None,
-                inference_api_key=None,
-                replica_urls=(),
-                sidecar_urls=(),
-                cuda=False,
-                base_models=runtimes,
-            )
+        server = Runtime.of_several(config, runtimes) if config.base_models else runtimes[0]
         await self._add(metrics_part(metrics, server.metrics_directory, config.state_dir))
         environment = {} if cluster is None else cluster.client_environment()
         offline = all(of_part.offline for of_part in self._findings)

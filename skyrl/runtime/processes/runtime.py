@@ -102,6 +102,21 @@ class Runtime:
         """The doorbells of all engines of the server."""
         return [runtime.engine_doorbell for runtime in self.each]
 
+    @classmethod
+    def of_several(cls, config: ServerConfig, base_models: tuple[Runtime, ...]) -> Runtime:
+        """The runtime of a server with these base models."""
+        first = base_models[0]
+        return cls(
+            config,
+            first.directory,
+            inference_url=None,
+            inference_api_key=None,
+            server_id=first.server_id,
+            ray_address=first.ray_address,
+            ray_patience_s=first.ray_patience_s,
+            base_models=base_models,
+        )
+
     def write(self) -> Path:
         """Write the file that the processes read, with mode 0600. Returns its path, which is the value of
         RUNTIME_ENV."""
