@@ -140,7 +140,10 @@ def check_memory(base_models: Sequence[tuple[ServerConfig, Sequence[str]]]) -> N
 
 def memory_sentence(base_models: Sequence[ServerConfig]) -> tuple[bool, str]:
     """Whether these base models fit into the free memory of this machine's CPU, and a sentence about it; empty if they
-    need none here. Raises ConfigError when their weights alone are more than all memory."""
+    need none here, or if this system has no /proc. Raises ConfigError when their weights alone are more than all
+    memory."""
+    if not Path("/proc/meminfo").exists():
+        return True, ""
     needs: list[Need] = []
     unknown: list[str] = []
     for config in base_models:

@@ -43,7 +43,8 @@ def free_host_bytes(root: Path = Path("/")) -> float:
 def host_bytes(root: Path = Path("/")) -> float:
     """What this process and its children could have at most: all memory of the host with its swap space."""
     meminfo = (root / "proc/meminfo").read_text()
-    return 1024.0 * (_number(meminfo, "MemTotal:") + _number(meminfo, "SwapTotal:"))
+    swap = _number(meminfo, "SwapTotal:") if "SwapTotal:" in meminfo else 0
+    return 1024.0 * (_number(meminfo, "MemTotal:") + swap)
 
 
 def _left_by_cgroups(root: Path) -> Iterator[float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.runtime.processes.host_memory import free_host_bytes
+from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes
 
 
 def _host(root: Path, cgroup: str) -> Path:
@@ -35,6 +35,15 @@ def test_free_memory_is_what_the_kernel_and_the_cgroup_leave(tmp_path: Path) -> 
     _limit(group, "100000")
     assert free_host_bytes(root) == 0
     assert free_host_bytes() > 0
+
+
+def test_all_memory_is_that_of_the_host_and_its_swap_space(tmp_path: Path) -> None:
+    root = _host(tmp_path, "0::/\n")
+    assert host_bytes(root) == 9000 * 1024, "a host without swap space"
+    with (root / "proc/meminfo").open("a") as meminfo:
+        meminfo.write("SwapTotal:       1000 kB\n")
+    assert host_bytes(root) == 10_000 * 1024
+    assert host_bytes() > free_host_bytes()
 
 
 def test_the_least_of_all_limits_from_the_own_cgroup_to_the_highest_one_counts(tmp_path: Path) -> None:
