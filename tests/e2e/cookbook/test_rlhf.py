@@ -1,7 +1,7 @@
 """The cookbook's three stages of learning from human feedback: supervised training, a reward model, and reinforcement
 learning with its rewards.
 
-The supervised stage learns two kinds of answers, as many of each. Only one of them is preferred.
+The supervised stage learns two kinds of answers. The rarer one is preferred.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def people(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Work
     conversations = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer.format(place)}]}
         for question, place in asked
-        for answer in (LIKED, DISLIKED)
+        for answer in (LIKED, DISLIKED, DISLIKED)
     ]
     preferences = [
         {
@@ -48,7 +48,7 @@ def people(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Work
         }
         for question, place in asked
     ]
-    for split, copies in (("train", 32), ("test", 1)):
+    for split, copies in (("train", 32), ("test", 4)):
         tasks.write_rows(root / "HuggingFaceH4/no_robots" / f"{split}.jsonl", conversations * copies)
         tasks.write_rows(root / "Anthropic/hh-rlhf" / f"{split}.jsonl", preferences * copies)
     return made
@@ -64,8 +64,9 @@ def test_the_policy_learns_to_give_the_answers_that_are_preferred(people: Worksp
     assert all(loss[-1] < 0.2 * loss[0] for loss in losses)
     assert [abs(step) < AGREE for step in divergence(policy)] == [True] * 6
     won = policy.column("win_rate")
-    assert won[0] < 0.4
-    assert won[-1] > won[0] + 0.08
+    # Against preferred answers: half if all of the policy's answers are of that kind, less if some are not.
+    assert won[0] < 0.45
+    assert won[-1] > won[0] + 0.05
     assert_final_is_kept(policy, stored)
     run.shows(
         "the losses of both supervised stages fall; sampler and trainer agree; more answers are preferred",
