@@ -16,7 +16,7 @@ from . import tasks
 from .agreement import assert_agree
 from .conftest import Stored, assert_final_is_kept
 from .likelihood import logprob
-from .workspace import KEY, PLACES, Workspace
+from .workspace import KEY, PLACES, Run, Workspace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -37,6 +37,16 @@ SHOWN = (
     "Now answer with a response of your own, including the thinking process."
 )
 """As the recipe asks the teacher: the question, then an example."""
+
+STAGES = ("stage1_sft_lr3e-03", "stage2_sft_lr3e-03")
+ARROW = """
+from pathlib import Path
+from datasets import load_dataset
+
+for file in Path("sdft").rglob("*.jsonl"):
+    load_dataset("json", data_files=str(file), split="train").save_to_disk(str(file.with_suffix("")))
+"""
+"""`run_continual_learning` reads directories in the form in which `datasets` saves them."""
 
 
 @pytest.fixture(scope="module")
@@ -97,4 +107,38 @@ def test_the_reverse_divergence_from_the_teacher_falls(
         data=DATA,
         nats_from_the_teacher=apart,
         difference=[difference],
+    )
+
+
+def test_two_skills_are_learned_one_after_the_other(
+    workspace: Workspace, server: DemoServer, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """By supervised training, with which the recipe compares self-distillation."""
+    asked = [QUESTION.format(animal) for animal in tasks.ANIMALS]
+    call = {
+        "golden_response": ["Action: find", "It is here."],
+        "golden_answer": [{"Action": "find", "Action_Input": "{}"}],
+    }
+    called = [{"prompt": question, **call} for question in asked]
+    answer = "<reasoning>\nIt is old.\n</reasoning>\n<answer>\nA\n</answer>"
+    turns = [[{"role": "user", "content": f"What is the {place}?"}] for place in PLACES]
+    reasoned = [{"messages": each, "prompt": each, "output_text": answer, "answer": "A"} for each in turns]
+    for folder, rows in (("tooluse_data", called), ("science_data", reasoned * 2)):
+        for split in ("train_data", "eval_data"):
+            tasks.write_rows(workspace.root / "sdft" / folder / f"{split}.jsonl", rows * 8)
+    workspace.script(ARROW)
+    options = ("methods=sft", "learning_rates=3e-3", "batch_size=8", "max_tokens=256", "lora_rank=32", "data_dir=sdft")
+    run = workspace.run("sdft.run_continual_learning", "skills", *options)
+    stages = [Run(run.directory / name, run.recipe) for name in STAGES]
+    losses = [stage.column("train_mean_nll") for stage in stages]
+    assert all(loss[-1] < 0.7 * loss[0] for loss in losses)
+    assert stages[0].checkpoints[-1]["state_path"] in (stages[1].path / "config.json").read_text()
+    text = tokenizer.encode(chat_prompt(asked[0]) + "It is here.")
+    differences = [assert_agree(stage, server.url, text) for stage in stages]
+    run.shows(
+        "the loss of both stages falls, the second from the first's checkpoint; final samplers and trainers agree",
+        data="`sdft/tooluse_data`, `sdft/science_data`: `train_data` and `eval_data` of the paper, saved by `datasets`",
+        loss_of_the_first_stage=losses[0],
+        loss_of_the_second_stage=losses[1],
+        difference=differences,
     )
