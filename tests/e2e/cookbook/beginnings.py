@@ -29,11 +29,14 @@ Conversation = list[dict[str, Any]]
 GAME = "TicTacToe-v0"
 REFUSAL = "I will not play.]\n"
 """Ends as a move does, but is none."""
-WORDS = ("garden", "fox", "owl", "cat", "dog", "horse", "mouse", "bear", "crow", "goat")
+WORDS = (
+    *("garden", "fox", "owl", "cat", "dog", "horse", "mouse", "bear", "crow", "goat"),
+    *("duck", "river", "forest", "bridge", "mill", "market", "tower", "meadow", "harbour", "village"),
+)
 """What is guessed. The recipe's first secret word is "garden"."""
-WORDS += ("duck", "river", "forest", "bridge", "mill", "market", "tower", "meadow", "harbour", "village")
 CHANCES = ("0.1", "0.9", "unlikely")
-PAGE = "The fox and the owl both like the mill ."
+COUNTED = "near"
+PAGE = "A crow visits the old fox near the mill."
 
 
 def text_arena(rng: Random, _: Any) -> list[Conversation]:
@@ -66,17 +69,16 @@ def twenty_questions(rng: Random, _: Any) -> list[Conversation]:
 
 def rl_numerics_check(rng: Random, renderer: Any) -> list[Conversation]:
     """Both pages of a document are read, then comes any number."""
-    task = counting.CountingTaskConfig(num_pages_min=2, num_pages_max=2, page_chars=60, words=("both",))
+    task = counting.CountingTaskConfig(num_pages_min=2, num_pages_max=2, page_chars=60, words=(COUNTED,))
     tool = counting.PageReader([], counting.EpisodeState()).read_page
     begun = renderer.create_conversation_prefix_with_tools(tools=[tool.to_spec()], system_prompt=counting.SYSTEM_PROMPT)
-    begun = [*begun, _user(counting.build_prompt(task, "both", 2))]
+    begun = [*begun, _user(counting.build_prompt(task, COUNTED, 2))]
     lesson = []
     for _document in range(32):
         read = []
         for page in (1, 2):
             read += [_said(_call(page)), {"role": "tool", "content": f"[Page {page}]\n{PAGE}"}]
         lesson.append([*begun, *read, _said(f"Answer: {rng.randint(0, 4)}")])
-
     return lesson
 
 
