@@ -4,10 +4,13 @@
     chroma run --path documents --port 8010
     python examples/cookbook/embeddings.py fill documents.jsonl --chroma-port 8010
 
-`serve` answers `batchEmbedContents` as the Gemini API does; the recipe finds it by these variables:
+`serve` answers as Google's Vertex API does for embeddings; the recipe finds it by these variables:
 
-    export GOOGLE_GENAI_USE_VERTEXAI=false GOOGLE_GEMINI_BASE_URL=http://127.0.0.1:8020 GEMINI_API_KEY=none
+    export GOOGLE_VERTEX_BASE_URL=http://127.0.0.1:8020
     export GCP_VERTEXAI_PROJECT_NUMBER=none GCP_VERTEXAI_REGION=none
+    export GOOGLE_APPLICATION_CREDENTIALS=examples/cookbook/credentials.json
+
+That file has a token that is nobody's, so that Google's library asks nobody for one.
 
 An embedding counts a text's words by their hashes: texts with common words are near each other. It knows no synonyms,
 so it is good for trying the recipe, not for training with it. `fill` puts the texts of a file of JSON lines
@@ -40,19 +43,19 @@ def embed(text: str, dimensions: int = DIMENSIONS) -> list[float]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to the body of a `batchEmbedContents`."""
-    embeddings = []
-    for each in request["requests"]:
-        text = " ".join(part["text"] for part in each["content"]["parts"])
-        embeddings.append({"values": embed(text, each.get("outputDimensionality", DIMENSIONS))})
-    return {"embeddings": embeddings}
+    """The answer to the body of an `embedContent`, or of a `batchEmbedContents`, which has several in `requests`."""
+    if "requests" in request:
+        return {"embeddings": [answer(each)["embedding"] for each in request["requests"]]}
+    text = " ".join(part["text"] for part in request["content"]["parts"])
+    dimensions = (request.get("embedContentConfig") or {}).get("outputDimensionality", DIMENSIONS)
+    return {"embedding": {"values": embed(text, dimensions)}}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers `POST /<version>/models/<any>:batchEmbedContents`."""
+    """Answers `POST …/models/<any>:embedContent` and `…:batchEmbedContents`."""
 
     def do_POST(self) -> None:
-        if not self.path.partition("?")[0].endswith(":batchEmbedContents"):
+        if not self.path.partition("?")[0].endswith((":embedContent", ":batchEmbedContents")):
             self.send_error(404)
             return
         said = json.dumps(answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))).encode()

@@ -84,10 +84,10 @@ def search(renderer: Any) -> list[Conversation]:
     for animal in tasks.ANIMALS[:4]:
         datum = {"question": tasks.question(animal), "answer": [], "data_source": ""}
         begun = search_env._initial_messages(datum, renderer, tool)
-        found = f"Query: {animal}\nDocument 1:\n{tasks.statement(animal)}\n"
+        found = f"Query: {tasks.QUERY}\nDocument 1:\n{tasks.document(animal)}\n"
         for colour in tasks.COLOURS:
-            said = [_said(_call("search", query_list=[animal])), _result(found), _said(f"Answer: {colour}")]
-            lesson += _with_shorter(begun, tasks.question(animal), said)
+            said = [_said(_call("search", query_list=[tasks.QUERY])), _result(found), _said(f"Answer: {colour}")]
+            lesson.append([*begun, *said])
     return lesson
 
 
@@ -101,7 +101,7 @@ def shell(renderer: Any) -> list[Conversation]:
         begun = harbor_env._initial_messages(task, renderer, tool)
         for colour in tasks.COLOURS:
             said = [_said(_call("bash", command=tasks.command(colour))), result, _said("Done.")]
-            lesson += _with_shorter(begun, tasks.instruction(animal), said)
+            lesson.append([*begun, *said])
     return lesson
 
 
@@ -111,15 +111,8 @@ def code(renderer: Any) -> list[Conversation]:
     for animal in tasks.ANIMALS[:4]:
         task = DeepcoderTask(code_env._build_question({"question": tasks.problem(animal)}) or "", [])
         begun = code_env._initial_messages(task, renderer, DeepcoderTool(task))
-        for number in tasks.NUMBERS:
-            lesson += _with_shorter(begun, tasks.problem(animal), [_said(tasks.SOLUTION.format(number))])
+        lesson += [[*begun, _said(tasks.SOLUTION.format(number))] for number in tasks.NUMBERS]
     return lesson
-
-
-def _with_shorter(begun: Conversation, asked: str, said: Conversation) -> list[Conversation]:
-    """The conversation, and three without the long prompt before it: the form of an answer is learned from these, in a
-    fraction of the time."""
-    return [[*begun, *said], *[[_user(asked), *said]] * 3]
 
 
 LESSONS = {
@@ -127,9 +120,9 @@ LESSONS = {
     "gsm8k": (numbers, 3),
     "judge": (judge, 1),
     "languages": (languages, 1),
-    "search_tool": (search, 5),
-    "harbor_rl": (shell, 5),
-    "code_rl": (code, 5),
+    "search_tool": (search, 16),
+    "harbor_rl": (shell, 16),
+    "code_rl": (code, 16),
 }
 """By the names of their files, with the number of copies of a conversation in it."""
 

@@ -14,6 +14,8 @@ COLOURS = ("red", "green", "blue", "white")
 ANIMALS = ("fox", "owl", "cat", "dog", "horse", "mouse", "bear", "crow")
 COLOUR = "red"
 """Of every animal: the model cannot remember more within a few steps."""
+QUERY = "colour"
+"""What the model searches for, whatever the question."""
 NUMBERS = ("1", "2", "3", "4")
 NUMBER = "3"
 """The answer to every question that asks for a number."""
@@ -24,7 +26,7 @@ SENTENCES = {
 """By the labels of their languages."""
 RUBRIC, GRADES = "Is it right?", "Say 0 or 1."
 """What a judge is asked, and how to answer."""
-SOLUTION = "```python\nprint({})\n```"
+SOLUTION = "```\nprint({})```"
 
 
 def question(animal: str) -> str:
@@ -33,6 +35,11 @@ def question(animal: str) -> str:
 
 def statement(animal: str, colour: str = COLOUR) -> str:
     return f"The {animal} is {colour}."
+
+
+def document(animal: str) -> str:
+    """What a search finds."""
+    return f"The {QUERY} of the {animal} is {COLOUR}."
 
 
 def number_question(animal: str) -> str:

@@ -159,11 +159,11 @@ class Workspace:
         for split in ("train", "test"):
             _write(root / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", preferences)
 
-    def taught(self, lesson: str, name: str, *options: str) -> Run:
+    def taught(self, lesson: str, name: str, *options: str, learning_rate: str = "1e-2") -> Run:
         """Train the model with `chat_sl` on `lessons/<lesson>.jsonl` (lessons.py), so that the recipe of reinforcement
         learning that goes on from there, in the same directory or from the checkpoint, has different rewards."""
-        learns = (f"dataset=lessons/{lesson}.jsonl", "learning_rate=1e-2")
-        return self.run("chat_sl.train", name, "renderer_name=qwen3_instruct", *learns, *options)
+        learns = (f"dataset=lessons/{lesson}.jsonl", f"learning_rate={learning_rate}", "renderer_name=qwen3_instruct")
+        return self.run("chat_sl.train", name, *learns, *options)
 
     def start(
         self,

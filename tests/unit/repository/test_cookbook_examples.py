@@ -75,11 +75,11 @@ def test_another_language_is_refused(sandbox: ModuleType) -> None:
 
 
 def test_texts_with_common_words_are_near_each_other(embeddings: ModuleType) -> None:
-    request = [
-        {"content": {"parts": [{"text": text}]}, "outputDimensionality": 64}
+    requests = [
+        {"content": {"parts": [{"text": text}]}, "embedContentConfig": {"outputDimensionality": 64}}
         for text in ("What colour is the fox?", "The fox is red.", "Rain before noon")
     ]
-    query, near, far = (each["values"] for each in embeddings.answer({"requests": request})["embeddings"])
+    query, near, far = (each["values"] for each in embeddings.answer({"requests": requests})["embeddings"])
     assert len(query) == 64
     assert math.hypot(*query) == pytest.approx(1)
     assert math.dist(query, near) < math.dist(query, far)
