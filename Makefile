@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 5
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-gpu gpu-wheels test-postgres check lint format types imports docs compat architectures family-figures bench soak chaos fuzz screenshots release-check audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-gpu gpu-wheels test-postgres check lint format types imports docs compat architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -99,6 +99,14 @@ architectures: setup
 # The same with new figures; FAMILIES="-k olmo" measures those of some families, the other figures stay.
 family-figures: setup
 	$(PY) -m tests.architectures --measure $(FAMILIES)
+
+# docs/cookbook.md, from kept runs of the cookbook's recipes
+cookbook: setup
+	$(PY) -m tests.cookbook
+
+# The same with new runs; RECIPES="-k rubric" runs some of them, the other runs stay.
+cookbook-runs: setup
+	$(PY) -m tests.cookbook --run $(RECIPES)
 
 bench: setup
 	$(PY) -m benchmarks $(BENCH)

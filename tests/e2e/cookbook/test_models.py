@@ -1,8 +1,9 @@
-"""docs/reference/architectures.md lists the models of the cookbook that is installed."""
+"""docs/reference/architectures.md and docs/cookbook.md list the models and recipes of the cookbook that is installed."""
 
 from __future__ import annotations
 
 from tests.architectures import cookbook
+from tests.cookbook import recipes
 
 
 def test_the_page_is_made_from_the_installed_cookbook() -> None:
@@ -12,3 +13,7 @@ def test_the_page_is_made_from_the_installed_cookbook() -> None:
 def test_each_model_has_a_renderer_that_is_recommended_first() -> None:
     assert len(cookbook.listed().models) >= 46
     assert all(cookbook.listed().models.values())
+
+
+def test_the_page_of_recipes_has_those_of_the_installed_cookbook() -> None:
+    assert recipes.installed() == recipes.listed(), "make cookbook writes the page anew"

@@ -1,0 +1,101 @@
+"""The part of docs/cookbook.md that is made from the kept runs: a row for each recipe, then the commands of each run.
+
+Equal runs give an equal page. Runs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from tests.cookbook.record import Shown
+from tests.environments import ROOT
+
+PAGE = ROOT / "docs" / "cookbook.md"
+BEGIN = "<!-- From here `make cookbook` writes: change the tests' runs, not this text. -->"
+END = "<!-- To here `make cookbook` writes. -->"
+APART = ("divergence", "difference")
+"""Figures of which the page shows the largest: how far sampler and trainer differ, in nats."""
+
+Runs = Mapping[str, Shown]
+
+
+def render(text: str, runs: Runs, recipes: Sequence[str], needs: Mapping[str, str]) -> str:
+    """The page `text` with its part between the two marks made anew. Raises ValueError if a mark is missing."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError("docs/cookbook.md: a mark of make cookbook is missing")
+    made = "\n\n".join([_rows(runs, recipes, needs), *_commands(runs, recipes)])
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+
+
+def runs_of(recipe: str, runs: Runs) -> dict[str, Shown]:
+    """The runs of a recipe's folder by their names, in the order of the names."""
+    return {name: runs[name] for name in sorted(runs) if runs[name].folder == recipe}
+
+
+def _rows(runs: Runs, recipes: Sequence[str], needs: Mapping[str, str]) -> str:
+    lines = ["| recipe | a run here shows | data | seconds |", "|---|---|---|---|"]
+    for recipe in recipes:
+        found = list(runs_of(recipe, runs).values())
+        if found:
+            cells = [
+                f"[`{recipe}`](#{recipe})",
+                _joined(shown.shows for shown in found),
+                _joined(shown.data or "made by the recipe" for shown in found),
+                _seconds([shown.seconds for shown in found]),
+            ]
+        else:
+            cells = [f"`{recipe}`", f"does not run: needs {needs.get(recipe, 'a test')}", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _commands(runs: Runs, recipes: Sequence[str]) -> Iterator[str]:
+    for recipe in recipes:
+        found = runs_of(recipe, runs)
+        if found:
+            yield f"### `{recipe}` {{ #{recipe} }}"
+        for shown in found.values():
+            yield f"{_sentence(shown.shows)} {_figures(shown)}"
+            yield "\n".join(["```console", *(f"$ {_wrapped(command)}" for command in shown.commands), "```"])
+
+
+def _sentence(clause: str) -> str:
+    return f"{clause[0].upper()}{clause[1:]}."
+
+
+def _figures(shown: Shown) -> str:
+    """What was measured, in a sentence."""
+    parts = [
+        f"{name} at most {max(map(abs, numbers)):.0e}" if name in APART else f"{name} {_course(numbers)}"
+        for name, numbers in shown.figures.items()
+    ]
+    return f"Measured: {', '.join(parts)}." if parts else ""
+
+
+def _course(numbers: Sequence[float]) -> str:
+    first, last = (f"{numbers[place]:.2g}" for place in (0, -1))
+    return first if len(numbers) == 1 else f"{first} to {last}"
+
+
+def _seconds(numbers: Sequence[float]) -> str:
+    fastest, slowest = round(min(numbers)), round(max(numbers))
+    return str(fastest) if fastest == slowest else f"{fastest} to {slowest}"
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return "<br>".join(dict.fromkeys(parts))
+
+
+def _wrapped(command: str) -> str:
+    """The command in lines of at most 100 characters, as a shell takes them. An option stays beside its value."""
+    lines, line = [], ""
+    for word in re.findall(r"--\S+ [^-\s]\S*|\S+", command):
+        if line and len(line) + len(word) > 100:
+            lines.append(f"{line} \\")
+            line = f"    {word}"
+        else:
+            line = f"{line} {word}" if line else word
+    return "\n".join([*lines, line])

@@ -1,0 +1,61 @@
+"""docs/cookbook.md is what `make cookbook` would write now, and it has a row for each recipe of the cookbook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cookbook import recipes, record
+from tests.cookbook.page import BEGIN, END, PAGE, render, runs_of
+from tests.cookbook.record import VARIABLE, Shown, keep, read
+
+KEPT, LISTED = record.read(), recipes.listed()
+NEW = "make cookbook writes the page anew; make cookbook-runs runs the recipes first"
+SHOWN = Shown(
+    "math_rl.train", ["skyrl serve", "python -m x"], "rows", "the reward rises", 7.6, {"reward": [0.123, 0.987]}
+)
+MARKED = f"# A\n\n{BEGIN}\nold\n{END}\n\nend\n"
+
+
+def test_the_page_is_current() -> None:
+    text = PAGE.read_text()
+    assert text == render(text, KEPT, LISTED, recipes.NEEDS), NEW
+
+
+def test_every_recipe_of_the_cookbook_runs_or_says_what_it_needs() -> None:
+    run = {recipe for recipe in LISTED if runs_of(recipe, KEPT)}
+    assert set(LISTED) - run == set(recipes.NEEDS), NEW
+
+
+def test_no_kept_command_has_a_path_or_an_id_of_one_run() -> None:
+    commands = [command for shown in KEPT.values() for command in shown.commands]
+    assert not [each for each in commands if "/tmp" in each or ":train:" in each]
+
+
+def test_a_run_is_kept_beside_others_only_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    keep("nowhere", SHOWN)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "runs.json"))
+    keep("one", SHOWN)
+    keep("two", SHOWN)
+    kept = read(tmp_path / "runs.json")
+    assert list(kept) == ["one", "two"]
+    assert (kept["one"].seconds, kept["one"].figures) == (8, {"reward": [0.12, 0.99]})
+
+
+def test_a_recipe_has_a_row_and_its_commands_below_it() -> None:
+    text = render(MARKED, {"one": SHOWN}, ["audio", "math_rl"], {"audio": "ears"})
+    assert "old" not in text
+    assert "| [`math_rl`](#math_rl) | the reward rises | rows | 8 |" in text
+    assert "| `audio` | does not run: needs ears |" in text
+    assert "The reward rises. Measured: reward 0.12 to 0.99." in text
+    assert "$ skyrl serve\n$ python -m x\n" in text
+    assert render(text, {"one": SHOWN}, ["audio", "math_rl"], {"audio": "ears"}) == text
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="mark"):
+        render("# A\n", {}, [], {})
