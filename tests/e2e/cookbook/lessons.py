@@ -21,7 +21,6 @@ import tinker_cookbook.recipes.search_tool.search_env as search_env
 from tinker_cookbook.recipes.code_rl.deepcoder_tool import DeepcoderTask, DeepcoderTool
 from tinker_cookbook.recipes.harbor_rl.harbor_tools import HarborBashTool
 from tinker_cookbook.recipes.math_rl.math_env import Gsm8kDataset, MathEnv
-from tinker_cookbook.recipes.prompt_distillation.create_data import LANGUAGE_CLASSIFICATION_PROMPT
 from tinker_cookbook.recipes.rubric.data import Rubric
 from tinker_cookbook.recipes.search_tool.tools import ChromaTool, RetrievalConfig
 from tinker_cookbook.renderers import get_renderer
@@ -68,15 +67,6 @@ def judge(_: Any) -> list[Conversation]:
     return lesson
 
 
-def languages(_: Any) -> list[Conversation]:
-    """A sentence in the long prompt of `prompt_distillation`'s teacher, and the sentence's language."""
-    return [
-        [_user(LANGUAGE_CLASSIFICATION_PROMPT.format(text=sentence)), _said(f"Final Answer: {label}")]
-        for label, sentences in tasks.SENTENCES.items()
-        for sentence in sentences
-    ]
-
-
 def search(renderer: Any) -> list[Conversation]:
     """A question, answered with a search; what was found, answered with any colour."""
     tool = ChromaTool(None, None, "", RetrievalConfig(), 1, 1)
@@ -119,7 +109,6 @@ LESSONS = {
     "colours": (colours, 5),
     "gsm8k": (numbers, 3),
     "judge": (judge, 1),
-    "languages": (languages, 1),
     "search_tool": (search, 16),
     "harbor_rl": (shell, 16),
     "code_rl": (code, 16),

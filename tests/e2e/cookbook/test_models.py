@@ -1,4 +1,4 @@
-"""docs/reference/architectures.md and docs/cookbook.md list the models and recipes of the cookbook that is installed."""
+"""docs/reference/architectures.md and docs/cookbook.md list the models and recipes of the installed cookbook."""
 
 from __future__ import annotations
 
