@@ -1,9 +1,9 @@
 """A second tiny model: the first one, trained further on what recipes ask of a model that they only sample from.
 
 It answers small talk in other words than the first model, so that a student which starts as the first model has
-something to learn: their divergence is 3.8 nats a token. And it solves a riddle in steps of which only the first
-counts, because the answer is copied from there. The tokenizer is the first model's, as distillation needs. Knows no
-recipe.
+something to learn: their divergence is 1.6 to 5.9 nats a token on the questions of workspace.py. And it solves a riddle
+in steps of which only the first counts, because the answer is copied from there. The tokenizer is the first model's, as
+distillation needs. Knows no recipe.
 """
 
 from __future__ import annotations
