@@ -1,6 +1,6 @@
-"""Whether the sampler and the trainer of a run's final checkpoint give a text the same logprobs.
+"""What the tests ask of a run: that sampler and trainer give a text the same logprobs, and that right answers increase.
 
-For recipes that do not report it themselves. Knows no recipe.
+Knows no recipe.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ def divergence(run: Run) -> list[float]:
     """Mean of (sampler's - trainer's) logprobs of the sampled tokens, per step, as recipes of reinforcement learning
     report it."""
     return run.column("optim/kl_sample_train_v1")
+
+
+def assert_rises(shares: list[float], by: float) -> None:
+    """A share of right answers, step by step, rises by so much until one of the last two steps, or to nearly all."""
+    assert max(shares[-2:]) > min(shares[0] + by, 0.9), shares
 
 
 def assert_agree(run: Run, url: str, tokens: list[int]) -> float:

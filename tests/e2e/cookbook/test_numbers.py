@@ -12,14 +12,14 @@ from skyrl.cli.demo.server import DemoServer
 
 from ..conftest import ALIAS
 from . import tasks
-from .agreement import AGREE, assert_agree, divergence
+from .agreement import AGREE, assert_agree, assert_rises, divergence
 from .conftest import Stored, assert_final_is_kept
 from .workspace import Run, Workspace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 DATA = "`openai/gsm8k`, configuration `main`: rows with `question`, and `answer` that ends in `#### 3`"
-LEARNS = ("max_tokens=12", "learning_rate=1e-3", "max_steps=5")
+LEARNS = ("max_tokens=12", "learning_rate=7e-4", "max_steps=12")
 BUILDER = {
     "dataset_builder": "tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
     "dataset_builder.batch_size": "4",
@@ -45,9 +45,9 @@ def lesson(tools: Workspace) -> Run:
 
 def check(run: Run, lesson: Run, stored: Stored) -> None:
     """A run of the cookbook's own loop: sampler and trainer agree, and the right number becomes likelier."""
-    assert [abs(step) < AGREE for step in divergence(run)] == [True] * 5
+    assert [abs(step) < AGREE for step in divergence(run)] == [True] * 12
     correct = run.column("env/all/correct")
-    assert correct[-1] > correct[0] + 0.25
+    assert_rises(correct, 0.25)
     assert_final_is_kept(run, stored)
     run.shows(
         "sampler and trainer agree; more answers are right",
@@ -74,7 +74,7 @@ def test_rl_loop_goes_on_from_the_checkpoint_in_its_directory_and_learns(
     shutil.copytree(lesson.directory, tools.root / "runs" / "rl-loop")
     run = tools.run("rl_loop", "rl-loop", "batch_size=4", "group_size=8", "loss_fn=cispo", *LEARNS)
     reward = run.column("reward/total")
-    assert max(reward[-2:]) > reward[0] + 0.15
+    assert_rises(reward, 0.15)
     text = f"{chat_prompt(tasks.number_question('fox'))}\\boxed{{{tasks.NUMBER}}}"
     apart = assert_agree(run, server.url, tokenizer.encode(text))
     run.shows(
