@@ -12,10 +12,10 @@ import tinker
 from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer
 from tests.environments import ROOT, environment
+from tests.second_model import make_second
 from tests.servers import ready, wait_all
 
 from ..conftest import ALIAS, SECOND_ALIAS
-from . import second_model
 from .workspace import KEY, Run, Workspace, serve_several
 
 
@@ -23,10 +23,10 @@ from .workspace import KEY, Run, Workspace, serve_several
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     """A server with two base models: the tiny one under two names, and SECOND_ALIAS, which is only sampled from."""
     directory = tmp_path_factory.mktemp("cookbook-server")
-    second_model.make(directory / "second")
+    second = make_second(directory / "second")
     entries = [
         {"base_model": "tiny", "served_model_names": ["tiny", ALIAS]},
-        {"base_model": str(directory / "second"), "served_model_names": [SECOND_ALIAS], "uses": ["sample"]},
+        {"base_model": str(second), "served_model_names": [SECOND_ALIAS], "uses": ["sample"]},
     ]
     with ready(DemoServer(directory / "server", "--base-models", json.dumps(entries))) as running:
         wait_all(running)

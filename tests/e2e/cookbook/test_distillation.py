@@ -15,8 +15,7 @@ from .workspace import PLACES, QUESTIONS, Run, Workspace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 
-SHAPE = ("group_size=4", "max_tokens=16", "lora_rank=32")
-LEARNS = (*SHAPE, "learning_rate=1e-2", "max_steps=8")
+LEARNS = ("group_size=4", "max_tokens=16", "learning_rate=3e-3", "lora_rank=32", "max_steps=6")
 PROMPTS = "`allenai/tulu-3-sft-mixture`: rows with `messages`"
 PROBLEMS = "`zwhe99/DeepMath-103K`: rows with `question`"
 REASONING = "`open-thoughts/OpenThoughts3-1.2M`: rows with `conversations`, each turn with `from` and `value`"
@@ -29,7 +28,7 @@ def school(two_models: Workspace) -> Workspace:
     """With prompts for students, and with what a teacher thought about some of them."""
     prompts = [{"messages": [{"role": "user", "content": asked}]} for asked in ASKED]
     tasks.write_rows(two_models.root / "allenai/tulu-3-sft-mixture/train.jsonl", prompts * 64)
-    problems = [{"question": f"Where is the {animal}?"} for animal in tasks.ANIMALS]
+    problems = [{"question": question} for question in QUESTIONS]
     tasks.write_rows(two_models.root / "zwhe99/DeepMath-103K/train.jsonl", problems * 64)
     traces = [
         {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": thought}]}
@@ -45,7 +44,7 @@ def student(school: Workspace) -> Run:
 
 
 def assert_agrees(run: Run) -> None:
-    assert [abs(step) < AGREE for step in divergence(run)] == [True] * 8
+    assert [abs(step) < AGREE for step in divergence(run)] == [True] * 6
 
 
 def test_a_student_comes_nearer_to_its_teacher(school: Workspace, student: Run, stored: Stored) -> None:
@@ -81,9 +80,9 @@ def test_a_student_comes_nearer_to_the_teacher_of_each_data_set(
     school: Workspace, student: Run, stored: Stored
 ) -> None:
     teachers = (f"deepmath_teacher_model={SECOND_ALIAS}", f"tulu3_teacher_model={ALIAS}")
-    sizes = ("deepmath_groups_per_batch=12", "tulu3_groups_per_batch=2", "learning_rate=5e-3", "max_steps=8")
+    sizes = ("deepmath_groups_per_batch=4", "tulu3_groups_per_batch=4")
     run = school.run(
-        "distillation.on_policy_multi_teacher", "taught-by-two", *teachers, *SHAPE, *sizes, student.as_start
+        "distillation.on_policy_multi_teacher", "taught-by-two", *teachers, *sizes, *LEARNS, student.as_start
     )
     assert_agrees(run)
     apart = [run.column(f"teacher_kl/dataset_{number}") for number in (0, 1)]

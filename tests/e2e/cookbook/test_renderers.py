@@ -7,6 +7,7 @@ with random weights, and the recipes find everything else as users do. Supervise
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +69,9 @@ def recipes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     names = [each.model for each in CHOSEN[family]]
     flags = ["--base-model", str(path), *(part for name in names for part in ("--served-model-name", name))]
     python = environment(ROOT / "requirements" / "cookbook.txt")
-    with ready(DemoServer(directory / "server", *flags)) as server:
+    sees = "vision_config" in json.loads((path / "config.json").read_text())
+    backend = {"generator.inference_engine.engine_init_kwargs": {"language_model_only": True}} if sees else {}
+    with ready(DemoServer(directory / "server", *flags, backend_config=backend)) as server:
         yield Workspace(directory / "cookbook", python, server.url, path, names)
 
 
