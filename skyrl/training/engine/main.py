@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -18,7 +17,6 @@ from itertools import zip_longest
 
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.config.sight import sight_of
-from skyrl.base.types.activity import EngineActivity, encode_activity
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
@@ -45,9 +43,9 @@ from skyrl.storage.db.checkpoints import store_key_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import read_state
-from skyrl.storage.db.faults import DatabaseError, outage
+from skyrl.storage.db.faults import outage
 from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
-from skyrl.storage.db.periodic import Rounds, repeat
+from skyrl.storage.db.periodic import repeat
 from skyrl.storage.db.picture_files import PictureFiles
 from skyrl.storage.db.retrying_database import RetryingDatabase
 from skyrl.storage.notify.doorbell import SERVERS, Doorbell, DoorbellListener
@@ -56,6 +54,7 @@ from skyrl.training.backends.registry import create_backend
 from skyrl.training.engine.adoption import adopt_adapters, adopt_full_weights
 from skyrl.training.engine.build import EngineParts, build_engine
 from skyrl.training.engine.crash_ledger import CrashLedger
+from skyrl.training.engine.heartbeat import Heartbeat
 from skyrl.training.engine.measuring import measuring
 from skyrl.training.engine.publishing import version_files
 from skyrl.training.engine.rank_actors import RankActors
@@ -67,37 +66,10 @@ from skyrl.training.engine.trainer_ranks import LOADING, start_ranks, watch_rank
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 3.0
 IN_USE_S = 600.0
 """Adapters that were sampled from within this time are loaded before a restarted vLLM gets samples."""
 RETRY_S = 10.0
 """How often the engine tries to restore held models: their checkpoint store was away, or memory was short."""
-
-
-class Heartbeat:
-    """Publishes a heartbeat from its own thread, so that an engine in a long step does not look dead."""
-
-    def __init__(self, state: EngineStatePublisher) -> None:
-        self._state = state
-        self.activity: Callable[[], str] = lambda: encode_activity(EngineActivity())
-        """What the engine does now. Called on the thread."""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        rounds = Rounds("the engine's heartbeat", HEARTBEAT_S)
-        while not self._stop.wait(HEARTBEAT_S):
-            try:
-                self._state.beat(self.activity())
-            except DatabaseError as error:
-                rounds.failed(error)
-            else:
-                rounds.went_well()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
 
 
 def _colocated_sampler(

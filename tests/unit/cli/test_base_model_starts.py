@@ -7,12 +7,12 @@ import json
 import logging
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from launched import WAIT_S, log_of, wait_until
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
@@ -27,7 +27,6 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState, publish_training, read_state
 from tests.databases import make_tables
 
-WAIT_S = 120.0
 RUNS = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print('told to stop', flush=True), sys.exit(0)))
@@ -102,19 +101,6 @@ def database(config: ServerConfig) -> Iterator[Database]:
 
 def row(database: Database, name: str) -> EngineState:
     return database.read(lambda c: read_state(c, (name,)))
-
-
-def log_of(config: ServerConfig, name: str) -> str:
-    file = config.state_dir / "logs" / f"{name}.log"
-    return file.read_text() if file.exists() else ""
-
-
-async def wait_until(condition: Callable[[], object], running: asyncio.Task[None]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert not running.done(), running
-        assert time.monotonic() < deadline, "the condition did not hold in time"
-        await asyncio.sleep(0.02)
 
 
 async def test_a_base_model_that_can_never_start_is_given_up_and_the_other_serves(

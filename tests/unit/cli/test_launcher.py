@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launched import WAIT_S, log_of, wait_until
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
@@ -22,7 +22,6 @@ from skyrl.runtime.processes.startup import CANNOT_START, MARK, MAY_START, Start
 from skyrl.runtime.processes.supervision import SupervisedProcess
 from skyrl.runtime.processes.systemd import Systemd
 
-WAIT_S = 120.0
 SLEEP = "import time; time.sleep(600)"
 ENGINE = """
 import signal, sys, time
@@ -68,19 +67,6 @@ def run(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         return asyncio.create_task(Launcher(config, [Findings([])], Systemd()).run(stop))
 
     return start
-
-
-def log_of(config: ServerConfig, name: str) -> str:
-    file = config.state_dir / "logs" / f"{name}.log"
-    return file.read_text() if file.exists() else ""
-
-
-async def wait_until(condition: Callable[[], object], running: asyncio.Task[None]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert not running.done(), running
-        assert time.monotonic() < deadline, "the condition did not hold in time"
-        await asyncio.sleep(0.02)
 
 
 async def test_an_engine_that_can_never_start_ends_the_server_with_the_engines_message(
