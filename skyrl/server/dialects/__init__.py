@@ -1,0 +1,1 @@
+"""Other dialects than OpenAI's chat completions, turned into chat completions and back."""
