@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from skyrl.base.types.ids import new_request_id
 from skyrl.base.types.weights import WeightsRef
 from skyrl.server.openai.answers import Used, rewritten, versions_in
 from skyrl.server.openai.errors import code_in, impossible_shape, refusal_of
 from skyrl.server.openai.events import DONE, Events
-from skyrl.server.openai.generation import CHAT, Generation
+from skyrl.server.openai.generation import CHAT, RENDERED, Generation
 from skyrl.server.openai.models import Target
 from skyrl.server.sampling.answer_stream import AnswerStream
 from skyrl.server.sampling.completion import MalformedAnswer
@@ -25,6 +27,10 @@ from skyrl.server.sampling.loaded_weights import OtherWeights, Span, check_began
 from skyrl.server.sampling.transport import CONTROL_ANSWER_BYTES, Answer, CompletionTransport
 
 EVENT_STREAM = "text/event-stream"
+TOKENIZE = "/tokenize"
+TOKENIZED_BYTES = 16
+"""Of each token in the answer to TOKENIZE, at most."""
+_TOKENIZED = frozenset({"messages", "tools", "chat_template_kwargs", *RENDERED} - {"documents"})
 _ERROR_EVENT = b'{"error"'
 
 
@@ -37,13 +43,14 @@ class Transport(CompletionTransport, Protocol):
 @dataclass(frozen=True)
 class Sending:
     """What is sent: a request for a model, with its priority, for a tenant, under an id that the inference server
-    puts into its own id of the request."""
+    puts into its own id of the request. `prefix_key` is explained at `Asked`."""
 
     request: Generation
     target: Target
     priority: int | None
     tenant: str
     id: str
+    prefix_key: str | None = None
 
 
 class _Exchange:
@@ -53,10 +60,10 @@ class _Exchange:
         self._transport = transport
         self._body = sending.request.body(sending.target.served_name, sending.priority)
         self.headers: Mapping[str, str] = {"X-Request-Id": sending.id}
-        self.key = sending.id
+        self.key = sending.prefix_key or sending.id
         self.request_id = new_request_id()
         """Not the caller's id: two callers may choose the same."""
-        self.shared_key = f"{sending.tenant}:{sending.target.served_name}"
+        self.shared_key = sending.prefix_key or f"{sending.tenant}:{sending.target.served_name}"
         self.server: str | None = None
         """The replica that has answered, if a router has named it."""
 
@@ -149,6 +156,29 @@ class StreamedAnswer(_Exchange):
                 events.close()
                 raise
         return events
+
+
+class PromptCount(_Exchange):
+    """Counts the tokens that the inference server makes of the messages of a chat."""
+
+    def __init__(self, sending: Sending, transport: Transport) -> None:
+        super().__init__(sending, transport)
+        fields = {name: value for name, value in sending.request.fields.items() if name in _TOKENIZED}
+        self._body = msgspec.json.encode(fields | {"model": sending.target.served_name})
+
+    async def send(self, endpoint: Endpoint, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        most = CONTROL_ANSWER_BYTES + TOKENIZED_BYTES * self._request.size.most_prompt
+        return await self._transport.post(endpoint.url + TOKENIZE, self._body, headers, timeout_s, most)
+
+    async def read(self, answer: Answer) -> int:
+        try:
+            return msgspec.json.decode(answer.body, type=_Tokenized).count
+        except msgspec.DecodeError as error:
+            raise server_failure(f"not a count of tokens: {error}; {describe(answer)}") from error
+
+
+class _Tokenized(msgspec.Struct):
+    count: int
 
 
 def is_error(event: bytes) -> bool:

@@ -6,6 +6,7 @@ counted here: a text has at most as many tokens as bytes, and the inference serv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ DEFAULT_MAX_TOKENS = 16
 """Of a completion, by OpenAI and vLLM. A chat without a number may fill the context."""
 MAX_PROMPTS = 1024
 """vLLM's own bound."""
+RENDERED = ("add_generation_prompt", "continue_final_message", "documents", "add_special_tokens", "messages")
+"""Fields that say how messages become tokens."""
 BYTES_PER_TOKEN = 4
 """Of a text, on average: for the order of requests, which need not be exact."""
 
@@ -69,6 +72,22 @@ class Generation:
         size = replace(self.size, most_prompt=most, likely_prompt=likely)
         check_prompt(size)
         return replace(self, size=size)
+
+    def with_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> Generation:
+        """The same request for a prompt of exactly these tokens (ids), in place of its messages, whose answer has at
+        most `max_tokens`. vLLM takes the tokens as they are, and reads the answer as one to a chat all the same."""
+        left_out = ("max_tokens", "max_completion_tokens", *RENDERED)
+        fields = {name: value for name, value in self.fields.items() if name not in left_out}
+        fields |= {"messages": [{"role": "user", "content": "-"}], "kv_transfer_params": {"prompt_token_ids": tokens}}
+        size = replace(self.size, most_prompt=len(tokens), likely_prompt=len(tokens))
+        return replace(self, fields=fields, size=size).at_most(max_tokens)
+
+    def at_most(self, max_tokens: int | None) -> Generation:
+        """The same request for at most `max_tokens` tokens; None: the context is the bound."""
+        fields = {name: value for name, value in self.fields.items() if name != "max_completion_tokens"}
+        if max_tokens is not None:
+            fields["max_tokens"] = max_tokens
+        return replace(self, fields=fields, size=replace(self.size, max_tokens=max_tokens))
 
     def body(self, served_name: str, priority: int | None) -> bytes:
         """The body for a server that knows the weights as `served_name`, and orders requests if `priority` is given.

@@ -7,7 +7,7 @@ tenants and the places of their files, and is never shown.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef, served_version
@@ -19,6 +19,7 @@ from skyrl.server.sampling.loaded_weights import LoadedWeights
 from skyrl.server.sampling.sampler_job import served_name
 from skyrl.storage.db.checkpoints import Checkpoint, Checkpoints, Seen
 
+RUN = "tinker://"
 MAX_LISTED = 1000
 """Checkpoints in the list, the newest ones. OpenAI's list has no pages; any other checkpoint is found by its name."""
 
@@ -68,13 +69,16 @@ class Base:
     def target(self, name: str, saved: Checkpoint, number: int) -> Target:
         """A checkpoint of this base model. Raises OpenAIError."""
         assert saved.weights is not None
+        return replace(self.target_of(name, saved.base_model, saved.weights, number), created_at=saved.created_at)
+
+    def target_of(self, name: str, base_model: str, weights: WeightsRef, number: int) -> Target:
+        """Weights of this base model, which has the name `base_model` where they are stored. Raises OpenAIError."""
         try:
             full = self.loaded is not None
-            served = served_name(saved.weights, self.served_names[0], "model", full_finetuning=full)
+            served = served_name(weights, self.served_names[0], "model", full_finetuning=full)
         except RequestError as error:
             raise _refused(str(error)) from error
-        version = self.version(saved.weights)
-        return Target(name, served, saved.base_model, saved.weights, saved.created_at, version, number)
+        return Target(name, served, base_model, weights, version=self.version(weights), number=number)
 
     def version(self, weights: WeightsRef) -> str | None:
         return None if self.loaded is None else served_version(weights)
@@ -90,11 +94,33 @@ class ModelNames:
     async def find(self, name: str, tenant: str) -> Target:
         """Raises OpenAIError: 404 for what does not exist for this tenant, and for weights that are not loaded any
         more; 400 for a checkpoint of another base."""
-        target = await self._find(name, tenant)
+        return await self._loaded(await self._find(name, tenant))
+
+    async def _loaded(self, target: Target) -> Target:
+        """Raises OpenAIError 404 for weights that were replaced."""
         loaded = self._bases[target.number].loaded
         if loaded is not None and (replaced := await loaded.replaced(target.weights)) is not None:
             raise OpenAIError(replaced, status=404, param="model", code="model_not_found")
         return target
+
+    async def newest(self, name: str, tenant: str) -> Target:
+        """As `find`, and `tinker://<run>` stands for the newest sampler weights that the run has saved. Raises
+        OpenAIError."""
+        run = name.removeprefix(RUN)
+        if run == name or not run or "/" in run:
+            return await self.find(name, tenant)
+        saved = await self._checkpoints.latest([run], tenant, Seen(kinds=("sampler_weights",)))
+        if not saved:
+            raise model_not_found(name)
+        return replace(await self.find(str(saved[0].path), tenant), name=name)
+
+    async def of_weights(self, base_model: str, weights: WeightsRef, name: str) -> Target:
+        """The weights that were found earlier, under the name that the caller gives them. Raises OpenAIError if they
+        are not served any more."""
+        number = self._number(base_model)
+        if number is None:
+            raise _refused(f"{base_model!r} is not served here any more")
+        return await self._loaded(self._bases[number].target_of(name, base_model, weights, number))
 
     async def _find(self, name: str, tenant: str) -> Target:
         for number, base in enumerate(self._bases):

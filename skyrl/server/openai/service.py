@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from skyrl.base.types.ids import new_request_id
@@ -23,8 +23,8 @@ from skyrl.runtime.tracing.current import current_trace
 from skyrl.server.openai.answers import EventRewriter, Used
 from skyrl.server.openai.chat_pictures import ChatPictures
 from skyrl.server.openai.errors import OpenAIError
-from skyrl.server.openai.events import DONE, event
-from skyrl.server.openai.exchanges import Sending, StreamedAnswer, Transport, WholeAnswer, is_error
+from skyrl.server.openai.events import DONE
+from skyrl.server.openai.exchanges import PromptCount, Sending, StreamedAnswer, Transport, WholeAnswer, is_error
 from skyrl.server.openai.generation import Generation
 from skyrl.server.openai.models import Target
 from skyrl.server.quotas.tenants import Quotas
@@ -45,13 +45,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Asked:
-    """A tenant's request for a model. `id` is the id of the HTTP request, `size` the bytes of its body."""
+    """A tenant's request for a model. `id` is the id of the HTTP request, `size` the bytes of its body. Requests with
+    the same `prefix_key` have most of their prompts in common, as the turns of one agent session; a router sends them
+    to the same replica."""
 
     request: Generation
     target: Target
     tenant: str
     id: str
     size: int
+    prefix_key: str | None = None
 
 
 class _Turn:
@@ -110,8 +113,8 @@ class OpenAIService:
             return body
 
     async def stream(self, asked: Asked) -> AsyncGenerator[bytes, None]:
-        """The events of the answer, framed. Raises RequestError: before the first event, or because the stream broke
-        off. A stream that did not end well has no event DONE."""
+        """The chunks of the answer, as JSON. Raises RequestError: before the first chunk, or because the stream broke
+        off."""
         async with self._counted(), self._turn(asked) as turn:
             exchange = StreamedAnswer(turn.sending, self._transport)
             events = await self._forward(exchange, asked)
@@ -131,9 +134,8 @@ class OpenAIService:
                     if is_error(data):
                         raise _broken(asked, data.decode(errors="replace"))
                     if (shown := rewriter.rewrite(data)) is not None:
-                        yield event(shown)
+                        yield shown
                     data = await events.next()
-                yield event(DONE)
                 error = None
             except (Interrupted, MalformedAnswer, AbortedAnswer) as broken:
                 error = type(broken).__name__
@@ -146,6 +148,22 @@ class OpenAIService:
                     span.end({"skyrl.sampled_tokens": rewriter.used.sampled_tokens}, error)
                 turn.used = rewriter.used
                 events.close()
+
+    async def count(self, asked: Asked) -> int:
+        """How many tokens the prompt of a chat has, pictures left out. Raises RequestError."""
+        return await self._forward(PromptCount(self._sending(asked), self._transport), asked)
+
+    async def fitting(self, asked: Asked, context: int | None) -> Asked:
+        """The same request, whose answer ends at the latest where the context (in tokens) does. Raises RequestError."""
+        request = asked.request
+        wanted = request.size.max_tokens
+        if context is None or wanted is None or request.size.most_prompt + wanted <= context:
+            return asked
+        left = context - await self.count(asked)
+        return asked if left <= 0 else replace(asked, request=request.at_most(min(wanted, left)))
+
+    def _sending(self, asked: Asked, priority: int | None = None) -> Sending:
+        return Sending(asked.request, asked.target, priority, asked.tenant, asked.id, asked.prefix_key)
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
@@ -191,7 +209,7 @@ class OpenAIService:
                         await ticket.wait_turn()
                 place = None if self._order is None else self._order.enter(tenant, request)
                 priority = None if place is None else place.priority
-                turn = _Turn(Sending(request, asked.target, priority, tenant, asked.id))
+                turn = _Turn(self._sending(replace(asked, request=request), priority))
                 yield turn
         finally:
             used, server = (None, None) if turn is None else (turn.used, turn.server)

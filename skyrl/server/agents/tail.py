@@ -1,0 +1,130 @@
+"""The tokens that go between a turn's answer and the next one: the rendering of the messages that are new.
+
+A template renders whole conversations. Here it renders a short one that ends with the new messages, and the part after
+the answer's end is the tail. Two short conversations that begin differently must have the same tail; if not, or if the
+template fails, there is none, and the whole conversation has to be rendered.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from skyrl.base.model_files import file_of, json_of
+from skyrl.server.agents.template import CannotRender, ChatTemplate, prepared, read_template, special_tokens
+
+logger = logging.getLogger(__name__)
+
+_FIRST = ("go", "Tell me more.")
+"""The first messages of the two short conversations."""
+MAX_CHECKED = 1000
+
+
+class Tails:
+    """Of one model. `stops` are the tokens that end an answer."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, stops: frozenset[int]) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._stop_texts = {text: token for token in stops if (text := tokenizer.id_to_token(token)) is not None}
+        self._words = [f"x{secrets.token_hex(8)}x" for _ in _FIRST]
+        """They stand in the place of an answer and of the arguments of its tool calls. No client can know them."""
+        self._checked: set[tuple[Any, ...]] = set()
+        self._told: set[str] = set()
+
+    @classmethod
+    def load(cls, base_model: str) -> Tails | None:
+        """From the files of a model: a directory, or a name of the model hub. None if it has no template, no tokenizer
+        or no token that ends an answer on this machine."""
+        try:
+            template = read_template(base_model)
+            file = file_of(base_model, "tokenizer.json")
+            if template is None or file is None:
+                return None
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises bare exceptions
+            logger.warning("the template or the tokenizer of %s cannot be read: %s", base_model, error)
+            return None
+        stops = _stops(base_model, tokenizer)
+        return cls(template, tokenizer, stops) if stops else None
+
+    def tail(
+        self,
+        answer: Mapping[str, Any],
+        new: Sequence[dict[str, Any]],
+        sampled: NDArray[np.int32],
+        arguments: Mapping[str, Any],
+    ) -> list[int] | None:
+        """The token ids after `sampled`, the tokens of `answer`, with which the conversation goes on with the `new`
+        messages and the beginning of another answer. `arguments` are those of the template. None if there are none."""
+        try:
+            text = self._text(answer, new, arguments)
+        except CannotRender as error:
+            self._tell(str(error))
+            return None
+        found = [(at, stop) for stop in self._stop_texts if (at := text.find(stop)) >= 0]
+        if not found:
+            self._tell("no token that ends an answer follows an answer")
+            return None
+        at, stop = min(found)
+        ids = self._tokenizer.encode(text[at:], add_special_tokens=False).ids
+        if not ids or ids[0] != self._stop_texts[stop]:
+            self._tell(f"{stop!r} is not one token")
+            return None
+        ended = len(sampled) > 0 and int(sampled[-1]) in self._stops
+        return ids[1:] if ended else ids
+
+    def _text(self, answer: Mapping[str, Any], new: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        """What follows the answer, from within its last part on. Raises CannotRender."""
+        messages = [prepared(message) for message in new]
+        text = self._rendered(0, answer, messages, arguments)
+        form = (tuple(message["role"] for message in new), len(answer.get("tool_calls") or ()), repr(arguments))
+        if form not in self._checked:
+            if self._rendered(1, answer, messages, arguments) != text:
+                raise CannotRender("what follows an answer depends on what was before it")
+            if len(self._checked) >= MAX_CHECKED:
+                self._checked.clear()
+            self._checked.add(form)
+        return text
+
+    def _rendered(
+        self, probe: int, answer: Mapping[str, Any], new: Sequence[dict[str, Any]], arguments: Mapping[str, Any]
+    ) -> str:
+        first, word = _FIRST[probe], self._words[probe]
+        said: dict[str, Any] = {"role": "assistant", "content": word}
+        if calls := answer.get("tool_calls"):
+            said["tool_calls"] = [_with_arguments(call, {"a": word}) for call in calls]
+        whole = self._template.render([{"role": "user", "content": first}, said, *new], arguments)
+        _, found, after = whole.rpartition(word)
+        if not found:
+            raise CannotRender("the template leaves an answer out")
+        return after
+
+    def _tell(self, why: str) -> None:
+        if why not in self._told and len(self._told) < MAX_CHECKED:
+            self._told.add(why)
+            logger.info("turns of agent sessions are rendered anew: %s", why)
+
+
+def _with_arguments(call: Mapping[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    name = (call.get("function") or {}).get("name", "")
+    return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _stops(base_model: str, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end an answer, as the model's files name them."""
+    found: set[int] = set()
+    for file in ("generation_config.json", "config.json"):
+        given = json_of(base_model, file).get("eos_token_id")
+        found.update([given] if isinstance(given, int) else given or [])
+    text = special_tokens(json_of(base_model, "tokenizer_config.json")).get("eos_token")
+    if text is not None and (token := tokenizer.token_to_id(text)) is not None:
+        found.add(token)
+    return frozenset(found)
