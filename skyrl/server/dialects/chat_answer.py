@@ -75,7 +75,6 @@ class ChatAnswer(msgspec.Struct):
     id: str
     model: str
     choices: list[Choice]
-    created: int = 0
     usage: Usage | None = None
 
 

@@ -8,13 +8,12 @@ a message of the role `tool` for each. Thinking becomes `reasoning`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.arguments import as_text
 from skyrl.server.dialects.messages.fields import Block, Message
-
-T = TypeVar("T")
+from skyrl.server.dialects.parts import assistant_message, image_part, joined, needed, text_part, tool_call
 
 BILLING = "x-anthropic-billing-header"
 """Claude Code begins its system prompt with a block that begins with this and is another one in each request. In a
@@ -57,27 +56,21 @@ def _assistant(content: str | Sequence[Block], place: str, left_out: list[str]) 
     for number, block in enumerate(content):
         where = f"{place}[{number}]"
         if block.type == "thinking":
-            thinking.append(_needed(block.thinking, f"{where}.thinking"))
+            thinking.append(needed(block.thinking, f"{where}.thinking"))
         elif block.type == "redacted_thinking":
             left_out.append(f"{where}: thinking that only Anthropic's server can read is left out")
         elif block.type == "tool_use":
             calls.append(_call(block, where))
         else:
             texts.append(_text(block, where))
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if reasoning := "".join(thinking):
-        message["reasoning"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    return assistant_message(texts, thinking, calls)
 
 
 def _call(block: Block, place: str) -> dict[str, Any]:
     given = bytes(block.input) or b"{}"
     if not given.startswith(b"{"):
         raise RequestError("must be an object", field=f"{place}.input")
-    function = {"name": _needed(block.name, f"{place}.name"), "arguments": as_text(given)}
-    return {"id": _needed(block.id, f"{place}.id"), "type": "function", "function": function}
+    return tool_call(needed(block.id, f"{place}.id"), needed(block.name, f"{place}.name"), as_text(given))
 
 
 def _user(content: str | Sequence[Block], place: str) -> list[dict[str, Any]]:
@@ -92,11 +85,11 @@ def _user(content: str | Sequence[Block], place: str) -> list[dict[str, Any]]:
             parts.append(_part(block, where))
             continue
         if parts:
-            messages.append({"role": "user", "content": _joined(parts)})
+            messages.append({"role": "user", "content": joined(parts)})
             parts = []
         messages.append(_result(block, where))
     if parts or not messages:
-        messages.append({"role": "user", "content": _joined(parts)})
+        messages.append({"role": "user", "content": joined(parts)})
     return messages
 
 
@@ -104,33 +97,27 @@ def _result(block: Block, place: str) -> dict[str, Any]:
     """`is_error` has no place in a chat: agents say in the text what went wrong."""
     content = block.content or ""
     if not isinstance(content, str):
-        content = _joined([_part(part, f"{place}.content[{number}]") for number, part in enumerate(content)])
+        content = joined([_part(part, f"{place}.content[{number}]") for number, part in enumerate(content)])
     if not content and block.is_error:
         content = "error"
-    return {"role": "tool", "tool_call_id": _needed(block.tool_use_id, f"{place}.tool_use_id"), "content": content}
-
-
-def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
+    return {"role": "tool", "tool_call_id": needed(block.tool_use_id, f"{place}.tool_use_id"), "content": content}
 
 
 def _part(block: Block, place: str) -> dict[str, Any]:
     if block.type == "image":
         return _image(block, place)
     if block.type == "tool_reference":  # a tool that a search has found; all tools are in the prompt anyway
-        return {"type": "text", "text": _needed(block.tool_name, f"{place}.tool_name")}
-    return {"type": "text", "text": _text(block, place)}
+        return text_part(needed(block.tool_name, f"{place}.tool_name"))
+    return text_part(_text(block, place))
 
 
 def _image(block: Block, place: str) -> dict[str, Any]:
-    source = _needed(block.source, f"{place}.source")
+    source = needed(block.source, f"{place}.source")
     if source.type != "base64":
         raise RequestError("must be 'base64': this server opens no address and keeps no files", field=f"{place}.source")
-    kind = _needed(source.media_type, f"{place}.source.media_type")
-    data = _needed(source.data, f"{place}.source.data")
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    kind = needed(source.media_type, f"{place}.source.media_type")
+    data = needed(source.data, f"{place}.source.data")
+    return image_part(f"data:{kind};base64,{data}")
 
 
 def _text(block: Block, place: str) -> str:
@@ -138,10 +125,4 @@ def _text(block: Block, place: str) -> str:
         raise RequestError("documents are not supported; send their text", field=f"{place}.type")
     if block.type != "text":
         raise RequestError(f"a block of the type {block.type!r} cannot stand here", field=f"{place}.type")
-    return _needed(block.text, f"{place}.text")
-
-
-def _needed(value: T | None, field: str) -> T:
-    if value is None:
-        raise RequestError("is missing", field=field)
-    return value
+    return needed(block.text, f"{place}.text")

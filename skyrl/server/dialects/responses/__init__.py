@@ -1,0 +1,5 @@
+"""OpenAI's Responses: requests as chat completions, answers and streams as OpenAI's clients read them."""
+
+from skyrl.server.dialects.responses.request import previous_response_id, to_chat
+
+__all__ = ["previous_response_id", "to_chat"]

@@ -1,0 +1,129 @@
+"""The fields of a Responses request that are read. Others are accepted and have no effect, as agents expect."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+
+class Part(msgspec.Struct):
+    """A part of a message, of a reasoning item, or of a tool's output."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+
+
+class Item(msgspec.Struct):
+    """What the conversation is made of. Which fields count depends on the type: see `conversation`."""
+
+    type: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[Part] | None = None
+
+
+class Grammar(msgspec.Struct):
+    """The form of a custom tool's input."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class Tool(msgspec.Struct):
+    """`tools` are those of a namespace, `format` is a custom tool's."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    tools: list[Tool] | None = None
+    format: Grammar | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: str
+    name: str | None = None
+
+
+class TextFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "answer"
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct):
+    format: TextFormat | None = None
+
+
+class Reasoning(msgspec.Struct):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """The fields after `previous_response_id` have no effect or are refused; some are here for their types."""
+
+    model: str
+    input: str | list[Item]
+    instructions: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    top_logprobs: int | None = None
+
+
+class Echo(msgspec.Struct):
+    """The fields of a request that its response repeats, as the client wrote them. Their defaults are OpenAI's."""
+
+    background: msgspec.Raw = msgspec.Raw("false")
+    instructions: msgspec.Raw = msgspec.Raw("null")
+    max_output_tokens: msgspec.Raw = msgspec.Raw("null")
+    max_tool_calls: msgspec.Raw = msgspec.Raw("null")
+    metadata: msgspec.Raw = msgspec.Raw("{}")
+    parallel_tool_calls: msgspec.Raw = msgspec.Raw("true")
+    previous_response_id: msgspec.Raw = msgspec.Raw("null")
+    prompt_cache_key: msgspec.Raw = msgspec.Raw("null")
+    reasoning: msgspec.Raw = msgspec.Raw('{"effort":null,"summary":null}')
+    safety_identifier: msgspec.Raw = msgspec.Raw("null")
+    store: msgspec.Raw = msgspec.Raw("true")
+    temperature: msgspec.Raw = msgspec.Raw("1.0")
+    text: msgspec.Raw = msgspec.Raw('{"format":{"type":"text"}}')
+    tool_choice: msgspec.Raw = msgspec.Raw('"auto"')
+    tools: msgspec.Raw = msgspec.Raw("[]")
+    top_logprobs: msgspec.Raw = msgspec.Raw("0")
+    top_p: msgspec.Raw = msgspec.Raw("1.0")
+    truncation: msgspec.Raw = msgspec.Raw('"disabled"')
+    user: msgspec.Raw = msgspec.Raw("null")
+
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """By their names; null stands for the default."""
+        defaults = Echo()
+        given = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return {name: getattr(defaults, name) if bytes(raw) == b"null" else raw for name, raw in given}

@@ -1,0 +1,279 @@
+"""Requests of OpenAI's Responses as chat completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from skyrl.base.wire.errors import RequestError
+from skyrl.server.dialects.dialect import Spoken
+from skyrl.server.dialects.responses import previous_response_id, to_chat
+
+USER = {"role": "user", "content": "hi"}
+ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": False}
+ADD_IN_CHAT = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+}
+READ = {"type": "function", "name": "read", "parameters": {"type": "object"}}
+PNG = "data:image/png;base64,aGk="
+PNG_PART = {"type": "image_url", "image_url": {"url": PNG}}
+
+
+def spoken(previous: list[dict[str, Any]] | None = None, **fields: Any) -> Spoken:
+    return to_chat(json.dumps({"model": "m", "input": "hi"} | fields).encode(), previous, "resp_1")
+
+
+def chat(previous: list[dict[str, Any]] | None = None, **fields: Any) -> dict[str, Any]:
+    return spoken(previous, **fields).chat
+
+
+def messages(*items: Any, **fields: Any) -> list[dict[str, Any]]:
+    return chat(input=list(items), **fields)["messages"]
+
+
+def said(role: str, *parts: Any) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": list(parts)}
+
+
+def text(given: str, kind: str = "input_text") -> dict[str, Any]:
+    return {"type": kind, "text": given}
+
+
+def call(name: str, arguments: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": "1", "name": name, "arguments": arguments} | fields
+
+
+def call_in_chat(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def functions(chat: dict[str, Any]) -> list[str]:
+    return [tool["function"]["name"] for tool in chat["tools"]]
+
+
+def refused(**fields: Any) -> str | None:
+    with pytest.raises(RequestError) as error:
+        spoken(**fields)
+    assert error.value.status == 400
+    return error.value.field
+
+
+def test_the_fields_become_those_of_a_chat() -> None:
+    given: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9}
+    assert chat(**given, max_output_tokens=32_000, reasoning={"effort": "low", "summary": "auto"}, stream=True) == {
+        "model": "m",
+        "messages": [USER],
+        "max_completion_tokens": 32_000,
+        "reasoning_effort": "low",
+        "stream": True,
+        **given,
+    }
+    assert chat(temperature=None, stream=None, reasoning=None, text=None) == chat()
+
+
+def test_fields_of_openais_own_server_have_no_effect() -> None:
+    hints = {
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {"turn": "1"},
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "user": "u",
+        "truncation": "disabled",
+        "background": False,
+        "top_logprobs": 2,
+        "text": {"verbosity": "low", "format": {"type": "text"}},
+        "reasoning": {"summary": "auto"},
+        "stream_options": {"include_obfuscation": False},
+    }
+    assert chat(**hints) == chat()
+    assert spoken(**hints).left_out == ()
+
+
+def test_what_is_asked_and_cannot_be_given_is_said() -> None:
+    assert spoken(include=["message.output_text.logprobs"]).left_out == (
+        "include: answers of this dialect have no logprobs",
+    )
+    assert len(spoken(truncation="auto").left_out) == 1
+
+
+def test_a_schema_of_the_answer_becomes_a_response_format() -> None:
+    shape = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    assert chat(text={"format": shape})["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
+    }
+    assert chat(text={"format": {"type": "json_object"}})["response_format"] == {"type": "json_object"}
+    assert refused(text={"format": {"type": "json_schema", "name": "n"}}) == "text.format.schema"
+
+
+# Items
+
+
+def test_messages_of_all_roles_and_instructions() -> None:
+    given = [said("developer", text("Be brief.")), said("user", text("a"), text("b")), USER]
+    assert messages(*given, instructions="You are an agent.") == [
+        {"role": "system", "content": "You are an agent."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a\nb"},
+        USER,
+    ]
+
+
+def test_images_become_parts() -> None:
+    image = {"type": "input_image", "image_url": PNG, "detail": "auto"}
+    assert messages(said("user", text("see"), image)) == [
+        {"role": "user", "content": [{"type": "text", "text": "see"}, PNG_PART]}
+    ]
+    output = {"type": "function_call_output", "call_id": "1", "output": [text("see"), image]}
+    assert messages(output)[0]["content"] == [{"type": "text", "text": "see"}, PNG_PART]
+
+
+def test_the_items_of_one_answer_are_one_message() -> None:
+    items = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [text("hm", "reasoning_text")]},
+        said("assistant", text("o", "output_text"), text("k", "output_text")),
+        call("add", '{"a": 1}'),
+        call("sub", "{}"),
+        {"type": "function_call_output", "call_id": "1", "output": "4"},
+        call("add", "{}"),
+        {"type": "function_call_output", "call_id": "1", "output": ""},
+    ]
+    assert messages(USER, *items) == [
+        USER,
+        {
+            "role": "assistant",
+            "content": "ok",
+            "reasoning": "hm",
+            "tool_calls": [call_in_chat("add", '{"a": 1}'), call_in_chat("sub", "{}")],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+        {"role": "assistant", "content": "", "tool_calls": [call_in_chat("add", "{}")]},
+        {"role": "tool", "tool_call_id": "1", "content": ""},
+    ]
+
+
+def test_reasoning_is_read_from_its_text_from_our_encrypted_content_or_from_its_summary() -> None:
+    ours = {"type": "reasoning", "id": "r", "summary": [text("s", "summary_text")], "encrypted_content": "skyrl:hm"}
+    assert messages(ours)[0]["reasoning"] == "hm"
+    assert messages(ours | {"content": [text("other", "reasoning_text")]})[0]["reasoning"] == "other"
+    foreign = spoken(input=[ours | {"encrypted_content": "gAAAA"}])
+    assert foreign.chat["messages"][0]["reasoning"] == "s"
+    assert foreign.left_out == ("input[0]: reasoning that only another server can read is left out",)
+
+
+def test_a_response_is_continued_and_instructions_take_the_place_of_the_earlier_ones() -> None:
+    earlier = [{"role": "system", "content": "Old."}, USER, {"role": "assistant", "content": "ok"}]
+    assert chat(earlier, input="go on")["messages"] == [*earlier, {"role": "user", "content": "go on"}]
+    assert chat(earlier, instructions="New.")["messages"] == [{"role": "system", "content": "New."}, *earlier[1:], USER]
+    assert chat(earlier[1:], instructions="New.")["messages"][:2] == [{"role": "system", "content": "New."}, USER]
+    assert previous_response_id(b'{"model": "m", "previous_response_id": "resp_0"}') == "resp_0"
+    assert previous_response_id(b'{"model": "m"}') is None
+
+
+# Tools
+
+
+def test_functions_go_on_and_tools_of_openais_server_are_left_out_and_said() -> None:
+    given = spoken(tools=[ADD, {"type": "web_search", "external_web_access": False}, READ | {"strict": True}])
+    assert given.chat["tools"] == [
+        ADD_IN_CHAT,
+        {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}, "strict": True}},
+    ]
+    assert given.left_out == ("tools[1]: a tool of the type 'web_search' is not served and left out",)
+    assert "tools" not in chat(tools=[{"type": "web_search"}], parallel_tool_calls=True)
+
+
+def test_the_tools_of_a_namespace_have_their_own_names_unless_two_have_the_same() -> None:
+    space = {"type": "namespace", "name": "mcp__fs__", "tools": [READ, {"type": "web_search"}]}
+    given = spoken(tools=[ADD, space])
+    assert functions(given.chat) == ["add", "read"]
+    assert given.left_out == ("tools[1].tools[1]: a tool of the type 'web_search' is not served and left out",)
+    both = [space, READ, {"type": "namespace", "name": "db", "tools": [READ]}]
+    assert functions(chat(tools=both)) == ["mcp__fs__read", "read", "db__read"]
+    calls = messages(call("read", "{}", namespace="db"), call("read", "{}"), tools=both)[0]["tool_calls"]
+    assert [each["function"]["name"] for each in calls] == ["db__read", "read"]
+
+
+def test_a_custom_tool_is_a_function_of_a_text() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
+    tool = chat(tools=[{"type": "custom", "name": "patch", "description": "Edits.", "format": grammar}])["tools"][0]
+    assert tool["function"]["name"] == "patch"
+    assert tool["function"]["description"].startswith("Edits.")
+    assert "start: x" in tool["function"]["description"]
+    assert tool["function"]["parameters"]["required"] == ["input"]
+    items = [
+        {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": 'a"b'},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "done"},
+    ]
+    assert messages(*items) == [
+        {"role": "assistant", "content": "", "tool_calls": [call_in_chat("patch", '{"input":"a\\"b"}')]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "required"])
+def test_the_choice_of_a_tool_by_a_word(choice: str) -> None:
+    assert chat(tools=[ADD], tool_choice=choice)["tool_choice"] == choice
+
+
+def test_the_choice_of_a_tool_by_its_name() -> None:
+    named = {"tool_choice": {"type": "function", "function": {"name": "add"}}, "parallel_tool_calls": False}
+    given = {"tools": [ADD], "parallel_tool_calls": False}
+    assert chat(**given, tool_choice={"type": "function", "name": "add"}) == chat(**given) | named
+    assert chat(tool_choice="auto") == chat()
+    assert refused(tool_choice="required") == "tool_choice"
+    assert refused(tools=[ADD], tool_choice={"type": "function", "name": "sub"}) == "tool_choice.name"
+    assert refused(tools=[ADD], tool_choice={"type": "web_search"}) == "tool_choice.type"
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"model": 5}, "model"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"metadata": "me"}, "metadata"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
+        ({"tool_choice": "most"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(fields: dict[str, Any], field: str) -> None:
+    assert refused(**fields) == field
+
+
+@pytest.mark.parametrize(
+    ("item", "part"),
+    [
+        ({"type": "item_reference", "id": "msg_1"}, "type"),
+        ({"type": "computer_call", "call_id": "1"}, "type"),
+        ({"type": "message", "content": "hi"}, "role"),
+        ({"role": "user"}, "content"),
+        ({"role": "tool", "content": "hi"}, "role"),
+        ({"type": "function_call", "call_id": "1", "name": "add"}, "arguments"),
+        ({"type": "function_call", "name": "add", "arguments": "{}"}, "call_id"),
+        ({"type": "function_call_output", "call_id": "1"}, "output"),
+        ({"type": "function_call_output", "output": "x"}, "call_id"),
+        ({"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}, "content[0].type"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}, "content[0].image_url"),
+        ({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}, "content[0].image_url"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "content[0].text"),
+    ],
+)
+def test_an_item_that_cannot_be_served_is_refused_by_its_place(item: Any, part: str) -> None:
+    assert refused(input=[USER, item]) == f"input[1].{part}"
