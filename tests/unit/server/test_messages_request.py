@@ -122,6 +122,16 @@ def test_each_result_of_a_tool_is_a_message_and_the_order_stays() -> None:
     assert user(text("before"), results[0]) == [{"role": "user", "content": "before"}, tools[0]]
 
 
+def test_results_are_in_the_order_of_the_calls_that_they_name() -> None:
+    calls = [{"type": "tool_use", "id": id, "name": "add", "input": {}} for id in ("a", "b", "c")]
+    results = [{"type": "tool_result", "tool_use_id": id, "content": id} for id in ("c", "?", "a", "b")]
+    answered = [{"role": "assistant", "content": calls}, {"role": "user", "content": [*results, text("go on")]}]
+    given = messages(USER, *answered, *answered)
+    told = [message.get("tool_call_id") for message in given]
+    assert told == [None, None, "a", "b", "c", "?", None, None, "a", "b", "c", "?", None]
+    assert given[-1] == {"role": "user", "content": "go on"}
+
+
 def test_thinking_text_and_calls_of_the_assistant_are_one_message() -> None:
     call = {"type": "tool_use", "id": "1", "name": "add", "input": {"b": 1.0, "a": "x"}}
     thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}

@@ -157,6 +157,13 @@ def test_the_items_of_one_answer_are_one_message() -> None:
     ]
 
 
+def test_outputs_are_in_the_order_of_the_calls_that_they_name_also_in_a_continued_response() -> None:
+    calls = [call("add", "{}", call_id=id) for id in ("a", "b")]
+    outputs = [{"type": "function_call_output", "call_id": id, "output": id} for id in ("b", "a")]
+    assert [message["content"] for message in messages(*calls, *outputs)] == ["", "a", "b"]
+    assert [message["content"] for message in chat(messages(*calls), input=outputs)["messages"]] == ["", "a", "b"]
+
+
 def test_reasoning_is_read_from_its_text_from_our_encrypted_content_or_from_its_summary() -> None:
     ours = {"type": "reasoning", "id": "r", "summary": [text("s", "summary_text")], "encrypted_content": "skyrl:hm"}
     assert messages(ours)[0]["reasoning"] == "hm"

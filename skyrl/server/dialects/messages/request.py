@@ -11,6 +11,7 @@ from skyrl.server.dialects.messages.conversation import chat_messages, system_me
 from skyrl.server.dialects.messages.fields import Counted, OutputFormat, Request
 from skyrl.server.dialects.messages.speaker import MessagesSpeaker
 from skyrl.server.dialects.messages.tools import chat_choice, chat_tools
+from skyrl.server.dialects.results import in_order_of_calls
 
 
 def to_chat(body: bytes) -> Spoken:
@@ -41,7 +42,7 @@ def _prompt(given: Counted, left_out: list[str]) -> dict[str, Any]:
     if not given.messages:
         raise RequestError("must hold at least one message", field="messages")
     first = None if given.system is None else system_message(given.system)
-    messages = chat_messages(given.messages, left_out)
+    messages = in_order_of_calls(chat_messages(given.messages, left_out))
     chat: dict[str, Any] = {"model": given.model, "messages": messages if first is None else [first, *messages]}
     tools = chat_tools(given.tools or (), left_out)
     if tools:

@@ -14,6 +14,7 @@ from skyrl.server.dialects.responses.conversation import Conversation
 from skyrl.server.dialects.responses.fields import Echo, Request, TextFormat
 from skyrl.server.dialects.responses.speaker import ResponsesSpeaker
 from skyrl.server.dialects.responses.tools import ChatTools
+from skyrl.server.dialects.results import in_order_of_calls
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -41,7 +42,7 @@ def to_chat(body: bytes, previous: Sequence[dict[str, Any]] | None, new_id: str)
     tools = ChatTools(given.tools or (), left_out)
     conversation = Conversation(tools, left_out)
     conversation.add(given.input)
-    messages = [*_continued(previous or (), given.instructions), *conversation.messages]
+    messages = in_order_of_calls([*_continued(previous or (), given.instructions), *conversation.messages])
     if not messages:
         raise RequestError("must hold at least one item", field="input")
     chat: dict[str, Any] = {"model": given.model, "messages": messages, "stream": bool(given.stream)}
