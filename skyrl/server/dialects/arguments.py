@@ -33,8 +33,8 @@ def as_object(text: str) -> str:
     return text if is_object(text) else msgspec.json.encode(_NotAnObject(text)).decode()
 
 
-def as_text(given: bytes | msgspec.Raw) -> str:
-    """The arguments for a chat completion, from the object that a client sent back."""
+def as_text(given: msgspec.Raw) -> str:
+    """The arguments for a chat completion, from the JSON object that a client sent back."""
     try:
         return msgspec.json.decode(given, type=_NotAnObject).text
     except msgspec.MsgspecError:

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from skyrl.server.dialects.chat_answer import Call, Said, malformed
+from skyrl.server.dialects.chat_answer import Call, Function, Said, malformed
 
 Kind = Literal["thinking", "text", "call"]
 
@@ -75,13 +75,14 @@ class Blocks:
 
     def _call(self, call: Call, index: int) -> list[Step]:
         steps: list[Step] = []
+        function = call.function or Function()
         block = self._calls.get(index)
         if block is None:
-            if not call.function.name:
+            if not function.name:
                 raise malformed("a call of a tool begins without the tool's name")
-            block = self._calls[index] = Block("call", len(self.all), _id_of(call), call.function.name)
+            block = self._calls[index] = Block("call", len(self.all), _id_of(call), function.name)
             steps = self._begin(block)
-        if more := call.function.arguments or "":
+        if more := function.arguments or "":
             if block is not self._open:
                 raise malformed("a call of a tool goes on after another block has begun")
             steps += self._extend(block, more)

@@ -15,7 +15,7 @@ class Function(msgspec.Struct):
 class Call(msgspec.Struct):
     """A call of a tool, or a piece of one. Whole answers have no `index`: there the place in the list counts."""
 
-    function: Function
+    function: Function | None = None
     index: int | None = None
     id: str | None = None
 

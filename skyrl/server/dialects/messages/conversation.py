@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from skyrl.base.wire.decoding import raw_value
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.arguments import as_text
 from skyrl.server.dialects.messages.fields import Block, Message
@@ -67,8 +70,8 @@ def _assistant(content: str | Sequence[Block], place: str, left_out: list[str]) 
 
 
 def _call(block: Block, place: str) -> dict[str, Any]:
-    given = bytes(block.input) or b"{}"
-    if not given.startswith(b"{"):
+    given = block.input or msgspec.Raw("{}")
+    if not isinstance(raw_value(given, f"{place}.input"), dict):
         raise RequestError("must be an object", field=f"{place}.input")
     return tool_call(needed(block.id, f"{place}.id"), needed(block.name, f"{place}.name"), as_text(given))
 

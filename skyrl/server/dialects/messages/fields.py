@@ -84,7 +84,7 @@ class Counted(msgspec.Struct, kw_only=True):
 class Request(Counted, kw_only=True):
     """The body of `messages`. The fields after `stream` have no effect; they are here for their types."""
 
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
