@@ -18,6 +18,7 @@ import tinker
 
 from benchmarks import (
     affinity,
+    agent_sessions,
     beside_pictures,
     machine,
     radix,
@@ -54,6 +55,7 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "weights": weights.compare,
     "beside-pictures": beside_pictures.compare,
     "several-models": several_models.compare,
+    "agent-sessions": agent_sessions.compare,
 }
 DISTURBED_CORES = 0.3
 

@@ -46,6 +46,22 @@ class LossesConfig(Strict):
         )
 
 
+class AgentsConfig(Strict):
+    """Bounds of agent sessions. A session may ask for less than `turns`, `tokens`, `seconds` and `idle_s`, and has them
+    if it asks for nothing."""
+
+    turns: int = Field(2_000, ge=1)
+    tokens: int = Field(10_000_000, ge=1, lt=2**53)
+    """Of a session: those sampled, and those of its prompts, each counted once."""
+    seconds: float = Field(86_400.0, gt=0)
+    idle_s: float = Field(3_600.0, gt=0)
+    """A session without a request for this long ends."""
+    sessions: int = Field(10_000, ge=1)
+    """Of each tenant, those that have not ended."""
+    retention_s: float = Field(7 * 86_400.0, gt=0)
+    """How long a session and its trajectory can be read after its end."""
+
+
 def ray_cluster(address: str) -> str:
     """`auto`, `local` or HOST:PORT, as it is. Raises ValueError for anything else."""
     if address in ("auto", "local"):
@@ -140,6 +156,7 @@ class ServerKeys(BaseSettings):
     """A session without a heartbeat for this long is closed: its models are unloaded and its requests fail."""
     result_retention_s: float = Field(3600.0, gt=0)
     """How long a client can retrieve the outcome of a request after it has ended."""
+    agents: AgentsConfig = Field(default_factory=AgentsConfig)  # pyright: ignore[reportArgumentType]
     quota_requests_in_flight: int | None = Field(None, ge=1, lt=2**63)
     """Samples in flight of each tenant; None means no quota. `skyrl quotas` makes exceptions for single tenants."""
     quota_tokens_per_minute: int | None = Field(None, ge=1, lt=2**63)

@@ -16,7 +16,7 @@ from pydantic_settings import SettingsError
 
 from skyrl.base.config.backend import ConfigError, dotted_keys, unknown_key
 from skyrl.base.config.environment import refuse_unknown
-from skyrl.base.config.keys import LossesConfig
+from skyrl.base.config.keys import AgentsConfig, LossesConfig
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import base_models_of
 
@@ -42,6 +42,7 @@ def _one_line(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"]) or "configuration"
     if first["type"] == "extra_forbidden":
         nested = [f"losses.{name}" for name in LossesConfig.model_fields]
+        nested += [f"agents.{name}" for name in AgentsConfig.model_fields]
         return f"configuration: {unknown_key(where, [*ServerConfig.model_fields, *nested])}"
     return f"{where}: {first['msg'].removeprefix('Value error, ').removeprefix('backend-config: ')}"
 

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from skyrl.base.wire.errors import InvalidToken, RequestError
+from skyrl.server.api.agent_keys import AgentKeys, is_agent_key
 from skyrl.server.api.tokens import Tokens, is_token, tenant_of_key
-from skyrl.storage.db.keys import ALL_SCOPES, SCOPES, ApiKey, Keys, Scope
+from skyrl.storage.db.keys import ALL_SCOPES, SCOPES, ApiKey, Keys
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The tenant that a key or a token stands for, and its scopes. `key` is None for a key that the operator did not
-    make."""
+    make. `agent_session` is the session of an agent's key, which has no scope."""
 
     tenant: str
     scopes: frozenset[str]
     key: ApiKey | None = None
+    agent_session: str | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -33,9 +35,10 @@ class Access:
     """Finds the caller of a request. If keys are `managed`, only keys that the operator made are accepted; otherwise
     every other key is accepted too, as a tenant of its own."""
 
-    def __init__(self, keys: Keys, tokens: Tokens, *, managed: bool) -> None:
+    def __init__(self, keys: Keys, tokens: Tokens, agent_keys: AgentKeys, *, managed: bool) -> None:
         self.keys = keys
         self.tokens = tokens
+        self.agent_keys = agent_keys
         self.managed = managed
 
     def caller(self, key_or_token: str) -> Caller:
@@ -45,6 +48,9 @@ class Access:
         """
         if is_token(key_or_token):
             return self._caller_of_token(key_or_token)
+        if is_agent_key(key_or_token):
+            session_id, tenant = self.agent_keys.read(key_or_token)
+            return Caller(tenant, frozenset(), agent_session=session_id)
         key = self.keys.find(key_or_token)
         if key is None:
             if self.managed:
@@ -83,7 +89,17 @@ class Access:
         return caller.tenant
 
 
-def check_scope(caller: Caller, needed: Scope) -> None:
+def check_route(caller: Caller, needed: str) -> None:
+    """Whether a caller may use a route that requires `needed` (a `RouteScope` that takes a key). Raises RequestError
+    403."""
+    if caller.agent_session is not None:
+        if needed != "agent":
+            raise RequestError("the key of an agent session can do nothing but ask for the session's turns", status=403)
+    elif needed != "any" and caller.scopes != ALL_SCOPES:
+        check_scope(caller, "sample" if needed == "agent" else needed)
+
+
+def check_scope(caller: Caller, needed: str) -> None:
     """Raises RequestError 403 naming the scope that the caller's key lacks."""
     if needed not in caller.scopes:
         granted = ", ".join(scope for scope in SCOPES if scope in caller.scopes)

@@ -145,7 +145,9 @@ def build(runtime: Runtime, secrets: Secrets, features: Sequence[InferenceFeatur
         notices=NoticeHandler(base.futures, services.sampling, services.refresh, services.session_life.changed),
         ownership=ownership,
         clocks=SampleClocks(writer, runtime.process_id),
-        retention=Retention(database, writer, runtime.config.result_retention_s),
+        retention=Retention(
+            database, writer, runtime.config.result_retention_s, runtime.config.agents.retention_s
+        ),
     )
 
 
@@ -214,7 +216,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         readiness=ServerReadiness(config.state_dir, {model.config.served_names[0]: model.readiness for model in built}),
         tokenizers=Tokenizers(served, sessions),
         tokens=secrets.tokens,
-        access=Access(base.keys, secrets.tokens, managed=config.api_keys == "managed"),
+        access=Access(base.keys, secrets.tokens, secrets.tokens.agent_keys, managed=config.api_keys == "managed"),
         urls=secrets.urls,
         search=SessionSearch(database),
         audit=Audit(database, writer),

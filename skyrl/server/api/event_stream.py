@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl.base.wire.errors import RequestError
 from skyrl.runtime.processes.log_format import about_request
-from skyrl.server.openai.errors import OpenAIError, error_body
-from skyrl.server.openai.events import event
 from skyrl.server.openai.in_flight import ClientGone, InFlight
 
 logger = logging.getLogger(__name__)
@@ -27,7 +24,7 @@ async def gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """If the stream fails after its first event, its last event is an error in OpenAI's shape. If the client reads too
+    """If the stream fails after its first event, it ends with what `failed` makes of the error. If the client reads too
     slowly, the stream ends at its deadline (in the event loop's time), and with it all that it holds."""
 
     media_type = "text/event-stream"
@@ -36,6 +33,7 @@ class EventStream(Response):
         self,
         first: bytes,
         events: AsyncGenerator[bytes, None],
+        failed: Callable[[RequestError], bytes],
         in_flight: InFlight,
         request_id: str,
         deadline: float,
@@ -44,6 +42,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._failed = failed
         self._in_flight = in_flight
         self._request_id = request_id
         self._deadline = deadline
@@ -52,13 +51,14 @@ class EventStream(Response):
     async def begin(
         cls,
         events: AsyncGenerator[bytes, None],
+        failed: Callable[[RequestError], bytes],
         in_flight: InFlight,
         request: Request,
         request_id: str,
         deadline_s: float,
     ) -> EventStream:
-        """Wait for the first event. After it the stream may last `deadline_s`. Raises what the events raise before
-        it."""
+        """Wait for the first of the framed events. After it the stream may last `deadline_s`. Raises what the events
+        raise before it."""
 
         async def first() -> bytes:
             return await anext(events)
@@ -66,7 +66,7 @@ class EventStream(Response):
         try:
             begun = await in_flight.run(first(), gone(request.receive))
             deadline = asyncio.get_running_loop().time() + deadline_s
-            return cls(begun, events, in_flight, request_id, deadline)
+            return cls(begun, events, failed, in_flight, request_id, deadline)
         except BaseException:
             await events.aclose()
             raise
@@ -83,10 +83,10 @@ class EventStream(Response):
                 logger.warning("a client did not read its stream in time", extra=about_request(self._request_id))
                 return
             except RequestError as error:
-                last = _error_event(error)
+                last = self._failed(error)
             except Exception as error:
                 logger.exception("a stream failed", extra=about_request(self._request_id))
-                last = _error_event(RequestError(f"internal error: {type(error).__name__}", status=500))
+                last = self._failed(RequestError(f"internal error: {type(error).__name__}", status=500))
             await send({"type": "http.response.body", "body": last})
         finally:
             await self._events.aclose()
@@ -96,8 +96,3 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for framed in self._events:
                 await send({"type": "http.response.body", "body": framed, "more_body": True})
-
-
-def _error_event(error: RequestError) -> bytes:
-    code = error.code if isinstance(error, OpenAIError) else None
-    return event(msgspec.json.encode(error_body(error.status, error.message, error.field, code)))

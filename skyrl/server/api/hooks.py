@@ -16,13 +16,12 @@ from starlette.datastructures import Headers
 
 from skyrl.base.wire.errors import RequestError
 from skyrl.runtime.metrics.http import HttpMetrics
-from skyrl.server.api.access import Access, check_scope
+from skyrl.server.api.access import Access, check_route
 from skyrl.server.api.body_memory import BodyReader
 from skyrl.server.api.call import Call
 from skyrl.server.api.offered_key import offered_key
 from skyrl.server.api.route import Body, Route
 from skyrl.server.api.signing import SignedUrls
-from skyrl.storage.db.keys import ALL_SCOPES
 
 MAX_KEY = 2_000
 """The most characters of a key or a token. `skyrl.server.api.access` keeps the last 4,096 keys in memory."""
@@ -94,8 +93,7 @@ class AccessCheck:
             self._urls.verify(call.request)
             return
         call.caller = caller = self._access.caller(key_of(call.received))
-        if caller.scopes != ALL_SCOPES and route.scope != "any":
-            check_scope(caller, route.scope)
+        check_route(caller, route.scope)
 
     def end(self, call: Call) -> None:
         """Nothing to do."""

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from skyrl.base.wire.decoding import decode_json
 from skyrl.storage.db.keys import Scope
 
-RouteScope = Literal[Scope, "any", "open", "signed"]
-"""What a route requires: a key with that scope; `any`: any accepted key; `open`: nothing; `signed`: a link that this
-server has signed."""
+RouteScope = Literal[Scope, "agent", "any", "open", "signed"]
+"""What a route requires: a key with that scope; `agent`: the key of an agent session, or one with the scope `sample`;
+`any`: any accepted key, but an agent session's; `open`: nothing; `signed`: a link that this server has signed."""
 KEYLESS: frozenset[RouteScope] = frozenset({"open", "signed"})
 Bound = Literal["control", "sample", "training"]
 """Which bound holds for the bytes of a body. Samples and training passes may be large, all other bodies are small."""

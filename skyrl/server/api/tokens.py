@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jwt
 
 from skyrl.base.wire.errors import InvalidToken
+from skyrl.server.api.agent_keys import AgentKeys
 from skyrl.server.api.signing import stored_secret
 
 LIFETIME_S = 3600
@@ -50,6 +51,8 @@ class Tokens:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self.agent_keys = AgentKeys(secret)
+        """Signed with the same secret."""
 
     @classmethod
     def open(cls, state_dir: Path) -> Tokens:

@@ -19,6 +19,7 @@ from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.types.weights import AdapterVersion, WeightsRef
 from skyrl.base.wire.errors import NotFound
 from skyrl.storage.db.adapter_uses import uses
+from skyrl.storage.db.agent_sessions import pinned
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.futures import MAX_NAMED, futures
 from skyrl.storage.db.scopes import in_scope
@@ -58,13 +59,14 @@ def dropped_sentence(sampling_session_id: str) -> str:
 
 
 def held(connection: Connection, now: float) -> set[WeightsRef]:
-    """Versions that a checkpoint, an open sampling session or an OpenAI request needs, or that were dropped less than
-    NOTICE_S ago."""
+    """Versions that a checkpoint, an open sampling session, an agent session or an OpenAI request needs, or that were
+    dropped less than NOTICE_S ago."""
     queries = (
         select(samplers.c.weights).where(OPEN_ADAPTER),
         select(samplers.c.weights).where(_DROPPED, samplers.c.closed_at > now - NOTICE_S),
         select(checkpoints.c.weights).where(checkpoints.c.weights.is_not(None)),
         select(uses.c.weights).where(uses.c.used_until > now),
+        pinned(),
     )
     return set(connection.execute(union_all(*queries)).scalars())
 

@@ -1,5 +1,5 @@
-"""Deletes old rows (finished requests, pictures, closed sampling sessions, steps of runs), then gives their space back
-to the disk.
+"""Deletes old rows (finished requests, pictures, closed sampling sessions, agent sessions, steps of runs), then gives
+their space back to the disk.
 
 Works in steps. Each step holds the write lock for some milliseconds, and other writers run between two steps.
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, func, select
 
-from skyrl.storage.db import pictures, run_steps
+from skyrl.storage.db import agent_sessions, pictures, run_steps
 from skyrl.storage.db.adapter_versions import forget_closed
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.futures import futures
+from skyrl.storage.db.futures import MAX_NAMED, futures
 from skyrl.storage.db.tables import ModelRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
@@ -29,6 +29,9 @@ PAUSE_S = 0.01
 
 SAMPLING_SESSIONS_S = 24 * 3600.0
 """How long a closed sampling session is still listed. Nobody can sample from it any more."""
+
+AGENT_SESSIONS_S = 7 * 24 * 3600.0
+"""How long an agent session is kept after its end, unless the configuration says otherwise."""
 
 HISTORY_S = 90 * 24 * 3600.0
 """How long a step of a run's history is kept after its last change."""
@@ -91,12 +94,20 @@ def give_back(connection: Connection, pages: int) -> None:
 
 
 class Retention:
-    """Keeps the size of one database in proportion to its rows. A request is kept for `retention_s` after its end."""
+    """Keeps the size of one database in proportion to its rows. A request is kept for `retention_s` after its end, an
+    agent session for `agent_retention_s`."""
 
-    def __init__(self, database: Database, writer: GroupCommitWriter, retention_s: float) -> None:
+    def __init__(
+        self,
+        database: Database,
+        writer: GroupCommitWriter,
+        retention_s: float,
+        agent_retention_s: float = AGENT_SESSIONS_S,
+    ) -> None:
         self._database = database
         self._writer = writer
         self._retention_s = retention_s
+        self._agent_retention_s = agent_retention_s
         self._log_limit = LONG_LOG_BYTES
 
     async def sweep(self) -> None:
@@ -118,6 +129,8 @@ class Retention:
         await self._in_steps(lambda c: forget(c, now - self._retention_s, FORGET_ROWS), 1)
         await self._in_steps(lambda c: forget_closed(c, now - SAMPLING_SESSIONS_S, FORGET_ROWS), FORGET_ROWS)
         await self._in_steps(lambda c: pictures.forget(c, now), 1)
+        await self._in_steps(lambda c: agent_sessions.end_over(c, now), MAX_NAMED)
+        await self._in_steps(lambda c: agent_sessions.forget(c, now - self._agent_retention_s), 1)
         await self._in_steps(lambda c: run_steps.forget(c, now - HISTORY_S), run_steps.FORGET_STEPS)
 
     async def _in_steps(self, forget_some: Callable[[Connection], int], full_step: int) -> None:

@@ -25,7 +25,7 @@ from skyrl.storage.db.columns import WeightsText
 _ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
 
 _ACTIVE, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND weights <> 'base'")
-_CLOSED = text("closed_at IS NOT NULL")
+_CLOSED, _NOT_ENDED = text("closed_at IS NOT NULL"), text("ended_at IS NULL")
 """Conditions of partial indexes. Each index contains only rows that are searched for by it."""
 
 
@@ -398,3 +398,48 @@ class ApiKeyRow(SQLModel, table=True):
     expires_at: float | None = None
     revoked_at: float | None = None
     last_used_at: float | None = None
+
+
+class AgentSessionRow(SQLModel, table=True):
+    """A session of an agent (`skyrl.base.types.agents`). `limits` and `options` are JSON. `ended_at` is None while it
+    takes requests."""
+
+    __tablename__ = "agent_sessions"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        Index("ix_agent_sessions_tenant", "tenant", "created_at"),
+        Index("ix_agent_sessions_open", "used_at", sqlite_where=_NOT_ENDED, postgresql_where=_NOT_ENDED),
+        Index("ix_agent_sessions_ended_at", "ended_at"),
+    )
+    id: str = Field(primary_key=True)
+    tenant: str
+    name: str
+    model: str
+    base_model: str
+    weights: WeightsRef = Field(sa_column=Column(WeightsText, nullable=False))
+    follows: str
+    limits: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
+    options: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
+    created_at: float
+    used_at: float
+    ended_at: float | None = None
+    end_reason: str | None = None
+    reward: float | None = None
+
+
+class AgentTurnRow(SQLModel, table=True):
+    """A turn of an agent's session. `added` and `sampled` are numbers of tokens; `content` holds the rest of the turn,
+    see `skyrl.storage.db.agent_turns`. Of two turns with the same session, key and attempt the first one stays."""
+
+    __tablename__ = "agent_turns"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (UniqueConstraint("session_id", "key", "attempt"),)
+    n: int | None = Field(default=None, sa_column=Column(_ROW_NUMBER, primary_key=True, autoincrement=True))
+    id: str
+    session_id: str = Field(index=True)
+    parent: str | None = None
+    key: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    attempt: int
+    ended_at: float
+    added: int
+    sampled: int
+    fork: str | None = None
+    content: bytes = Field(sa_column=Column(LargeBinary, nullable=False))

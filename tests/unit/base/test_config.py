@@ -42,6 +42,7 @@ SERVER_KEYS = {
     "host",
     "jwt_auth",
     "access_log",
+    "agents",
     "log_file_bytes",
     "log_files_kept",
     "log_format",

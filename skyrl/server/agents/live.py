@@ -1,0 +1,168 @@
+"""The agent sessions that this process answers for now: each with its tree in memory, read from the database once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+
+from skyrl.base.types.agents import AgentSession, AgentTurn, EndReason
+from skyrl.base.wire.errors import RequestError
+from skyrl.server.agents.running import RunningTurn
+from skyrl.server.agents.tree import Tree
+from skyrl.server.openai.errors import OpenAIError
+from skyrl.storage.db.agent_sessions import AgentSessions
+from skyrl.storage.db.agent_turns import AgentTurns
+
+MAX_BYTES = 512 * 2**20
+"""Of all trees in memory, beside those of sessions with a turn that runs."""
+MAX_SESSIONS = 10_000
+_ENDED = {
+    "called": "it was ended by a call",
+    "turns": "it has had all its turns",
+    "tokens": "it has used all its tokens",
+    "time": "its time is over",
+    "idle": "it was idle for too long",
+}
+
+
+class LiveSession:
+    """A session and its turns. `row` is the number of the last row of the table of turns that was read."""
+
+    def __init__(self, session: AgentSession, tree: Tree, row: int) -> None:
+        self.session = session
+        self.tree = tree
+        self.row = row
+        self.running: list[RunningTurn] = []
+        self.keys: dict[str, bytes] = {}
+        """The key of each running turn, by its id."""
+        self.delivered: set[str] = set()
+        """Turns whose answer has reached its client whole."""
+        self.used_at = session.used_at
+
+    def running_with(self, key: bytes) -> RunningTurn | None:
+        """The newest running turn of the same request."""
+        return next((turn for turn in reversed(self.running) if self.keys[turn.id] == key), None)
+
+    def was_delivered(self, turn: AgentTurn) -> bool:
+        """A turn that was continued was delivered."""
+        return turn.id in self.delivered or self.tree.has_child(turn)
+
+    def over(self, now: float) -> EndReason | None:
+        """The limit that the session has reached at `now` (seconds since the epoch)."""
+        limits = self.session.limits
+        if len(self.tree) >= limits.turns:
+            return "turns"
+        if self.tree.tokens >= limits.tokens:
+            return "tokens"
+        if now >= self.session.created_at + limits.seconds:
+            return "time"
+        return "idle" if not self.running and now >= self.used_at + limits.idle_s else None
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that one more turn may add, beside the running ones."""
+        return self.session.limits.tokens - self.tree.tokens - sum(turn.tokens for turn in self.running)
+
+    @property
+    def turns_left(self) -> int:
+        return self.session.limits.turns - len(self.tree) - sum(turn.n for turn in self.running)
+
+
+class LiveSessions:
+    """With `alone` no other process answers for the same sessions, and nothing is read twice."""
+
+    def __init__(self, sessions: AgentSessions, turns: AgentTurns, *, alone: bool) -> None:
+        self._sessions = sessions
+        self._turns = turns
+        self._alone = alone
+        self._live: OrderedDict[str, LiveSession] = OrderedDict()
+        self._loading: dict[str, asyncio.Task[LiveSession]] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._live
+
+    async def open(self, session_id: str, tenant: str) -> LiveSession:
+        """A session that takes requests. Raises OpenAIError: 404 if there is none, 403 if it has ended."""
+        live = self._live.get(session_id)
+        if live is None or not self._alone:
+            live = await self._read(session_id)
+        if live.session.tenant != tenant:
+            raise _unknown()
+        if (reason := live.session.end_reason) is None and (reason := live.over(time.time())) is not None:
+            await self.end(live, reason)
+        if reason is not None:
+            raise ended(reason)
+        live.used_at = time.time()
+        self._sessions.note_use(session_id)
+        self._live[session_id] = live
+        self._live.move_to_end(session_id)
+        return live
+
+    async def end(self, live: LiveSession, reason: EndReason) -> None:
+        """End a session at a limit."""
+        await self._sessions.end(live.session.id, reason, time.time())
+        self.forget(live.session.id)
+
+    def peek(self, session_id: str) -> LiveSession | None:
+        """The session, if it is in memory."""
+        return self._live.get(session_id)
+
+    def forget(self, session_id: str) -> None:
+        """The session has changed in the database."""
+        if (live := self._live.get(session_id)) is not None and not live.running:
+            del self._live[session_id]
+
+    def shrink(self) -> None:
+        """Forget the sessions that were used least recently, until the others are within the bounds."""
+        size = sum(live.tree.nbytes for live in self._live.values())
+        for session_id, live in list(self._live.items()):
+            if size <= MAX_BYTES and len(self._live) <= MAX_SESSIONS:
+                return
+            if not live.running:
+                size -= live.tree.nbytes
+                del self._live[session_id]
+
+    async def _read(self, session_id: str) -> LiveSession:
+        """From the database, once for all requests that wait for it."""
+        task = self._loading.get(session_id)
+        if task is None:
+            task = self._loading[session_id] = asyncio.create_task(self._load(session_id))
+            task.add_done_callback(lambda _: self._loading.pop(session_id, None))
+        return await asyncio.shield(task)
+
+    async def _load(self, session_id: str) -> LiveSession:
+        session = await self._sessions.find(session_id)
+        if session is None:
+            raise _unknown()
+        live = self._live.get(session_id) or LiveSession(session, Tree(), 0)
+        live.session = session
+        turns, live.row = await self._turns.of(session_id, live.row)
+        for turn in turns:
+            live.tree.add(turn, session.keep_thinking)
+        return live
+
+
+def over_budget(live: LiveSession, turns: int, tokens: int) -> RequestError:
+    """The refusal of a request that adds `turns` and `tokens`, and of which not enough are left."""
+    return OpenAIError(
+        f"this agent session has {max(0, live.turns_left)} turns and {max(0, live.tokens_left)} tokens left; the "
+        f"request needs {turns} turns and {tokens} tokens before its answer",
+        status=403,
+        code="agent_session_limit",
+        final=True,
+    )
+
+
+def ended(reason: EndReason) -> RequestError:
+    """The refusal of a request after the session's end."""
+    return OpenAIError(
+        f"this agent session has ended: {_ENDED[reason]}", status=403, code="agent_session_ended", final=True
+    )
+
+
+def _unknown() -> RequestError:
+    return OpenAIError("this agent session does not exist any more", status=404, code="agent_session_not_found")

@@ -1,0 +1,205 @@
+"""Decides what a turn will be: its place in the session's tree, its prompt's tokens, and how much it may sample."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl.base.types.agents import AgentTurn, ForkReason
+from skyrl.base.wire.errors import RequestError
+from skyrl.server.agents.answers import ASKED, Shown
+from skyrl.server.agents.canonical import setting_of
+from skyrl.server.agents.live import LiveSession, over_budget
+from skyrl.server.agents.tails import TailsOfModels
+from skyrl.server.agents.tree import Place
+from skyrl.server.openai.errors import TOO_LONG, OpenAIError
+from skyrl.server.openai.generation import Generation, chat
+from skyrl.server.openai.models import ModelNames, Target
+from skyrl.server.openai.service import Asked, OpenAIService
+from skyrl.server.sampling.job import ContextLimits
+
+REFUSED = ("add_special_tokens", "echo", "return_prompt_text", "truncate_prompt_tokens")
+"""Fields that would change the prompt's tokens, or show them in another way."""
+LARGE_BYTES = 256 * 2**10
+"""What takes milliseconds for a request of more bytes is done in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A chat completion that an agent asks for. `id` is that of the HTTP request, `size` the bytes of its body. With
+    `retried` the client says that it asks again. `turn_id`: the id that the turn gets if it is new."""
+
+    session_id: str
+    tenant: str
+    chat: dict[str, Any]
+    dialect: str
+    size: int
+    id: str
+    retried: bool
+    turn_id: str
+
+    @property
+    def model(self) -> str:
+        """The agent's name for the model, which the answer repeats."""
+        return str(self.chat.get("model", ""))
+
+
+@dataclass(frozen=True)
+class SamplingModel:
+    """What turns need of a base model."""
+
+    service: OpenAIService
+    limits: Callable[[], ContextLimits]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A turn before it is sampled. `tokens` are all ids of its prompt; None if the inference server renders it."""
+
+    request: TurnRequest
+    place: Place
+    fields: dict[str, Any]
+    tokens: NDArray[np.int32] | None
+    fork: ForkReason | None
+    asked: Asked
+    shown: Shown
+
+    @property
+    def parent(self) -> AgentTurn | None:
+        return None if self.tokens is None else self.place.parent
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Those that are new after the parent."""
+        return self.fields["messages"] if self.parent is None else self.place.new
+
+    @property
+    def generation(self) -> Generation:
+        return self.asked.request
+
+
+class Planner:
+    """`models` are the server's base models, by their numbers."""
+
+    def __init__(
+        self, models: Sequence[SamplingModel], names: ModelNames, tails: TailsOfModels, *, grammars: bool
+    ) -> None:
+        self.models = models
+        self._names = names
+        self._tails = tails
+        self._grammars = grammars
+
+    async def place(self, live: LiveSession, request: TurnRequest) -> tuple[Place, dict[str, Any]]:
+        """Where a request belongs, and its fields with the session's defaults. Raises RequestError."""
+        if wrong := [name for name in REFUSED if request.chat.get(name)]:
+            raise RequestError("is not accepted in an agent session", field=wrong[0])
+        fields = live.session.sampling | request.chat
+        messages = fields.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise RequestError("must be a list of at least one message", field="messages")
+        if request.size > LARGE_BYTES:
+            return await asyncio.to_thread(_place, live, fields), fields
+        return _place(live, fields), fields
+
+    async def count(self, live: LiveSession, request: TurnRequest) -> int:
+        """How many tokens the prompt of a request has. Raises RequestError."""
+        place, fields = await self.place(live, request)
+        target = await self._target(live, request)
+        if (tokens := await self._tokens(live, place, fields, target)) is not None:
+            return len(tokens)
+        asked = Asked(await self._checked(fields, target), target, request.tenant, request.id, request.size)
+        return await self.models[target.number].service.count(asked)
+
+    async def plan(self, live: LiveSession, request: TurnRequest, place: Place, fields: dict[str, Any]) -> Plan:
+        """Raises RequestError."""
+        target = await self._target(live, request)
+        tokens = await self._tokens(live, place, fields, target)
+        shown = Shown(
+            logprobs=bool(fields.get("logprobs")),
+            token_ids=bool(fields.get("return_token_ids")),
+            reasoning=fields.get("include_reasoning") is not False,
+        )
+        body = fields | ASKED | {"return_token_ids": tokens is None or shown.token_ids}
+        if live.session.routed_experts:
+            body["stream"] = False  # vLLM sends the experts' rows with whole answers alone
+        if body.get("stream"):
+            body["stream_options"] = {"include_usage": True}
+        else:
+            body.pop("stream_options", None)
+        if tokens is not None:  # the earlier messages were checked when they were new
+            body["messages"] = place.new or [{"role": "user", "content": "-"}]
+        generation = await self._checked(body, target)
+        if generation.pictures:
+            raise RequestError("an agent session takes text alone", field="messages")
+        asked = Asked(generation, target, request.tenant, request.id, request.size, live.session.id)
+        fork: ForkReason | None = "not_extendable" if tokens is None and place.parent is not None else place.fork
+        asked = await self._fitted(asked, live, place, tokens)
+        return Plan(request, place, fields, tokens, fork, asked, shown)
+
+    async def _target(self, live: LiveSession, request: TurnRequest) -> Target:
+        session = live.session
+        if session.follows == "newest":
+            return await self._names.newest(session.model, session.tenant)
+        return await self._names.of_weights(session.base_model, session.weights, request.model)
+
+    async def _tokens(
+        self, live: LiveSession, place: Place, fields: dict[str, Any], target: Target
+    ) -> NDArray[np.int32] | None:
+        """All tokens of the prompt; None if the inference server must render the messages."""
+        if place.parent is None:
+            return None
+        before = live.tree.tokens_of(place.parent)
+        if not place.new:
+            return before
+        if fields.get("continue_final_message") or fields.get("add_generation_prompt") is False:
+            return None
+        tail = await self._tails.tail(target.number, place.parent, place.new, fields)
+        return None if tail is None else np.concatenate([before, np.array(tail, np.int32)])
+
+    async def _checked(self, fields: dict[str, Any], target: Target) -> Generation:
+        encoded, limits = msgspec.json.encode(fields), self.models[target.number].limits()
+        if len(encoded) > LARGE_BYTES:
+            return await asyncio.to_thread(chat, encoded, limits, grammars=self._grammars)
+        return chat(encoded, limits, grammars=self._grammars)
+
+    async def _fitted(self, asked: Asked, live: LiveSession, place: Place, tokens: NDArray[np.int32] | None) -> Asked:
+        """The request with the prompt's tokens, whose answer fits the context and the session. Raises OpenAIError."""
+        model, n = self.models[asked.target.number], asked.request.size.n
+        context = model.limits().max_context
+        if tokens is None:
+            asked = await model.service.fitting(asked, context)
+            added = asked.request.size.likely_prompt
+        else:
+            assert place.parent is not None
+            added = len(tokens) - live.tree.length(place.parent)
+            if context is not None and len(tokens) >= context:
+                raise _too_long(len(tokens), context)
+        left = live.tokens_left // n - added
+        if live.turns_left < n or left <= 0:
+            raise over_budget(live, n, added)
+        wanted, request = asked.request.size.max_tokens, asked.request
+        if tokens is None:
+            return asked if wanted is not None and wanted <= left else replace(asked, request=request.at_most(left))
+        bounds = (left, wanted, None if context is None else context - len(tokens))
+        most = min(bound for bound in bounds if bound is not None)
+        return replace(asked, request=request.with_prompt(tokens.tolist(), most))
+
+
+def _place(live: LiveSession, fields: dict[str, Any]) -> Place:
+    return live.tree.place(setting_of(fields), fields["messages"], live.session.keep_thinking)
+
+
+def _too_long(tokens: int, context: int) -> RequestError:
+    """vLLM's words for the same, which clients know."""
+    return OpenAIError(
+        f"{TOO_LONG} {context} tokens. However, your request has {tokens} input tokens. Please reduce the length of "
+        "the messages.",
+        param="messages",
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,240 @@
+"""An agent's request, from its place in the session's tree to its stored turn.
+
+Knows sessions, trees and OpenAI's chat completions; knows neither dialects nor HTTP. The end of an answer is held back
+until the turn is in the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+
+from skyrl.base.types.agents import AgentTurn, ForkReason
+from skyrl.base.types.weights import AdapterVersion, BaseWeights
+from skyrl.base.wire.errors import RequestError
+from skyrl.runtime.processes.log_format import about_request
+from skyrl.server.agents import repeating
+from skyrl.server.agents.answers import Answers, bare, first_version
+from skyrl.server.agents.canonical import request_key
+from skyrl.server.agents.live import LiveSession, LiveSessions
+from skyrl.server.agents.planning import Plan, Planner, TurnRequest
+from skyrl.server.agents.running import RunningTurn
+from skyrl.server.openai.errors import OpenAIError
+from skyrl.server.openai.models import Target
+from skyrl.server.sampling.completion import MalformedAnswer
+from skyrl.storage.db.agent_turns import AgentTurns
+
+logger = logging.getLogger(__name__)
+
+
+class Turns:
+    def __init__(self, live: LiveSessions, stored: AgentTurns, planner: Planner) -> None:
+        self.live = live
+        self._stored = stored
+        self._planner = planner
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    def __len__(self) -> int:
+        """Turns that run now."""
+        return len(self._tasks)
+
+    async def begin(self, request: TurnRequest) -> RunningTurn:
+        """The turn that answers a request: a new one, or the one that has answered the same request before and did not
+        reach its client. Raises RequestError."""
+        if self._stopping:
+            raise RequestError("the server is stopping; send the request again", status=503, retry_after_s=1)
+        live = await self.live.open(request.session_id, request.tenant)
+        place, fields = await self._planner.place(live, request)
+        key = request_key(place.prefix, fields)
+        running = live.running_with(key)
+        if running is not None and (request.retried or running.readers == 0):
+            return running
+        answered = live.tree.answered(key)
+        if answered and (request.retried or not live.was_delivered(answered[-1])):
+            return repeating.repeated(answered, int(fields.get("n") or 1))
+        plan = await self._planner.plan(live, request, place, fields)
+        size = plan.generation.size
+        tokens = size.n * ((size.max_tokens or 0) + _added(live, plan))
+        turn = RunningTurn(request.turn_id, plan.parent, tokens=tokens, n=size.n, streams=plan.generation.stream)
+        attempt = len(answered) + sum(other.n for other in live.running if live.keys[other.id] == key)
+        live.running.append(turn)
+        live.keys[turn.id] = key
+        task = asyncio.create_task(self._run(turn, live, plan, key, attempt))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return turn
+
+    async def whole(self, turn: RunningTurn, request: TurnRequest) -> bytes:
+        """The chat completion. Raises RequestError."""
+        await turn.wait()
+        return turn.body if turn.body is not None else repeating.whole(turn.turns, request.model)
+
+    async def chunks(self, turn: RunningTurn, request: TurnRequest) -> AsyncGenerator[bytes, None]:
+        """The chunks of the chat completion. After the last one has been taken, the answer counts as delivered. Raises
+        RequestError."""
+        if turn.streams:
+            async for chunk in turn.chunks():
+                yield chunk
+        else:
+            await turn.wait()
+            for chunk in repeating.chunks(turn.turns, request.model):
+                yield chunk
+
+    def delivered(self, turn: RunningTurn, request: TurnRequest) -> None:
+        """The client has got the whole answer."""
+        if (live := self.live.peek(request.session_id)) is not None:
+            live.delivered.update(each.id for each in turn.turns)
+
+    async def count(self, request: TurnRequest) -> int:
+        """How many tokens the prompt of a request has. Raises RequestError."""
+        return await self._planner.count(await self.live.open(request.session_id, request.tenant), request)
+
+    async def history(self, session_id: str, tenant: str, turn_id: str) -> list[dict[str, Any]] | None:
+        """All messages up to the answer of a turn; None if the session has no such turn."""
+        live = await self.live.open(session_id, tenant)
+        turn = live.tree.get(turn_id)
+        return None if turn is None else [*live.tree.messages_of(turn), turn.answer]
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, wait up to `grace_s` until running turns have ended, then end the others: their clients
+        ask again."""
+        self._stopping = True
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, turn: RunningTurn, live: LiveSession, plan: Plan, key: bytes, attempt: int) -> None:
+        """Sample the answer, store it, then let its end go."""
+        began = time.time()
+        answers = Answers(turn.n, plan.shown)
+        request = plan.request
+        try:
+            held, body = await self._sampled(turn, answers, plan)
+            turns = self._turns_of(turn, live, plan, answers, key, attempt, began)
+            stored = [await self._stored.add(each) for each in turns]
+            if [each.id for each in stored] != [each.id for each in turns]:
+                if turn.streams:
+                    raise OpenAIError("another process has answered this request; send it again", status=503)
+                body = None
+            for each in stored:
+                live.tree.add(each, live.session.keep_thinking)
+            turn.push(held)
+            turn.end(stored, body)
+            await self._end_at_limit(live)
+        except asyncio.CancelledError:
+            turn.fail(RequestError("the server is stopping; send the request again", status=503, retry_after_s=1))
+            raise
+        except RequestError as error:
+            turn.fail(error)
+        except MalformedAnswer as error:
+            logger.error("a turn's answer is not complete: %s", error, extra=about_request(request.id))
+            turn.fail(OpenAIError("the inference server's answer lacks tokens or logprobs", status=503, final=True))
+        except Exception as error:
+            logger.exception("a turn failed", extra=about_request(request.id))
+            turn.fail(RequestError(f"internal error: {type(error).__name__}", status=500))
+        finally:
+            live.running.remove(turn)
+            del live.keys[turn.id]
+
+    async def _sampled(self, turn: RunningTurn, answers: Answers, plan: Plan) -> tuple[list[bytes], bytes | None]:
+        """Sample the answer. Returns what is held back of it: the last chunks, or the whole body."""
+        asked, model = plan.asked, plan.request.model
+        service = self._planner.models[asked.target.number].service
+        held: list[bytes] = []
+        body = None
+        if turn.streams:
+            async for chunk in service.stream(asked):
+                shown, ends = answers.chunk(chunk, model)
+                if ends or held:
+                    held.append(shown)
+                else:
+                    turn.push([shown])
+        else:
+            body = answers.whole(await service.answer(asked), model)
+        answers.check(None if plan.tokens is None else len(plan.tokens))
+        return held, body
+
+    def _turns_of(
+        self,
+        turn: RunningTurn,
+        live: LiveSession,
+        plan: Plan,
+        answers: Answers,
+        key: bytes,
+        attempt: int,
+        began: float,
+    ) -> list[AgentTurn]:
+        """The turns of a complete answer, one for each choice."""
+        if plan.tokens is None:
+            added = np.array(answers.prompt, np.int32)
+        else:
+            before = 0 if plan.parent is None else live.tree.length(plan.parent)
+            added = plan.tokens[before:]
+        turns = []
+        for number, choice in enumerate(answers.choices):
+            ids, logprobs = choice.arrays
+            turns.append(
+                AgentTurn(
+                    id=turn.id if number == 0 else f"{turn.id}.{number}",
+                    session_id=live.session.id,
+                    parent=None if plan.parent is None else plan.parent.id,
+                    key=key,
+                    attempt=attempt + number,
+                    messages=plan.messages,
+                    setting=plan.setting,
+                    added=added,
+                    sampled=ids,
+                    logprobs=logprobs,
+                    versions=first_version(choice.versions, _version(plan.asked.target)),
+                    answer=bare(choice.message),
+                    finish_reason=choice.finish_reason or "stop",
+                    stop_reason=choice.stop_reason,
+                    usage=answers.usage | {"sampled": len(ids)},
+                    dialect=plan.request.dialect,
+                    created_at=began,
+                    ended_at=time.time(),
+                    fork=_fork(live, plan, attempt + number),
+                    forked_at=plan.place.forked_at,
+                    routed_experts=choice.experts,
+                )
+            )
+        return turns
+
+    async def _end_at_limit(self, live: LiveSession) -> None:
+        reason = live.over(time.time())
+        if reason in ("turns", "tokens"):
+            await self.live.end(live, reason)
+
+
+def _added(live: LiveSession, plan: Plan) -> int:
+    """About how many tokens a plan adds to the session, before the answer."""
+    if plan.tokens is None:
+        return plan.generation.size.likely_prompt
+    return len(plan.tokens) - (0 if plan.parent is None else live.tree.length(plan.parent))
+
+
+def _fork(live: LiveSession, plan: Plan, attempt: int) -> ForkReason | None:
+    """Why a turn that ends now does not continue the newest turn: another one may have ended before it."""
+    if attempt:
+        return "asked_again"
+    if plan.fork is None and plan.parent is not None and live.tree.has_child(plan.parent):
+        return "branch"
+    return plan.fork
+
+
+def _version(target: Target) -> str:
+    match target.weights:
+        case AdapterVersion(name):
+            return name
+        case BaseWeights():
+            return "base"
+        case weights:
+            return weights.version
