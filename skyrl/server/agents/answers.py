@@ -6,7 +6,7 @@ not get them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import base64
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,11 @@ class Sampled:
     stop_reason: int | str | None = None
     versions: tuple[VersionSpan, ...] = ()
     routed_experts: str | None = None
+
+    @property
+    def experts(self) -> bytes | None:
+        """The rows of the experts, as NumPy's file."""
+        return None if self.routed_experts is None else base64.b64decode(self.routed_experts)
 
     @property
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -231,14 +236,3 @@ def bare(message: dict[str, Any]) -> dict[str, Any]:
 def first_version(versions: tuple[VersionSpan, ...], known: str) -> tuple[VersionSpan, ...]:
     """The versions that the inference server told; where it tells none, all tokens are of the `known` one."""
     return versions or (VersionSpan(0, known),)
-
-
-def repeated(
-    turns: Iterable[tuple[dict[str, Any], str, int | str | None]], head: dict[str, Any], usage: dict[str, Any]
-) -> dict[str, Any]:
-    """A whole chat completion of stored answers: messages, finish reasons and stop reasons."""
-    choices = [
-        {"index": index, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": stop}
-        for index, (message, finish, stop) in enumerate(turns)
-    ]
-    return {**head, "object": "chat.completion", "choices": choices, "usage": usage}

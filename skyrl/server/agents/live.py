@@ -116,7 +116,7 @@ class LiveSessions:
         if (live := self._live.get(session_id)) is not None and not live.running:
             del self._live[session_id]
 
-    def shrink(self) -> None:
+    async def shrink(self) -> None:
         """Forget the sessions that were used least recently, until the others are within the bounds."""
         size = sum(live.tree.nbytes for live in self._live.values())
         for session_id, live in list(self._live.items()):

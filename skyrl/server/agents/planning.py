@@ -80,6 +80,11 @@ class Plan:
         return self.fields["messages"] if self.parent is None else self.place.new
 
     @property
+    def setting(self) -> dict[str, Any]:
+        """What the template reads beside the messages; with a parent it is the parent's."""
+        return setting_of(self.fields) if self.parent is None else {}
+
+    @property
     def generation(self) -> Generation:
         return self.asked.request
 
@@ -198,8 +203,8 @@ def _place(live: LiveSession, fields: dict[str, Any]) -> Place:
 def _too_long(tokens: int, context: int) -> RequestError:
     """vLLM's words for the same, which clients know."""
     return OpenAIError(
-        f"{TOO_LONG} {context} tokens. However, your request has {tokens} input tokens. Please reduce the length of "
-        "the messages.",
+        f"{TOO_LONG} {context} tokens. However, your prompt contains {tokens} input tokens. Please reduce the length "
+        "of the messages.",
         param="messages",
         code="context_length_exceeded",
     )

@@ -13,7 +13,6 @@ from skyrl.server.agents.planning import TurnRequest
 from skyrl.server.agents.running import RunningTurn
 from skyrl.server.agents.turns import Turns
 from skyrl.server.api.call import Call
-from skyrl.server.api.event_stream import gone
 from skyrl.server.api.generating import Generating, release, spoken
 from skyrl.server.dialects.dialect import Speaker, Spoken
 

@@ -11,10 +11,12 @@ from starlette.responses import Response
 
 from skyrl import __version__
 from skyrl.server.api import (
+    agent_sessions,
     audit,
     auth,
     billing,
     capabilities,
+    chats,
     checkpoints,
     copying,
     downloads,
@@ -57,6 +59,8 @@ RESOURCES = (
     copying,
     downloads,
     openai,
+    chats,
+    agent_sessions,
     auth,
     audit,
     billing,

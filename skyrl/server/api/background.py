@@ -27,6 +27,7 @@ KEYS_S = 2.0
 KEY_USES_S = 60.0
 SAMPLER_USES_S = 60.0
 ADAPTER_USES_S = 60.0
+AGENT_SESSIONS_S = 10.0
 DROPPED_S = 5.0
 """How often this process looks for dropped adapters: several times in `adapter_versions.NOTICE_S`."""
 QUOTAS_S = 2.0
@@ -72,6 +73,8 @@ def _repeated_work(process: ApiProcess) -> list[tuple[str, float, Callable[[], A
         ("reading the quotas", QUOTAS_S, services.quotas.refresh),
         ("noting when keys were used", KEY_USES_S, base.keys.note_uses),
         ("noting what was sampled from", SAMPLER_USES_S, services.samplers.write_uses),
+        ("noting when agent sessions were used", SAMPLER_USES_S, services.agent_sessions.write_uses),
+        ("forgetting agent sessions", AGENT_SESSIONS_S, services.agents.live.shrink),
         ("keeping adapters that OpenAI requests use", ADAPTER_USES_S, services.adapter_uses.renew),
         ("looking for dropped adapters", DROPPED_S, services.samplers.forget_dropped),
         ("metering storage", STORAGE_S, partial(_meter_storage, process)),

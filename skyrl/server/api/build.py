@@ -18,6 +18,10 @@ from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.metrics.readiness import ReadinessMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.tracing.opening import open_spans
+from skyrl.server.agents.live import LiveSessions
+from skyrl.server.agents.planning import Planner, SamplingModel
+from skyrl.server.agents.tails import TailsOfModels
+from skyrl.server.agents.turns import Turns
 from skyrl.server.api.access import Access
 from skyrl.server.api.build_model import Shared, build_model
 from skyrl.server.api.notices import NoticeHandler
@@ -44,6 +48,8 @@ from skyrl.server.sampling.ownership import SampleOwnership
 from skyrl.server.sampling.service import SampleService
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db.adapter_uses import AdapterUses
+from skyrl.storage.db.agent_sessions import AgentSessions
+from skyrl.storage.db.agent_turns import AgentTurns
 from skyrl.storage.db.api_processes import ApiProcesses
 from skyrl.storage.db.audit import Audit
 from skyrl.storage.db.checkpoints import Checkpoints
@@ -145,9 +151,7 @@ def build(runtime: Runtime, secrets: Secrets, features: Sequence[InferenceFeatur
         notices=NoticeHandler(base.futures, services.sampling, services.refresh, services.session_life.changed),
         ownership=ownership,
         clocks=SampleClocks(writer, runtime.process_id),
-        retention=Retention(
-            database, writer, runtime.config.result_retention_s, runtime.config.agents.retention_s
-        ),
+        retention=Retention(database, writer, runtime.config.result_retention_s, runtime.config.agents.retention_s),
     )
 
 
@@ -188,6 +192,8 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         quotas=quotas,
         metrics=base.metrics.refusals,
     )
+    openai_models = ModelNames([_base_of(model) for model in built], checkpoints)
+    agent_sessions, agent_turns = AgentSessions(database, writer), AgentTurns(database, writer)
     return Services(
         config=config,
         process_id=runtime.process_id,
@@ -233,11 +239,24 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         curves=Curves(),
         metrics=base.metrics,
         published_metrics=MetricsDirectory(runtime.metrics_directory),
-        openai_models=ModelNames([_base_of(model) for model in built], checkpoints),
+        openai_models=openai_models,
         openai_in_flight=InFlight(),
+        agents=Turns(
+            LiveSessions(agent_sessions, agent_turns, alone=database.is_sqlite),
+            agent_turns,
+            _planner(built, openai_models, config),
+        ),
+        agent_sessions=agent_sessions,
+        agent_turns=agent_turns,
         adapter_uses=uses,
         spans=open_spans(config.otlp_endpoint, f"api-{runtime.slot}"),
     )
+
+
+def _planner(built: Sequence[ServedModel], names: ModelNames, config: ServerConfig) -> Planner:
+    models = [SamplingModel(model.openai, model.watch.limits) for model in built if model.openai is not None]
+    tails = TailsOfModels([model.config.tokenizer_id or model.config.base_model_path for model in built])
+    return Planner(models, names, tails, grammars=config.openai_grammars)
 
 
 def _base_of(model: ServedModel) -> OpenAIBase:

@@ -13,12 +13,12 @@ import msgspec
 from starlette.responses import Response
 
 from skyrl.base.types.ids import new_request_id
-from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.decoding import raw_fields, raw_value
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.api.agent_chats import AgentChats
 from skyrl.server.api.call import Call
 from skyrl.server.api.generating import Generating
-from skyrl.server.api.openai import PREFIXES
+from skyrl.server.api.openai import MESSAGES, PREFIXES
 from skyrl.server.api.reply import reply
 from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
@@ -30,7 +30,8 @@ from skyrl.server.futures.recording import LARGE_BODY_BYTES
 from skyrl.server.openai.fields import ChatFields
 from skyrl.server.openai.generation import chat
 
-MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+COUNT, RESPONSES = f"{MESSAGES}/count_tokens", "/v1/responses"
+RESPONSE_ID = "resp_"
 LEFT_OUT = "X-Skyrl-Left-Out"
 """A header of an answer: what of the request had no effect."""
 
@@ -71,10 +72,12 @@ def router(services: Services) -> Routes:
                     "needs an agent session: this server keeps no responses; send all items in input",
                     field="previous_response_id",
                 )
-            turn = previous.removeprefix(responses.RESPONSE_ID)
+            turn = previous.removeprefix(RESPONSE_ID)
             before = await agents.history(call, turn, "previous_response_id")
         new_id = new_request_id()
-        return await answer(call, await _read(body, responses.to_chat, before, new_id), "responses", len(body), new_id)
+        return await answer(
+            call, await _read(body, responses.to_chat, before, RESPONSE_ID + new_id), "responses", len(body), new_id
+        )
 
     async def answer(call: Call, spoken: Spoken, dialect: str, size: int, turn_id: str) -> Response:
         if call.caller.agent_session is not None:
@@ -96,7 +99,7 @@ def router(services: Services) -> Routes:
 
 
 def _chat_fields(body: bytes) -> dict[str, Any]:
-    return decode_json(dict[str, Any], body)
+    return {name: raw_value(raw, name) for name, raw in raw_fields(body).items()}
 
 
 def _noted(answer: Response, spoken: Spoken) -> Response:

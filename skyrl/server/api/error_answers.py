@@ -1,7 +1,7 @@
 """The one place where an error becomes an answer, `{"detail": sentence, "field": name or null, "request_id":
 id}`, and a log line.
 
-The OpenAI-compatible routes answer the same errors in OpenAI's shape.
+The routes of OpenAI's and Anthropic's dialects answer the same errors in their shapes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from starlette.exceptions import HTTPException
 from skyrl.base.wire.errors import OverQuota, RequestError
 from skyrl.runtime.processes.log_format import about_request
 from skyrl.server.api.call import Call
-from skyrl.server.api.openai import is_openai
+from skyrl.server.api.openai import is_anthropic, is_openai
 from skyrl.server.api.refusals import Refusals
 from skyrl.server.api.reply import WholeBody, reply
 from skyrl.server.api.routes import API
+from skyrl.server.dialects import messages
 from skyrl.server.openai.errors import OpenAIError, error_body
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
@@ -46,8 +47,11 @@ class ErrorAnswer:
 
     def response(self, call: Call) -> WholeBody:
         """In the shape of the routes below the request's path."""
-        if is_openai(call.request.scope["path"]):
-            body: Any = error_body(self.status, self.detail, self.field, self.code)
+        path = call.request.scope["path"]
+        if is_anthropic(path):
+            body: Any = messages.error_body(self.status, self.detail, self.field, self.code, call.id)
+        elif is_openai(path):
+            body = error_body(self.status, self.detail, self.field, self.code)
         else:
             body = {"detail": self.detail, "field": self.field, "request_id": call.id}
         return reply(body, self.status, dict(self.headers or {}))

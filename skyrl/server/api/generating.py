@@ -17,7 +17,6 @@ from skyrl.server.dialects.dialect import Speaker
 from skyrl.server.futures.recording import LARGE_BODY_BYTES
 from skyrl.server.openai.errors import OpenAIError
 from skyrl.server.openai.generation import Generation, chat, model_in
-from skyrl.server.openai.models import Target
 from skyrl.server.openai.service import Asked, OpenAIService
 
 T = TypeVar("T")

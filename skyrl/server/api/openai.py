@@ -15,6 +15,7 @@ from skyrl.server.openai.fields import CompletionFields
 from skyrl.server.openai.generation import completion
 
 PREFIXES = ("/oai/api/v1", "/v1")
+MESSAGES = "/v1/messages"
 
 
 def is_openai(path: str) -> bool:
@@ -22,22 +23,31 @@ def is_openai(path: str) -> bool:
     return path.startswith(("/oai/", "/v1/"))
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether errors of a path have Anthropic's shape."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
 def router(services: Services) -> Routes:
     routes = Routes("openai", prefix="")
     models, generating = services.openai_models, Generating(services)
 
     async def list_models(call: Call) -> Response:
-        return reply({"object": "list", "data": await models.listed(call.tenant)})
+        """An agent's key shows the base models alone."""
+        agent = call.caller.agent_session is not None
+        return reply({"object": "list", "data": models.served() if agent else await models.listed(call.tenant)})
 
     async def get_model(call: Call, model: str) -> Response:
+        if call.caller.agent_session is not None:
+            return reply(models.any_name(model))
         return reply((await models.find(model, call.tenant)).description)
 
     async def completions(call: Call, body: bytes) -> Response:
         return await generating.answer(call, body, completion, ChatSpeaker())
 
     for prefix in PREFIXES:
-        routes.get(f"{prefix}/models", scope="sample")(list_models)
-        routes.get(f"{prefix}/models/{{model:path}}", scope="sample")(get_model)
+        routes.get(f"{prefix}/models", scope="agent")(list_models)
+        routes.get(f"{prefix}/models/{{model:path}}", scope="agent")(get_model)
         body = Body(CompletionFields, read_as=bytes, bound="sample")
         routes.post(f"{prefix}/completions", scope="sample", body=body)(completions)
     return routes

@@ -12,8 +12,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from skyrl.base.wire.training import PROTOBUF
-from skyrl.server.api.openai import is_openai
+from skyrl.server.api.openai import is_anthropic, is_openai
 from skyrl.server.api.route import Body, Route
+from skyrl.server.dialects.messages import AnthropicError
 from skyrl.server.openai.errors import ErrorBody
 
 
@@ -38,11 +39,11 @@ def describe(app: FastAPI, declared: Sequence[Route]) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     bodies = {route.body.schema for route in declared if route.body is not None}
     _, schemas = msgspec.json.schema_components(
-        sorted({*bodies, Refusal, ErrorBody}, key=lambda kind: kind.__name__),
+        sorted({*bodies, Refusal, ErrorBody, AnthropicError}, key=lambda kind: kind.__name__),
         ref_template="#/components/schemas/{name}",
     )
     for route in declared:
-        shape = ErrorBody if is_openai(route.path) else Refusal
+        shape = AnthropicError if is_anthropic(route.path) else ErrorBody if is_openai(route.path) else Refusal
         refusal = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape.__name__}"}}}
         operation = document["paths"][route.path][route.method.lower()]
         operation["responses"].pop("422", None)  # FastAPI's own refusals, which `ErrorAnswers` answers with 400

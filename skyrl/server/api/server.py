@@ -53,7 +53,9 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
 async def drain(services: Services) -> None:
     """Refuse new samples and OpenAI requests, and give those in flight DRAIN_S."""
     services.sampling.refuse_new()
-    await asyncio.gather(services.sampling.drain(DRAIN_S), services.openai_in_flight.drain(DRAIN_S))
+    await asyncio.gather(
+        services.sampling.drain(DRAIN_S), services.openai_in_flight.drain(DRAIN_S), services.agents.drain(DRAIN_S)
+    )
 
 
 async def write_last(process: ApiProcess) -> None:
@@ -63,6 +65,7 @@ async def write_last(process: ApiProcess) -> None:
         ("the usage since the last second", base.counter.flush),
         ("when keys were used", base.keys.note_uses),
         ("what was sampled from", services.samplers.write_uses),
+        ("when agent sessions were used", services.agent_sessions.write_uses),
         ("that this process has ended", process.ownership.leave),
     ):
         try:

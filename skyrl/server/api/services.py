@@ -8,6 +8,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.tracing.spans import Spans
+from skyrl.server.agents.turns import Turns
 from skyrl.server.api.access import Access
 from skyrl.server.api.ready_reasons import ServerReadiness
 from skyrl.server.api.served import Served
@@ -25,6 +26,8 @@ from skyrl.server.request_status.finding import StatusFinder
 from skyrl.server.sampling.service import SampleService
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db.adapter_uses import AdapterUses
+from skyrl.storage.db.agent_sessions import AgentSessions
+from skyrl.storage.db.agent_turns import AgentTurns
 from skyrl.storage.db.audit import Audit
 from skyrl.storage.db.checkpoints import Checkpoints
 from skyrl.storage.db.copies import Copies
@@ -72,6 +75,9 @@ class Services:
     """Where all processes of the server publish their metrics."""
     openai_models: ModelNames
     openai_in_flight: InFlight
+    agents: Turns
+    agent_sessions: AgentSessions
+    agent_turns: AgentTurns
     adapter_uses: AdapterUses
     spans: Spans | None
     """None if nothing is traced."""

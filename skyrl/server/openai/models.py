@@ -142,11 +142,18 @@ class ModelNames:
             raise _refused(f"{named!r} is not the model that {path} was trained from")
         return self._bases[number].target(name, saved, number)
 
+    def served(self) -> list[dict[str, Any]]:
+        """The served names."""
+        return [description for base in self._bases for description in base.own()]
+
+    def any_name(self, name: str) -> dict[str, Any]:
+        """The model of an agent session, under the name by which the agent asks for it."""
+        return Target(name, name, name, BaseWeights()).description
+
     async def listed(self, tenant: str) -> list[dict[str, Any]]:
         """The served names, and the tenant's own newest checkpoints. Published ones are found by their names."""
-        served = [description for base in self._bases for description in base.own()]
         own, _ = await self._checkpoints.page(tenant, MAX_LISTED, 0, Seen(kinds=("sampler_weights",)))
-        return served + [target.description for saved in own if (target := self._usable(saved)) is not None]
+        return self.served() + [target.description for saved in own if (target := self._usable(saved)) is not None]
 
     def _usable(self, saved: Checkpoint) -> Target | None:
         """None for a checkpoint that cannot be sampled from here."""

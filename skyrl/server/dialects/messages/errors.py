@@ -28,7 +28,7 @@ class ErrorDetail(msgspec.Struct):
     message: str
 
 
-class ErrorBody(msgspec.Struct, tag_field="type", tag="error", omit_defaults=True):
+class AnthropicError(msgspec.Struct, tag_field="type", tag="error", omit_defaults=True):
     """Every answer of 400 and above, and the content of a stream's error event."""
 
     error: ErrorDetail
@@ -37,14 +37,14 @@ class ErrorBody(msgspec.Struct, tag_field="type", tag="error", omit_defaults=Tru
 
 def error_body(
     status: int, message: str, field: str | None = None, code: str | None = None, request_id: str | None = None
-) -> ErrorBody:
+) -> AnthropicError:
     """`field` is named in the message. `code` is OpenAI's, and says here only whether the prompt was too long."""
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if code == "context_length_exceeded" or TOO_LONG in message:
         message = _too_long(message)
     elif field is not None and not message.startswith(field):
         message = f"{field}: {message}"
-    return ErrorBody(ErrorDetail(kind, message), request_id)
+    return AnthropicError(ErrorDetail(kind, message), request_id)
 
 
 def _too_long(message: str) -> str:

@@ -81,7 +81,7 @@ class Counted(msgspec.Struct, kw_only=True):
     mcp_servers: list[dict[str, Any]] | None = None
 
 
-class Request(Counted, kw_only=True):
+class MessagesRequest(Counted, kw_only=True):
     """The body of `messages`. The fields after `stream` have no effect; they are here for their types."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

@@ -8,7 +8,7 @@ from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.dialect import Spoken
 from skyrl.server.dialects.messages.conversation import chat_messages, system_message
-from skyrl.server.dialects.messages.fields import Counted, OutputFormat, Request
+from skyrl.server.dialects.messages.fields import Counted, MessagesRequest, OutputFormat
 from skyrl.server.dialects.messages.speaker import MessagesSpeaker
 from skyrl.server.dialects.messages.tools import chat_choice, chat_tools
 from skyrl.server.dialects.results import in_order_of_calls
@@ -17,7 +17,7 @@ from skyrl.server.dialects.results import in_order_of_calls
 def to_chat(body: bytes) -> Spoken:
     """`max_tokens` becomes `max_completion_tokens`, which may be more than fits the context: agents send a constant.
     Raises RequestError naming the field of the Messages request."""
-    given = decode_json(Request, body)
+    given = decode_json(MessagesRequest, body)
     left_out: list[str] = []
     chat = _prompt(given, left_out)
     chat["max_completion_tokens"] = given.max_tokens

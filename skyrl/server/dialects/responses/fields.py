@@ -73,7 +73,7 @@ class Reasoning(msgspec.Struct):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class Request(msgspec.Struct, kw_only=True):
+class ResponsesRequest(msgspec.Struct, kw_only=True):
     """The fields after `previous_response_id` have no effect or are refused; some are here for their types."""
 
     model: str

@@ -11,7 +11,7 @@ from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.dialect import Spoken
 from skyrl.server.dialects.responses.conversation import Conversation
-from skyrl.server.dialects.responses.fields import Echo, Request, TextFormat
+from skyrl.server.dialects.responses.fields import Echo, ResponsesRequest, TextFormat
 from skyrl.server.dialects.responses.speaker import ResponsesSpeaker
 from skyrl.server.dialects.responses.tools import ChatTools
 from skyrl.server.dialects.results import in_order_of_calls
@@ -36,7 +36,7 @@ def to_chat(body: bytes, previous: Sequence[dict[str, Any]] | None, new_id: str)
     request without instructions keeps those. `max_output_tokens` becomes `max_completion_tokens`, which may be more
     than fits the context. Raises RequestError naming the field of the Responses request.
     """
-    given = decode_json(Request, body)
+    given = decode_json(ResponsesRequest, body)
     _check_supported(given)
     left_out: list[str] = []
     tools = ChatTools(given.tools or (), left_out)
@@ -61,7 +61,7 @@ def to_chat(body: bytes, previous: Sequence[dict[str, Any]] | None, new_id: str)
     return Spoken(chat, speaker, tuple(left_out))
 
 
-def _check_supported(given: Request) -> None:
+def _check_supported(given: ResponsesRequest) -> None:
     if given.background:
         raise RequestError("is not supported: ask for a stream, or wait for the answer", field="background")
     for name in ("conversation", "prompt"):
@@ -77,7 +77,7 @@ def _continued(previous: Sequence[dict[str, Any]], instructions: str | None) -> 
     return [first, *(previous[1:] if previous and previous[0]["role"] == "system" else previous)]
 
 
-def _options(given: Request) -> dict[str, Any]:
+def _options(given: ResponsesRequest) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_completion_tokens": given.max_output_tokens,
         "temperature": given.temperature,

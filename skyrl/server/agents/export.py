@@ -1,0 +1,100 @@
+"""Rows of a trajectory in the forms that trainers read: Tinker's Datums, slime's samples, verl's fields; and turns as
+lines of JSON."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl.base.types.agents import AgentSession, AgentTurn
+from skyrl.server.agents.rows import Row
+
+
+def datum(row: Row, session: AgentSession, advantage: float) -> dict[str, Any]:
+    """A Datum for `importance_sampling` and `ppo`: position i of the inputs is about token i + 1. `mask` says which
+    positions are trained; take it out before `forward_backward`, which knows them by their advantages."""
+    mask = row.mask[1:]
+    inputs = {
+        "target_tokens": _tensor(row.tokens[1:], "int64"),
+        "logprobs": _tensor(row.logprobs[1:], "float32"),
+        "advantages": _tensor(np.where(mask, np.float32(advantage), np.float32(0)), "float32"),
+        "mask": _tensor(mask.astype(np.float32), "float32"),
+    }
+    chunk = {"type": "encoded_text", "tokens": row.tokens[:-1].tolist()}
+    return {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": inputs}
+
+
+def sample(row: Row, session: AgentSession, advantage: float) -> dict[str, Any]:
+    """The fields of slime's Sample. `loss_mask`, `rollout_log_probs` and `weight_versions` are of the response, which
+    begins with the first sampled token."""
+    last = row.turns[-1].turn
+    return {
+        "tokens": row.tokens.tolist(),
+        "response_length": len(row.tokens) - row.prompt,
+        "loss_mask": row.mask[row.prompt :].astype(int).tolist(),
+        "rollout_log_probs": row.logprobs[row.prompt :].tolist(),
+        "weight_versions": row.versions,
+        "reward": session.reward,
+        "status": "truncated" if last.finish_reason == "length" else "completed",
+        "metadata": {**session.metadata, "session_id": session.id, "turns": [each.turn.id for each in row.turns]},
+    }
+
+
+def verl(row: Row, session: AgentSession, advantage: float) -> dict[str, Any]:
+    """The fields of one row of verl's batch, without padding."""
+    response = row.tokens[row.prompt :].tolist()
+    return {
+        "prompts": row.tokens[: row.prompt].tolist(),
+        "responses": response,
+        "response_mask": row.mask[row.prompt :].astype(int).tolist(),
+        "input_ids": row.tokens.tolist(),
+        "attention_mask": [1] * len(row.tokens),
+        "position_ids": list(range(len(row.tokens))),
+        "rollout_log_probs": row.logprobs[row.prompt :].tolist(),
+        "advantages": [advantage if trained else 0.0 for trained in row.mask[row.prompt :].tolist()],
+        "reward": session.reward,
+        "uid": session.id,
+    }
+
+
+FORMS: Mapping[str, Callable[[Row, AgentSession, float], dict[str, Any]]] = {
+    "datums": datum,
+    "samples": sample,
+    "verl": verl,
+}
+"""The forms of rows, by their names."""
+
+
+def line(turn: AgentTurn) -> dict[str, Any]:
+    """A turn with all that is kept of it."""
+    shown = {
+        "id": turn.id,
+        "parent": turn.parent,
+        "fork": turn.fork,
+        "forked_at": turn.forked_at,
+        "dialect": turn.dialect,
+        "messages": turn.messages,
+        "answer": turn.answer,
+        "finish_reason": turn.finish_reason,
+        "stop_reason": turn.stop_reason,
+        "added_tokens": turn.added.tolist(),
+        "sampled_tokens": turn.sampled.tolist(),
+        "logprobs": turn.logprobs.tolist(),
+        "versions": [{"first": span.first, "version": span.version} for span in turn.versions],
+        "usage": turn.usage,
+        "created_at": turn.created_at,
+        "ended_at": turn.ended_at,
+    }
+    if turn.parent is None:
+        shown["setting"] = turn.setting
+    if turn.routed_experts is not None:
+        shown["routed_experts"] = base64.b64encode(turn.routed_experts).decode()
+    return shown
+
+
+def _tensor(values: NDArray[Any], dtype: str) -> dict[str, Any]:
+    return {"data": values.tolist(), "dtype": dtype, "shape": [len(values)]}

@@ -1,0 +1,241 @@
+"""Agent sessions for their tenant: make them, look at them, end them, reward them, and read their trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+import msgspec
+from fastapi import Query
+from starlette.responses import Response
+
+from skyrl.base.config.keys import AgentsConfig
+from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn
+from skyrl.base.types.ids import new_request_id
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.server.agents.export import FORMS, line
+from skyrl.server.agents.rows import ends_of, rows_of
+from skyrl.server.agents.tree import Tree
+from skyrl.server.api.call import Call
+from skyrl.server.api.reply import reply
+from skyrl.server.api.routes import API, Routes
+from skyrl.server.api.services import Services
+from skyrl.server.openai.fields import ChatFields
+from skyrl.storage.db.agent_sessions import Counts, SessionState
+
+ROUTE = f"{API}/agent_sessions"
+MAX_PAGE, MAX_ROWS = 200, 64
+MAX_PAGE_BYTES = 64 * 2**20
+"""Of a page of rows or turns, about: fewer are given if they are longer."""
+BYTES_PER_TOKEN = 40
+"""Of a token in a row as JSON, at most: its id, target, mask, advantage and logprob."""
+MAX_NAME, MAX_METADATA_BYTES = 200, 16 * 2**10
+_SET_BY_REQUESTS = frozenset({"messages", "model", "stream", "stream_options", "tools"})
+
+
+class Limits(msgspec.Struct, forbid_unknown_fields=True):
+    turns: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    idle_s: float | None = None
+
+
+class CreateAgentSession(msgspec.Struct):
+    """See `skyrl.base.types.agents.AgentSession`."""
+
+    model: str
+    name: str = ""
+    follows: Literal["pinned", "newest"] = "pinned"
+    limits: Limits = msgspec.field(default_factory=Limits)
+    sampling: dict[str, Any] = msgspec.field(default_factory=dict)
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    keep_thinking: bool = False
+    routed_experts: bool = False
+
+
+class Reward(msgspec.Struct):
+    reward: float
+
+
+def router(services: Services) -> Routes:
+    routes = Routes("agent sessions", ROUTE)
+    sessions, bounds = services.agent_sessions, services.config.agents
+
+    @routes.post("", scope="sample", body=CreateAgentSession)
+    async def create(call: Call, body: CreateAgentSession) -> Response:
+        """A session, and the key with which an agent asks for its turns."""
+        _check(body)
+        target = await services.openai_models.newest(body.model, call.tenant)
+        if services.served[target.number].openai is None:
+            raise RequestError("this server samples between two turns of training and has no agent sessions")
+        now = time.time()
+        session = AgentSession(
+            id=new_request_id(),
+            tenant=call.tenant,
+            name=body.name,
+            model=body.model,
+            base_model=target.base_model,
+            weights=target.weights,
+            follows=body.follows,
+            limits=_limits(body.limits, bounds),
+            created_at=now,
+            used_at=now,
+            sampling=body.sampling,
+            metadata=body.metadata,
+            keep_thinking=body.keep_thinking,
+            routed_experts=body.routed_experts,
+        )
+        if not await sessions.create(session, bounds.sessions):
+            raise RequestError(f"there are {bounds.sessions} open agent sessions; end some of them", status=429)
+        key = services.access.agent_keys.issue(session.id, session.tenant)
+        origin = services.config.public_url or str(call.request.base_url)
+        return reply({"session_id": session.id, "key": key, "base_url": origin.rstrip("/")})
+
+    @routes.get("", scope="sample")
+    async def listed(
+        call: Call,
+        limit: int = Query(20, ge=1, le=MAX_PAGE),
+        offset: int = Query(0, ge=0, lt=2**31),
+        state: SessionState | None = None,
+    ) -> Response:
+        """The tenant's sessions, newest first."""
+        page, total = await sessions.page(call.tenant, limit, offset, state)
+        return reply({"sessions": [_shown(session, counts) for session, counts in page], "total": total})
+
+    @routes.get("/{session_id}", scope="sample")
+    async def one(call: Call, session_id: str) -> Response:
+        session = await find(call, session_id)
+        counts = await sessions.counts([session_id])
+        return reply(_shown(session, counts.get(session_id, Counts())))
+
+    @routes.post("/{session_id}/end", scope="sample")
+    async def end(call: Call, session_id: str) -> Response:
+        """A session that has ended already stays as it is."""
+        await find(call, session_id)
+        await sessions.end(session_id, "called", time.time())
+        services.agents.live.forget(session_id)
+        return reply({})
+
+    @routes.post("/{session_id}/reward", scope="sample", body=Reward)
+    async def reward(call: Call, body: Reward, session_id: str) -> Response:
+        """In place of an earlier reward."""
+        if not math.isfinite(body.reward):
+            raise RequestError("must be finite", field="reward")
+        if not await sessions.reward(session_id, call.tenant, body.reward):
+            raise _unknown()
+        return reply({})
+
+    @routes.get("/{session_id}/trajectory", scope="sample")
+    async def trajectory(
+        call: Call,
+        session_id: str,
+        format: Literal["datums", "samples", "verl", "jsonl"] = "datums",
+        advantage: float | None = None,
+        offset: int = Query(0, ge=0, lt=2**31),
+        limit: int = Query(MAX_ROWS, ge=1, le=MAX_ROWS),
+    ) -> Response:
+        """Rows to train on. `advantage` is that of each trained token; the reward if it is not given."""
+        session = await find(call, session_id)
+        turns, _ = await services.agent_turns.of(session_id)
+        if format == "jsonl":
+            return reply(await asyncio.to_thread(_turns, turns, offset, limit))
+        given = advantage if advantage is not None else session.reward or 0.0
+        if not math.isfinite(given):
+            raise RequestError("must be finite", field="advantage")
+        return reply(await asyncio.to_thread(_rows, turns, session, format, given, offset, limit))
+
+    @routes.get("/{session_id}/turns", scope="sample")
+    async def turns(
+        call: Call,
+        session_id: str,
+        offset: int = Query(0, ge=0, lt=2**31),
+        limit: int = Query(MAX_ROWS, ge=1, le=MAX_ROWS),
+    ) -> Response:
+        """The turns in the order in which they ended."""
+        await find(call, session_id)
+        found, _ = await services.agent_turns.of(session_id)
+        return reply(await asyncio.to_thread(_turns, found, offset, limit))
+
+    async def find(call: Call, session_id: str) -> AgentSession:
+        session = await sessions.find(session_id)
+        if session is None or session.tenant != call.tenant:
+            raise _unknown()
+        return session
+
+    return routes
+
+
+def _check(body: CreateAgentSession) -> None:
+    """Raises RequestError naming the field."""
+    if len(body.name) > MAX_NAME:
+        raise RequestError(f"must have at most {MAX_NAME} characters", field="name")
+    if len(msgspec.json.encode(body.metadata)) > MAX_METADATA_BYTES:
+        raise RequestError(f"must have at most {MAX_METADATA_BYTES} bytes as JSON", field="metadata")
+    known = set(ChatFields.__struct_fields__) - _SET_BY_REQUESTS
+    if unknown := sorted(body.sampling.keys() - known):
+        raise RequestError("is not a field that a session can set", field=f"sampling.{unknown[0]}")
+    try:
+        msgspec.convert({**body.sampling, "model": "", "messages": []}, ChatFields)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$")
+        raise RequestError(problem, field=f"sampling{path.rstrip('`')}") from error
+
+
+def _limits(asked: Limits, bounds: AgentsConfig) -> AgentLimits:
+    """Raises RequestError naming the limit that is out of bounds."""
+    found: dict[str, Any] = {}
+    for name in Limits.__struct_fields__:
+        most, value = getattr(bounds, name), getattr(asked, name)
+        if value is not None and not 0 < value <= most:
+            raise RequestError(f"must be above 0 and at most {most:g}", field=f"limits.{name}")
+        found[name] = most if value is None else value
+    return AgentLimits(**found)
+
+
+def _shown(session: AgentSession, counts: Counts) -> dict[str, Any]:
+    hidden = ("tenant", "weights")
+    fields = {name: value for name, value in asdict(session).items() if name not in hidden}
+    state = "open" if session.ended_at is None else "ended"
+    return fields | {"session_id": fields.pop("id"), "weights": str(session.weights), "state": state} | asdict(counts)
+
+
+def _rows(
+    turns: list[AgentTurn], session: AgentSession, form: str, advantage: float, offset: int, limit: int
+) -> dict[str, Any]:
+    tree = Tree()
+    for turn in turns:
+        tree.add(turn, session.keep_thinking)
+    ends = ends_of(tree)
+    left, fitting = MAX_PAGE_BYTES, 0
+    for end in ends[offset : offset + limit]:
+        left -= BYTES_PER_TOKEN * tree.length(end)
+        if left < 0 and fitting:
+            break
+        fitting += 1
+    make = FORMS[form]
+    return _page([make(row, session, advantage) for row in rows_of(tree, ends, offset, fitting)], len(ends), offset)
+
+
+def _turns(turns: list[AgentTurn], offset: int, limit: int) -> dict[str, Any]:
+    lines: list[Mapping[str, Any]] = []
+    size = 0
+    for turn in turns[offset : offset + limit]:
+        shown = line(turn)
+        size += len(msgspec.json.encode(shown))
+        if size > MAX_PAGE_BYTES and lines:
+            break
+        lines.append(shown)
+    return _page(lines, len(turns), offset)
+
+
+def _page(rows: list[Any], total: int, offset: int) -> dict[str, Any]:
+    end = offset + len(rows)
+    return {"rows": rows, "total": total, "next_offset": end if end < total else None}
+
+
+def _unknown() -> NotFound:
+    return NotFound("no such agent session", field="session_id")
