@@ -179,7 +179,9 @@ class Planner:
         context = model.limits().max_context
         if tokens is None:
             asked = await model.service.fitting(asked, context)
-            added = asked.request.size.likely_prompt
+            size = asked.request.size
+            within = size.max_tokens is not None and size.most_tokens <= live.tokens_left
+            added = size.likely_prompt if within else await model.service.count(asked)
         else:
             assert place.parent is not None
             added = len(tokens) - live.tree.length(place.parent)

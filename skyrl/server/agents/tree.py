@@ -185,7 +185,7 @@ class Tree:
         """How the message `at` of a request, which is not the model's, differs from those in its place."""
         given, known = prints[at], self._known.get(digests[at], [])
         newest = next(reversed(self._nodes.values()))
-        if len(prints) < newest.messages:
+        if len(prints) < newest.messages - 1:
             return "messages_dropped"
         if any(each.role == given.role for each in known):
             return _CHANGED.get(given.role, "user_changed")

@@ -1,0 +1,266 @@
+"""Agent sessions on the real server, with unmodified OpenAI and Anthropic clients: exact tokens in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+import tinker
+from tinker import types
+from transformers import PreTrainedTokenizerBase
+
+from skyrl.cli.demo.server import DemoServer
+
+from .conftest import cross_entropy, train
+
+pytestmark = pytest.mark.vllm
+
+KEY = "tml-agents"
+TASK: list[Any] = [{"role": "user", "content": "Who watches the river?"}]
+
+
+@dataclass
+class Agent:
+    """A session, and clients that have nothing but its key and address."""
+
+    id: str
+    key: str
+    url: str
+    tenant: httpx.Client
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0)
+
+    @property
+    def anthropic(self) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, auth_token=self.key, api_key=None, max_retries=0)
+
+    def say(self, messages: list[Any], **more: Any) -> list[Any]:
+        """The conversation with the answer of one more turn."""
+        answer = self.openai.chat.completions.create(model="any", messages=messages, **{"max_tokens": 6} | more)
+        return [*messages, {"role": "assistant", "content": answer.choices[0].message.content}]
+
+    def post(self, messages: list[Any], headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+        body = {"model": "any", "messages": messages, "max_tokens": 6, **more}
+        headers = {"Authorization": f"Bearer {self.key}", **(headers or {})}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False)
+
+    def turns(self) -> list[dict[str, Any]]:
+        return self.get("/turns")["rows"]
+
+    def get(self, path: str = "", **query: Any) -> dict[str, Any]:
+        answer = self.tenant.get(f"/api/v1/agent_sessions/{self.id}{path}", params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@pytest.fixture
+def tenant(server: DemoServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers={"X-API-Key": KEY}, trust_env=False, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def agent(tenant: httpx.Client) -> Agent:
+    return agent_of(tenant)
+
+
+def agent_of(tenant: httpx.Client, **options: Any) -> Agent:
+    answer = tenant.post("/api/v1/agent_sessions", json={"model": "tiny", **options})
+    assert answer.status_code == 200, answer.text
+    made = answer.json()
+    return Agent(made["session_id"], made["key"], made["base_url"], tenant)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_a_turn_continues_the_tokens_of_the_turn_before(agent: Agent, tokenizer: PreTrainedTokenizerBase) -> None:
+    said = agent.say(TASK)
+    agent.say([*said, user("And at night?")])
+    first, second = agent.turns()
+    assert second["parent"] == first["id"]
+    assert second["fork"] is None
+    whole = [part for turn in (first, second) for part in (turn["added_tokens"], turn["sampled_tokens"])]
+    text = tokenizer.decode([token for part in whole for token in part])
+    closing = "" if first["finish_reason"] == "stop" else "<|im_end|>"
+    opening = "<|im_start|>user\nWho watches the river?<|im_end|>\n<|im_start|>assistant\n"
+    assert text.startswith(f"{opening}{said[1]['content']}")
+    assert f"{closing}\n<|im_start|>user\nAnd at night?<|im_end|>\n<|im_start|>assistant\n" in text
+    assert second["usage"]["prompt"] == sum(map(len, whole[:3]))
+
+
+def test_the_logprobs_are_those_under_which_the_tokens_were_sampled(
+    agent: Agent, connect: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    agent.say(agent.say(TASK, temperature=0.7) + [user("And at night?")], temperature=1.0)
+    row = agent.get("/trajectory", format="samples")["rows"][0]
+    sampler = connect(KEY).create_sampling_client(base_model="tiny").result()
+    logprobs = sampler.compute_logprobs(types.ModelInput.from_ints(row["tokens"])).result()
+    (_, second) = agent.turns()
+    sampled = len(second["sampled_tokens"])
+    np.testing.assert_allclose(logprobs[-sampled:], row["rollout_log_probs"][-sampled:], atol=2e-2)
+    assert row["loss_mask"][-sampled:] == [1] * sampled
+
+
+def test_datums_train_as_they_are(agent: Agent, connect: Any) -> None:
+    agent.say(agent.say(TASK) + [user("And at night?")])
+    (row,) = agent.get("/trajectory", advantage=1.0)["rows"]
+    inputs = {name: types.TensorData(**tensor) for name, tensor in row["loss_fn_inputs"].items() if name != "mask"}
+    tokens = row["model_input"]["chunks"][0]["tokens"]
+    datum = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+    trainer = connect(KEY).create_lora_training_client(base_model="tiny", rank=4).result()
+    result = trainer.forward_backward([datum], "importance_sampling").result()
+    mask = np.array(row["loss_fn_inputs"]["mask"]["data"], bool)
+    ours = np.array(result.loss_fn_outputs[0]["logprobs"].to_numpy())[mask]
+    np.testing.assert_allclose(ours, np.array(row["loss_fn_inputs"]["logprobs"]["data"])[mask], atol=0.05)
+
+
+def test_a_changed_message_forks_and_says_why(agent: Agent) -> None:
+    said = agent.say(TASK)
+    agent.say([*said, user("And at night?")])
+    agent.say([*said, user("Or at dawn?")])
+    agent.say([user("Nobody."), *said[1:], user("And at night?")])
+    forks = [(turn["fork"], turn["forked_at"]) for turn in agent.turns()]
+    assert forks == [(None, None), (None, None), ("branch", 2), ("user_changed", 0)]
+    rows = agent.get("/trajectory", format="samples")["rows"]
+    sampled = sum(len(turn["sampled_tokens"]) for turn in agent.turns())
+    assert len(rows) == 3
+    assert sum(sum(row["loss_mask"]) for row in rows) == sampled, "each sampled token is trained once"
+
+
+def test_a_repeated_request_gets_the_same_turn_if_the_client_says_so(agent: Agent) -> None:
+    first = agent.post(TASK, temperature=1.0)
+    again = agent.post(TASK, {"x-stainless-retry-count": "1"}, temperature=1.0)
+    assert again.json()["choices"][0]["message"]["content"] == first.json()["choices"][0]["message"]["content"]
+    assert len(agent.turns()) == 1
+    assert agent.post(TASK, temperature=1.0).status_code == 200
+    assert [turn["fork"] for turn in agent.turns()] == [None, "asked_again"]
+
+
+def test_a_stream_that_was_left_is_finished_and_given_to_the_client_that_asks_again(agent: Agent) -> None:
+    body = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0}
+    stream = agent.openai.chat.completions.create(model="any", messages=TASK, stream=True, extra_body=body)
+    begun = next(iter(stream)).choices[0].delta.content or ""
+    stream.close()
+    whole = agent.post(TASK, **body).json()["choices"][0]["message"]["content"]
+    assert whole.startswith(begun)
+    (turn,) = agent.turns()
+    assert turn["answer"]["content"] == whole
+    assert len(turn["sampled_tokens"]) == 40
+
+
+def test_requests_at_once_are_branches_of_one_tree(agent: Agent) -> None:
+    said = agent.say(TASK)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: agent.say([*said, user(f"Question {number}?")]), range(4)))
+    turns = agent.turns()
+    assert {turn["parent"] for turn in turns[1:]} == {turns[0]["id"]}
+    assert sorted(str(turn["fork"]) for turn in turns) == ["None", "None", "branch", "branch", "branch"]
+
+
+def test_several_choices_are_several_turns(agent: Agent) -> None:
+    answer = agent.openai.chat.completions.create(model="any", messages=TASK, n=3, max_tokens=5, temperature=1.0)
+    turns = agent.turns()
+    assert [turn["answer"]["content"] for turn in turns] == [choice.message.content for choice in answer.choices]
+    chosen = [*TASK, {"role": "assistant", "content": answer.choices[1].message.content}, user("Why?")]
+    agent.say(chosen)
+    said = {turn["id"] for turn in turns if turn["answer"]["content"] == answer.choices[1].message.content}
+    assert agent.turns()[-1]["parent"] in said
+
+
+def test_a_cut_answer_is_continued_token_by_token(agent: Agent) -> None:
+    first = agent.anthropic.messages.create(
+        model="any", max_tokens=4, messages=TASK, extra_body={"stop_sequences": ["~~"]}
+    )
+    prefill = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+    agent.anthropic.messages.create(model="any", max_tokens=4, messages=[*TASK, prefill])  # type: ignore[list-item]
+    turns = agent.turns()
+    if first.stop_reason == "max_tokens":
+        assert turns[1]["parent"] == turns[0]["id"]
+        assert turns[1]["added_tokens"] == []
+
+
+def test_a_session_ends_at_its_limits(tenant: httpx.Client) -> None:
+    two = agent_of(tenant, limits={"turns": 2})
+    said = two.say(TASK)
+    two.say([*said, user("And at night?")])
+    refused = two.post([*said, user("Or at dawn?")])
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "agent_session_ended"
+    assert two.get()["end_reason"] == "turns"
+    few = agent_of(tenant, limits={"tokens": 40})
+    few.post(TASK, max_tokens=500, ignore_eos=True)
+    (turn,) = few.turns()
+    assert len(turn["added_tokens"]) + len(turn["sampled_tokens"]) <= 40
+    assert few.post([*TASK, user("Again?")]).status_code == 403
+
+
+def test_a_session_can_be_ended_and_rewarded(agent: Agent) -> None:
+    agent.say(TASK)
+    assert agent.tenant.post(f"/api/v1/agent_sessions/{agent.id}/reward", json={"reward": 0.5}).status_code == 200
+    assert agent.tenant.post(f"/api/v1/agent_sessions/{agent.id}/end").status_code == 200
+    assert agent.post(TASK).status_code == 403
+    assert agent.get()["reward"] == 0.5
+    assert agent.get("/trajectory", format="samples")["rows"][0]["reward"] == 0.5
+
+
+def test_a_pinned_session_keeps_its_weights_and_another_follows_the_newest(connect: Any, tenant: httpx.Client) -> None:
+    trainer: tinker.TrainingClient = connect(KEY).create_lora_training_client(base_model="tiny", rank=4).result()
+    path = trainer.save_weights_for_sampler(name="first").result().path
+    run = path.removesuffix("/sampler_weights/first")
+    pinned, following = agent_of(tenant, model=path), agent_of(tenant, model=run, follows="newest")
+    before = [one.say(TASK) for one in (pinned, following)]
+    train(trainer, [cross_entropy(list(range(20, 40)))], 1, 1e-3)
+    trainer.save_weights_for_sampler(name="second").result()
+    for one, said in zip((pinned, following), before, strict=True):
+        one.say([*said, user("And at night?")])
+    versions = [[turn["versions"][0]["version"] for turn in one.turns()] for one in (pinned, following)]
+    assert versions[0][0] == versions[0][1] == versions[1][0]
+    assert versions[1][1] != versions[1][0]
+
+
+def test_an_agents_key_can_do_nothing_else(agent: Agent, server: DemoServer) -> None:
+    as_agent = {"X-API-Key": agent.key}
+    for path in ("agent_sessions", f"agent_sessions/{agent.id}", "auth/apikey/me"):
+        assert httpx.get(f"{server.url}/api/v1/{path}", headers=as_agent, trust_env=False).status_code == 403
+    assert httpx.post(f"{server.url}/api/v1/auth/token", headers=as_agent, trust_env=False).status_code == 403
+    forged = agent.key[:-1] + ("0" if agent.key[-1] != "0" else "1")
+    models = httpx.get(f"{server.url}/v1/models", headers={"X-API-Key": forged}, trust_env=False)
+    assert models.status_code == 401
+
+
+def test_the_other_dialects_speak_of_the_same_session(agent: Agent) -> None:
+    with agent.anthropic.messages.stream(
+        model="any", max_tokens=6, system=[{"type": "text", "text": "Be kind."}], messages=TASK
+    ) as stream:
+        first = stream.get_final_message()
+    more: list[Any] = [*TASK, {"role": "assistant", "content": first.content}, user("And at night?")]
+    agent.anthropic.messages.create(model="any", max_tokens=6, system="Be kind.", messages=more)
+    one = agent.openai.responses.create(model="any", input="Who keeps the mill?", max_output_tokens=6)
+    agent.openai.responses.create(model="any", input="Why?", previous_response_id=one.id, max_output_tokens=6)
+    turns = agent.turns()
+    assert [turn["dialect"] for turn in turns] == ["messages", "messages", "responses", "responses"]
+    assert [turn["parent"] for turn in turns] == [None, turns[0]["id"], None, turns[2]["id"]]
+    counted = agent.anthropic.messages.count_tokens(model="any", system="Be kind.", messages=more)
+    assert counted.input_tokens == turns[1]["usage"]["prompt"]
+
+
+def test_a_prompt_that_is_too_long_gets_each_dialects_own_error(agent: Agent) -> None:
+    long = [user("river " * 5000)]
+    refused = agent.post(long)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        agent.anthropic.messages.create(model="any", max_tokens=5, messages=long)  # type: ignore[arg-type]
+    continued = agent.post([*agent.say(TASK), *long])
+    assert continued.json()["error"]["code"] == "context_length_exceeded"
