@@ -9,6 +9,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from skyrl.runtime.metrics.adapters import AdapterMetrics
+from skyrl.runtime.metrics.agents import AgentMetrics
 from skyrl.runtime.metrics.commands import CommandMetrics
 from skyrl.runtime.metrics.database import CommitMetrics, DatabaseGauges
 from skyrl.runtime.metrics.files import Labelled
@@ -53,6 +54,7 @@ class ApiMetrics:
     http: HttpMetrics
     refusals: RefusalMetrics
     images: ImageMetrics
+    agents: AgentMetrics
     commits: CommitMetrics
     traffic: TrafficMetrics
     models: tuple[ModelMetrics, ...]
@@ -67,6 +69,7 @@ class ApiMetrics:
             HttpMetrics(registry),
             RefusalMetrics(registry),
             ImageMetrics(registry),
+            AgentMetrics(registry),
             CommitMetrics(registry),
             TrafficMetrics(registry),
             tuple(ModelMetrics.new(labels, registry) for labels in models),
