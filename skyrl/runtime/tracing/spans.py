@@ -133,9 +133,13 @@ class RequestTrace:
         self._spans = spans
         self.context = context
 
-    def child(self, name: str, kind: Kind = "internal") -> OpenSpan:
-        """Begin a child of the request's span. The caller ends it."""
-        return OpenSpan(self._spans, name, self.context, kind)
+    def child(self, name: str, kind: Kind = "internal", start_ns: int | None = None) -> OpenSpan:
+        """Begin a child of the request's span, now or at `start_ns`. The caller ends it."""
+        return OpenSpan(self._spans, name, self.context, kind, start_ns)
+
+    def within(self, span: OpenSpan) -> RequestTrace:
+        """The same trace for a part of the work: its children are children of `span`."""
+        return RequestTrace(self._spans, span.context)
 
     def record(
         self,
@@ -155,13 +159,13 @@ class OpenSpan:
 
     __slots__ = ("_kind", "_name", "_parent", "_spans", "_start_ns", "context")
 
-    def __init__(self, spans: Spans, name: str, parent: SpanContext, kind: Kind) -> None:
+    def __init__(self, spans: Spans, name: str, parent: SpanContext, kind: Kind, start_ns: int | None = None) -> None:
         self._spans = spans
         self._name = name
         self._parent = parent
         self._kind: Kind = kind
         self.context = parent.child()
-        self._start_ns = time.time_ns()
+        self._start_ns = time.time_ns() if start_ns is None else start_ns
 
     def end(self, attributes: Mapping[str, Attribute] | None = None, error: str | None = None) -> None:
         self._spans.record(

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
-import numpy as np
 import pytest
+from one_turn import turn
 from prometheus_client import CollectorRegistry
 
-from skyrl.base.types.agents import AgentTurn, EndReason, ForkReason
+from skyrl.base.types.agents import EndReason, ForkReason
 from skyrl.runtime.metrics.agents import ENDS, FORKS, AgentMetrics
-
-
-def turn(sampled: int, fork: ForkReason | None = None, **fields: Any) -> AgentTurn:
-    """A turn that adds 3 tokens to a prompt of 10, of which 7 were cached."""
-    known: dict[str, Any] = {
-        "id": "t1",
-        "session_id": "s1",
-        "parent": None,
-        "key": b"k",
-        "attempt": 0,
-        "messages": [],
-        "setting": {},
-        "added": np.arange(3, dtype=np.int32),
-        "sampled": np.arange(sampled, dtype=np.int32),
-        "logprobs": np.zeros(sampled, np.float32),
-        "versions": (),
-        "answer": {},
-        "finish_reason": "stop",
-        "stop_reason": None,
-        "usage": {"prompt": 10, "cached": 7, "sampled": sampled},
-        "dialect": "messages",
-        "created_at": 1.0,
-        "ended_at": 2.0,
-    }
-    return AgentTurn(**known | fields, fork=fork)
 
 
 def counted(registry: CollectorRegistry) -> dict[str, float]:
