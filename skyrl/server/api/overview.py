@@ -1,4 +1,5 @@
-"""What the status page and `skyrl status` show: a tenant's runs, samplers, checkpoints and usage, and the server.
+"""What the status page and `skyrl status` show: a tenant's runs, samplers, agent sessions, checkpoints and usage,
+and the server.
 
 Everything comes from the database and from this process's configuration, so that any API process gives the same answer.
 Nothing in it is of another tenant. Times are in seconds since the epoch.
@@ -13,10 +14,12 @@ from typing import Any
 from skyrl import __version__
 from skyrl.base.wire.errors import NotFound
 from skyrl.server.api.access import Caller
+from skyrl.server.api.agent_view import MAX_TURNS, session_facts, session_line, shown_turns
 from skyrl.server.api.services import Services
 from skyrl.server.request_status.runs import RunStatus
 from skyrl.server.request_status.stuck import BaseModelState, Stuck, stuck, stuck_of_all
 from skyrl.storage.db import runs as rows
+from skyrl.storage.db.agent_sessions import Counts
 from skyrl.storage.db.checkpoints import Checkpoint, Seen
 from skyrl.storage.db.database import Connection
 from skyrl.storage.db.run_steps import CurvePoint, Step, history
@@ -30,6 +33,7 @@ MAX_SAMPLER_GROUPS = 50
 MAX_PENDING = 200
 """Kinds and models whose requests that have not ended are counted."""
 MAX_CHECKPOINTS = 100
+MAX_AGENT_SESSIONS = 100
 USAGE_DAYS = 7
 """Days of usage in the state of a tenant and of a run."""
 MAX_DAYS = 366
@@ -45,7 +49,7 @@ class Overview:
         self._scopes = caller.scopes
 
     async def state(self) -> dict[str, Any]:
-        """The tenant's newest runs, samplers and checkpoints, and its usage of the last days."""
+        """The tenant's newest runs, samplers, agent sessions and checkpoints, and its usage of the last days."""
         several = len(self._services.served) > 1
 
         def read(connection: Connection) -> _State:
@@ -60,6 +64,7 @@ class Overview:
 
         found = await self._services.database.read_async(read)
         saved, _ = await self._services.checkpoints.page(self._tenant, MAX_CHECKPOINTS, 0, Seen())
+        agents, _ = await self._services.agent_sessions.page(self._tenant, MAX_AGENT_SESSIONS, 0)
         server = await self.server()
         names = {run.id: run.name for run in found.runs}
         statuses = [(run, self._services.statuses.of_run(run)) for run in found.runs]
@@ -72,6 +77,7 @@ class Overview:
                 asdict(group) | {"name": None if group.run is None else names.get(group.run)}
                 for group in found.samplers
             ],
+            "agents": [session_line(*each) for each in agents],
             "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved],
             "usage": [_usage(line) for line in found.usage],
         }
@@ -105,6 +111,24 @@ class Overview:
             "history": [_step(step) for step in steps],
             "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved[-MAX_CHECKPOINTS:][::-1]],
             "usage": [_usage(line) for line in usage],
+        }
+
+    async def agent_session(self, session_id: str, after: int) -> dict[str, Any]:
+        """An agent session, and the turns after the row `after`: as many as fit one answer. `last` is the row of the
+        last one, and `more` says whether there are others. Raises NotFound."""
+        sessions, turns = self._services.agent_sessions, self._services.agent_turns
+        session = await sessions.find(session_id)
+        if session is None or session.tenant != self._tenant:
+            raise NotFound("no such agent session", field="session_id")
+        counts = (await sessions.counts([session_id])).get(session_id, Counts())
+        found = await turns.page(session_id, after, MAX_TURNS)
+        shown = shown_turns([turn for _, turn in found])
+        return {
+            "server": await self.server(),
+            "session": session_facts(session, counts),
+            "turns": shown,
+            "last": found[len(shown) - 1][0] if shown else after,
+            "more": len(shown) < len(found) or len(found) == MAX_TURNS,
         }
 
     async def usage(self, days: int, run: str | None) -> list[dict[str, Any]]:

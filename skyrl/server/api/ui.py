@@ -61,13 +61,18 @@ def router(services: Services) -> Routes:
 
     @routes.get("/ui/api/state", scope="any")
     async def state(call: Call) -> Response:
-        """The caller's runs, samplers, checkpoints and usage."""
+        """The caller's runs, samplers, agent sessions, checkpoints and usage."""
         return _unless_unchanged(call, await Overview(services, call.caller).state())
 
     @routes.get("/ui/api/runs/{run_id}", scope="any")
     async def run(call: Call, run_id: str, after: int = Query(0, ge=0, le=MAX_STEP)) -> Response:
         """One run of the caller, with its history: the steps after the step `after`."""
         return _unless_unchanged(call, await Overview(services, call.caller).run(run_id, after))
+
+    @routes.get("/ui/api/agents/{session_id}", scope="sample")
+    async def agent_session(call: Call, session_id: str, after: int = Query(0, ge=0, le=MAX_STEP)) -> Response:
+        """One agent session of the caller, and its turns after the row `after`, with texts that may be cut."""
+        return _unless_unchanged(call, await Overview(services, call.caller).agent_session(session_id, after))
 
     @routes.get("/ui/api/usage", scope="any")
     async def usage(

@@ -1,5 +1,6 @@
 // The page: asks for the key, chooses the view by the address, and asks the server for its data every two seconds.
 
+import { AgentView } from "./agent.js";
 import { Api, Refused } from "./api.js";
 import { BoxView } from "./box.js";
 import { dropOldPlots } from "./chart.js";
@@ -26,6 +27,7 @@ let answeredAt = null; // when the server answered last for this view
 function viewOfAddress() {
   const [, page, id] = location.hash.split("/");
   if (page === "runs" && id) return new RunView(decode(id));
+  if (page === "agents" && id) return new AgentView(decode(id));
   if (page === "box") return new BoxView();
   return new OverviewView(download);
 }
@@ -34,7 +36,7 @@ function decode(text) {
   try {
     return decodeURIComponent(text);
   } catch {
-    return text; // an address that a user has cut; the server knows no such run and says so
+    return text; // an address that a user has cut; the server knows nothing of this name and says so
   }
 }
 
@@ -67,7 +69,8 @@ async function poll() {
     failures += 1;
     sayFailure(error);
   }
-  if (!document.hidden) timer = setTimeout(poll, Math.min(MAX_POLL_MS, POLL_MS * 2 ** Math.min(failures, 8)));
+  const wait = view.isBehind && failures === 0 ? 0 : Math.min(MAX_POLL_MS, POLL_MS * 2 ** Math.min(failures, 8));
+  if (!document.hidden) timer = setTimeout(poll, wait);
 }
 
 function update(answer) {

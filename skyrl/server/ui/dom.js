@@ -62,7 +62,7 @@ export function tickTimes() {
 
 const SYMBOLS = {
   working: "●", waiting: "◆", "over quota": "◆", idle: "○", silent: "▲", ended: "■", failed: "✖",
-  ready: "●", degraded: "◆", "not ready": "▲",
+  ready: "●", open: "●", degraded: "◆", "not ready": "▲",
 };
 
 /** A state as symbol, colour and word, and its sentence: set({state, sentence}). */

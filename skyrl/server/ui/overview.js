@@ -1,5 +1,7 @@
-// The first view: whether anything is stuck, and a tenant's runs, samplers, checkpoints and usage.
+// The first view: whether anything is stuck, and a tenant's runs, samplers, agent sessions,
+// checkpoints and usage.
 
+import { agentTable } from "./agents.js";
 import { curvePart } from "./chart.js";
 import { el, linkPart, setText, statePart, timePart } from "./dom.js";
 import { beside, modelTable, withBaseModel } from "./models.js";
@@ -98,6 +100,7 @@ export class OverviewView {
   #models = modelTable();
   #runs = new Table("Runs", RUN_COLUMNS, "No runs with this key. A run appears when a client creates a model.");
   #samplers = new Table("Samplers", SAMPLER_COLUMNS, "No sampling clients are open.");
+  #agents = agentTable();
   #checkpoints = checkpointTable();
   #usage;
 
@@ -106,7 +109,7 @@ export class OverviewView {
     const csv = el("button", { type: "button" }, "CSV of a year");
     csv.addEventListener("click", () => download("ui/api/usage?days=366&format=csv", "skyrl-usage.csv"));
     this.#usage = usageTable(csv);
-    const tables = [this.#runs, this.#samplers, this.#checkpoints, this.#usage];
+    const tables = [this.#runs, this.#samplers, this.#agents, this.#checkpoints, this.#usage];
     this.element = el("div", {}, el("h1", { tabindex: "-1" }, this.title), this.#stuck.element,
       ...tables.map((table) => table.element));
   }
@@ -121,6 +124,7 @@ export class OverviewView {
     const rows = (list) => withBaseModel(list, state.server);
     this.#runs.update(rows(state.runs), (run) => run.id);
     this.#samplers.update(rows(state.samplers), (group) => `${group.run} ${group.base_model}`);
+    this.#agents.update(state.agents, (session) => session.session_id);
     this.#checkpoints.update(state.checkpoints, (saved) => saved.path);
     this.#usage.update(rows(state.usage).toReversed(), usageKey);
   }

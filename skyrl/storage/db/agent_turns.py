@@ -85,6 +85,16 @@ class AgentTurns:
 
         return await self._database.read_async(read)
 
+    async def page(self, session_id: str, after: int, limit: int) -> list[tuple[int, AgentTurn]]:
+        """The first `limit` turns in rows after the number `after`, oldest first, each with its row's number. Raises
+        DatabaseError."""
+
+        def read(connection: Connection) -> list[tuple[int, AgentTurn]]:
+            query = select(turns).where(turns.c.session_id == session_id, turns.c.n > after)
+            return [(row.n, _turn(row)) for row in connection.execute(query.order_by(turns.c.n).limit(limit))]
+
+        return await self._database.read_async(read)
+
 
 def _row(turn: AgentTurn) -> dict[str, Any]:
     content = _encode(
