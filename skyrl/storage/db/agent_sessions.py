@@ -161,7 +161,7 @@ def _shown(tenant: str, state: SessionState | None) -> Any:
 def _counts(connection: Connection, session_ids: list[str]) -> dict[str, Counts]:
     sums = (func.count(), func.sum(turns.c.added), func.sum(turns.c.sampled), func.count(turns.c.fork))
     query = select(turns.c.session_id, *sums).where(turns.c.session_id.in_(session_ids)).group_by(turns.c.session_id)
-    found = connection.execute(query).tuples()
+    found = connection.execute(query)
     return {session_id: Counts(*(int(each) for each in sums)) for session_id, *sums in found}
 
 
