@@ -17,6 +17,7 @@ import numpy as np
 from skyrl.base.types.agents import AgentTurn, ForkReason
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire.errors import RequestError
+from skyrl.runtime.metrics.agents import AgentMetrics
 from skyrl.runtime.processes.log_format import about_request
 from skyrl.server.agents import repeating
 from skyrl.server.agents.answers import Answers, bare, first_version
@@ -24,6 +25,7 @@ from skyrl.server.agents.canonical import request_key
 from skyrl.server.agents.live import LiveSession, LiveSessions
 from skyrl.server.agents.planning import Plan, Planner, TurnRequest
 from skyrl.server.agents.running import RunningTurn
+from skyrl.server.agents.tracing import TurnSpan
 from skyrl.server.openai.errors import OpenAIError
 from skyrl.server.openai.models import Target
 from skyrl.server.sampling.completion import MalformedAnswer
@@ -33,10 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class Turns:
-    def __init__(self, live: LiveSessions, stored: AgentTurns, planner: Planner) -> None:
+    def __init__(
+        self, live: LiveSessions, stored: AgentTurns, planner: Planner, metrics: AgentMetrics | None = None
+    ) -> None:
         self.live = live
         self._stored = stored
         self._planner = planner
+        self._metrics = metrics or AgentMetrics()
+        self._metrics.watch(lambda: len(live))
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -49,14 +55,17 @@ class Turns:
         reach its client. Raises RequestError."""
         if self._stopping:
             raise RequestError("the server is stopping; send the request again", status=503, retry_after_s=1)
+        began = time.perf_counter()
         live = await self.live.open(request.session_id, request.tenant)
         place, fields = await self._planner.place(live, request)
         key = request_key(place.prefix, fields)
         running = live.running_with(key)
         if running is not None and (request.retried or running.readers == 0):
+            self._metrics.repeated(request.dialect)
             return running
         answered = live.tree.answered(key)
         if answered and (request.retried or not live.was_delivered(answered[-1])):
+            self._metrics.repeated(request.dialect)
             return repeating.repeated(answered, int(fields.get("n") or 1))
         plan = await self._planner.plan(live, request, place, fields)
         size = plan.generation.size
@@ -65,7 +74,8 @@ class Turns:
         attempt = len(answered) + sum(other.n for other in live.running if live.keys[other.id] == key)
         live.running.append(turn)
         live.keys[turn.id] = key
-        task = asyncio.create_task(self._run(turn, live, plan, key, attempt))
+        own_s = time.perf_counter() - began
+        task = asyncio.create_task(self._run(turn, live, plan, key, attempt, own_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return turn
@@ -111,35 +121,36 @@ class Turns:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(self, turn: RunningTurn, live: LiveSession, plan: Plan, key: bytes, attempt: int) -> None:
-        """Sample the answer, store it, then let its end go."""
+    async def _run(
+        self, turn: RunningTurn, live: LiveSession, plan: Plan, key: bytes, attempt: int, own_s: float
+    ) -> None:
+        """Sample the answer, store it, then let its end go. `own_s` (seconds) went into the plan."""
         began = time.time()
         answers = Answers(turn.n, plan.shown)
         request = plan.request
         try:
-            held, body = await self._sampled(turn, answers, plan)
-            turns = self._turns_of(turn, live, plan, answers, key, attempt, began)
-            stored = [await self._stored.add(each) for each in turns]
+            with TurnSpan(live.session.id, turn.id, own_s) as span:
+                held, body = await self._sampled(turn, answers, plan)
+                turns = self._turns_of(turn, live, plan, answers, key, attempt, began)
+                span.answered(turns)
+                stored = [await self._stored.add(each) for each in turns]
             if [each.id for each in stored] != [each.id for each in turns]:
                 if turn.streams:
                     raise OpenAIError("another process has answered this request; send it again", status=503)
                 body = None
             for each in stored:
                 live.tree.add(each, live.session.keep_thinking)
+            self._metrics.answered(turns, own_s)
             turn.push(held)
             turn.end(stored, body)
             await self._end_at_limit(live)
         except asyncio.CancelledError:
             turn.fail(RequestError("the server is stopping; send the request again", status=503, retry_after_s=1))
             raise
-        except RequestError as error:
-            turn.fail(error)
-        except MalformedAnswer as error:
-            logger.error("a turn's answer is not complete: %s", error, extra=about_request(request.id))
-            turn.fail(OpenAIError("the inference server's answer lacks tokens or logprobs", status=503, final=True))
         except Exception as error:
-            logger.exception("a turn failed", extra=about_request(request.id))
-            turn.fail(RequestError(f"internal error: {type(error).__name__}", status=500))
+            failure = _failure(error, request.id)
+            self._metrics.failed(request.dialect, failure.status)
+            turn.fail(failure)
         finally:
             live.running.remove(turn)
             del live.keys[turn.id]
@@ -212,6 +223,17 @@ class Turns:
         reason = live.over(time.time())
         if reason in ("turns", "tokens"):
             await self.live.end(live, reason)
+            self._metrics.ended(reason)
+
+
+def _failure(error: Exception, request_id: str) -> RequestError:
+    """What the readers of a turn get for an error. The server's own faults are logged."""
+    if isinstance(error, RequestError):
+        return error
+    logger.error("a turn failed", exc_info=error, extra=about_request(request_id))
+    if isinstance(error, MalformedAnswer):
+        return OpenAIError("the inference server's answer lacks tokens or logprobs", status=503, final=True)
+    return RequestError(f"internal error: {type(error).__name__}", status=500)
 
 
 def _added(live: LiveSession, plan: Plan) -> int:

@@ -116,7 +116,8 @@ def router(services: Services) -> Routes:
     async def end(call: Call, session_id: str) -> Response:
         """A session that has ended already stays as it is."""
         await find(call, session_id)
-        await sessions.end(session_id, "called", time.time())
+        if await sessions.end(session_id, "called", time.time()):
+            services.metrics.agents.ended("called")
         services.agents.live.forget(session_id)
         return reply({})
 

@@ -245,6 +245,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
             LiveSessions(agent_sessions, agent_turns, alone=database.is_sqlite),
             agent_turns,
             _planner(built, openai_models, config),
+            base.metrics.agents,
         ),
         agent_sessions=agent_sessions,
         agent_turns=agent_turns,
