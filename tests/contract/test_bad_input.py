@@ -711,6 +711,7 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
     assert {(route.method, route.path, route.scope) for route in world.app.routes} == {
         ("GET", "/ui", "open"),
         ("GET", "/ui/{file}", "open"),
+        ("GET", "/ui/api/agents/{agent_session}", "sample"),
         ("GET", "/ui/api/box", "admin"),
         ("GET", "/ui/api/runs/{run_id}", "any"),
         ("GET", "/ui/api/state", "any"),

@@ -92,6 +92,7 @@ class World:
         own = {"session_id": session, "base_model": BASE}
         sampler = await self.create(OWNER, "create_sampling_session", sampling_session_seq_id=0, **own)
         model = await self.create(OWNER, "create_model", model_seq_id=0, **own)
+        agent_session = (await self.create(OWNER, "agent_sessions", model=BASE, name=project))["session_id"]
         sampler_id = sampler["sampling_session_id"]
         sample = await self.create(OWNER, "asample", sampling_session_id=sampler_id, seq_id=1, **MESSAGE)
         self.ids = {
@@ -99,6 +100,7 @@ class World:
             "sampler_id": sampler_id,
             "model_id": model["model_id"],
             "run_id": model["model_id"],
+            "agent_session": agent_session,
             "future": model["request_id"],
             "sample": sample["request_id"],
             "project": project,

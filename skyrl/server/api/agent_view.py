@@ -109,8 +109,9 @@ def _said(message: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _calls(message: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        yield "call", _text(function.get("name", "")), _text(function.get("arguments", ""))
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            yield "call", _text(function.get("name", "")), _text(function.get("arguments", ""))
 
 
 def _tool_names(tools: Any) -> Sequence[str]:

@@ -69,10 +69,10 @@ def router(services: Services) -> Routes:
         """One run of the caller, with its history: the steps after the step `after`."""
         return _unless_unchanged(call, await Overview(services, call.caller).run(run_id, after))
 
-    @routes.get("/ui/api/agents/{session_id}", scope="sample")
-    async def agent_session(call: Call, session_id: str, after: int = Query(0, ge=0, le=MAX_STEP)) -> Response:
+    @routes.get("/ui/api/agents/{agent_session}", scope="sample")
+    async def agent(call: Call, agent_session: str, after: int = Query(0, ge=0, le=MAX_STEP)) -> Response:
         """One agent session of the caller, and its turns after the row `after`, with texts that may be cut."""
-        return _unless_unchanged(call, await Overview(services, call.caller).agent_session(session_id, after))
+        return _unless_unchanged(call, await Overview(services, call.caller).agent_session(agent_session, after))
 
     @routes.get("/ui/api/usage", scope="any")
     async def usage(

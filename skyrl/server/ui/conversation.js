@@ -56,7 +56,7 @@ function aboutAnswer(turn) {
 
 function message(role, about, parts, kind) {
   return el("article", { class: kind }, el("header", {}, el("strong", {}, role), " ", el("span", {}, about)),
-    ...parts.flatMap((part) => textOf(part, kind)));
+    ...parts.flatMap((part) => textOf(part, kind)), ...(parts.length === 0 ? [el("small", {}, "No text.")] : []));
 }
 
 function textOf({ kind, name, text, length }, source) {

@@ -1,0 +1,164 @@
+"""Agent sessions on the status page in a real Chromium, while an agent speaks to the real server.
+
+With SCREENSHOTS, the name of a folder, the picture of the documentation is written there (`make screenshots`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skyrl.cli.demo.server import DemoServer
+
+from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser
+
+pytestmark = [pytest.mark.vllm, NEEDS_CHROMIUM]
+
+KEY = "tml-agents-page"
+HOSTILE = "<img src=x onerror=alert(1)>\u202e<script>alert(2)</script>"
+SCREENSHOTS = os.environ.get("SCREENSHOTS")
+
+
+@dataclass
+class Agent:
+    """An agent that keeps its conversation in `messages`."""
+
+    server: DemoServer
+    id: str
+    key: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, server: DemoServer, name: str) -> Agent:
+        made = manage(server, "POST", "", {"model": "tiny", "name": name, "sampling": {"max_tokens": 8}})
+        return cls(server, made["session_id"], made["key"])
+
+    def says(self, text: str) -> str:
+        """The model's answer to another message."""
+        self.messages.append({"role": "user", "content": text})
+        body = {"model": "any", "messages": self.messages}
+        headers = {"Authorization": f"Bearer {self.key}"}
+        url = f"{self.server.url}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        self.messages.append(answer.json()["choices"][0]["message"])
+        return self.messages[-1]["content"]
+
+
+def manage(server: DemoServer, method: str, path: str, body: Any = None) -> Any:
+    """A request of the tenant about its sessions."""
+    url = f"{server.url}/api/v1/agent_sessions{path}"
+    answer = httpx.request(method, url, json=body, headers={"X-API-Key": KEY}, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("chromium")) as browser:
+        browser.has_screen(DESK)
+        yield browser
+
+
+def rows(browser: Browser, table: str) -> list[dict[str, str]]:
+    """The cells of each row, by column."""
+    found = browser.all(f'table[aria-label="{table}"] tbody tr')
+    return [
+        {cell.get_attribute("data-name") or "": cell.text for cell in row.find_elements("css selector", "td")}
+        for row in found
+    ]
+
+
+def said(browser: Browser) -> list[tuple[str, str]]:
+    """Each text of the conversation, and whether it is marked as sampled."""
+    return [
+        ("sampled" if text.find_elements("css selector", "mark.sampled") else "given", text.get_property("textContent"))
+        for text in browser.all("article pre")
+    ]
+
+
+def choose(browser: Browser, number: int) -> None:
+    """Click on the turn with this number."""
+    [button] = [each for each in browser.all(".turn button") if each.text == str(number)]
+    button.click()
+
+
+def width(browser: Browser) -> int:
+    return browser.run("return document.documentElement.scrollWidth")
+
+
+def test_the_page_shows_what_an_agent_says_and_what_the_model_has_sampled(server: DemoServer, browser: Browser) -> None:
+    agent = Agent.begin(server, HOSTILE)
+    first = agent.says(HOSTILE)
+    browser.open(f"{server.url}/ui")
+    browser.type_key(KEY)
+    browser.until(lambda: rows(browser, "Agent sessions"))
+    [row] = rows(browser, "Agent sessions")
+    assert row["session"].startswith(HOSTILE.partition("\u202e")[0])
+    assert (row["model"], row["state"], row["turns"], row["forks"]) == ("tiny", "● open", "1", "0")
+    [link] = [link for link in browser.all("td a") if link.get_attribute("href").endswith(agent.id)]
+    link.click()
+    browser.until(lambda: said(browser) == [("given", HOSTILE), ("sampled", first)])
+
+    second = agent.says("Go on.")
+    path = [("given", HOSTILE), ("sampled", first), ("given", "Go on."), ("sampled", second)]
+    browser.until(lambda: said(browser) == path)
+    assert [(row["turn"], row["continues"], row["fork"]) for row in rows(browser, "Turns")] == [
+        ("1", "nothing", ""),
+        ("2", "turn 1", ""),
+    ]
+
+    del agent.messages[2:]
+    third = agent.says("Something else.")
+    browser.until(lambda: said(browser)[2:] == [("given", "Something else."), ("sampled", third)])
+    shown = [(row["turn"], row["continues"], row["fork"]) for row in rows(browser, "Turns")]
+    assert shown == [
+        ("1", "nothing", ""),
+        ("└ 3", "turn 1", "continues a turn that was continued before, from message 2 on"),
+        ("2", "turn 1", ""),
+    ]
+    choose(browser, 2)
+    assert said(browser) == path
+    assert browser.one('[aria-pressed="true"]').text == "2"
+    agent.says("And then?")
+    browser.until(lambda: len(rows(browser, "Turns")) == 4)
+    assert said(browser) == path, "the turn that the user has chosen stays"
+
+    manage(server, "POST", f"/{agent.id}/reward", {"reward": 0.5})
+    manage(server, "POST", f"/{agent.id}/end")
+    browser.until(lambda: "■ ended a client has ended it" in browser.text())
+    assert "0.5" in browser.one("dl").text
+    assert browser.all("main img, main script") == [], "what an agent says is never read as HTML"
+    assert browser.console() == []
+
+
+def test_the_view_of_a_session_fits_a_phone(server: DemoServer, browser: Browser) -> None:
+    agent = Agent.begin(server, "calculator")
+    for text in ("What is 2 + 2?", "x" * 400):
+        agent.says(text)
+    browser.open("about:blank")
+    browser.open(f"{server.url}/ui#/agents/{agent.id}")
+    browser.type_key(KEY)
+    for screen in (PHONE, DESK):
+        browser.has_screen(screen)
+        browser.until(lambda: len(rows(browser, "Turns")) == 2)
+        assert width(browser) <= screen[0]
+    if SCREENSHOTS:
+        browser.screenshot(Path(SCREENSHOTS) / "status-agent.png")
+    assert browser.console() == []
+
+
+def test_another_tenants_session_is_not_found(server: DemoServer, browser: Browser) -> None:
+    agent = Agent.begin(server, "secret name")
+    browser.open("about:blank")
+    browser.open(f"{server.url}/ui#/agents/{agent.id}")
+    browser.type_key("tml-somebody-else")
+    browser.until(lambda: "no such agent session" in browser.one("#notice").text)
+    assert "secret name" not in browser.text()
+    assert [line for line in browser.console() if "status of 404" not in line] == []
