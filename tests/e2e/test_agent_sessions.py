@@ -198,6 +198,8 @@ def test_a_session_ends_at_its_limits(tenant: httpx.Client) -> None:
     assert refused.status_code == 403
     assert refused.json()["error"]["code"] == "agent_session_ended"
     assert two.get()["end_reason"] == "turns"
+    again = two.post([*said, user("And at night?")], {"x-stainless-retry-count": "1"})
+    assert again.status_code == 200, "an answer that was lost is given again after the end, too"
     few = agent_of(tenant, limits={"tokens": 40})
     few.post(TASK, max_tokens=500, ignore_eos=True)
     (turn,) = few.turns()

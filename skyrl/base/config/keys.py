@@ -54,6 +54,8 @@ class AgentsConfig(Strict):
     tokens: int = Field(10_000_000, ge=1, lt=2**53)
     """Of a session: those sampled, and those of its prompts, each counted once."""
     seconds: float = Field(86_400.0, gt=0)
+    bytes: int = Field(256 * 2**20, ge=2**20)
+    """Of the messages and tokens of a session: messages may hold more than the model sees of them."""
     idle_s: float = Field(3_600.0, gt=0)
     """A session without a request for this long ends."""
     sessions: int = Field(10_000, ge=1)

@@ -18,7 +18,7 @@ FollowedWeights = Literal["pinned", "newest"]
 """Which weights a session samples from: those that its model had when it was created, or at each turn those that the
 model has then."""
 
-EndReason = Literal["called", "turns", "tokens", "time", "idle"]
+EndReason = Literal["called", "turns", "tokens", "bytes", "time", "idle"]
 """Why a session has ended: by a call, at one of its limits, or because nothing was asked for a time."""
 
 ForkReason = Literal[

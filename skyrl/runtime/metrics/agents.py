@@ -29,7 +29,7 @@ FORKS: tuple[ForkReason, ...] = (
     "asked_again",
     "not_extendable",
 )
-ENDS: tuple[EndReason, ...] = ("called", "turns", "tokens", "time", "idle")
+ENDS: tuple[EndReason, ...] = ("called", "turns", "tokens", "bytes", "time", "idle")
 TOKENS = ("prompt", "prompt_cached", "added", "sampled")
 OWN_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from dataclasses import replace
 
 from skyrl.base.types.agents import AgentSession, AgentTurn, EndReason
 from skyrl.base.wire.errors import RequestError
+from skyrl.runtime.metrics.agents import AgentMetrics
 from skyrl.server.agents.running import RunningTurn
 from skyrl.server.agents.tree import Tree
 from skyrl.server.openai.errors import OpenAIError
@@ -21,6 +23,7 @@ _ENDED = {
     "called": "it was ended by a call",
     "turns": "it has had all its turns",
     "tokens": "it has used all its tokens",
+    "bytes": "its messages are too large together",
     "time": "its time is over",
     "idle": "it was idle for too long",
 }
@@ -40,6 +43,11 @@ class LiveSession:
         """Turns whose answer has reached its client whole."""
         self.used_at = session.used_at
 
+    def check_open(self) -> None:
+        """Raises OpenAIError 403 if the session has ended."""
+        if (reason := self.session.end_reason) is not None:
+            raise ended(reason)
+
     def running_with(self, key: bytes) -> RunningTurn | None:
         """The newest running turn of the same request."""
         return next((turn for turn in reversed(self.running) if self.keys[turn.id] == key), None)
@@ -48,13 +56,15 @@ class LiveSession:
         """A turn that was continued was delivered."""
         return turn.id in self.delivered or self.tree.has_child(turn)
 
-    def over(self, now: float) -> EndReason | None:
+    def over(self, now: float, most_bytes: int) -> EndReason | None:
         """The limit that the session has reached at `now` (seconds since the epoch)."""
         limits = self.session.limits
         if len(self.tree) >= limits.turns:
             return "turns"
         if self.tree.tokens >= limits.tokens:
             return "tokens"
+        if self.tree.nbytes >= most_bytes:
+            return "bytes"
         if now >= self.session.created_at + limits.seconds:
             return "time"
         return "idle" if not self.running and now >= self.used_at + limits.idle_s else None
@@ -70,51 +80,57 @@ class LiveSession:
 
 
 class LiveSessions:
-    """With `alone` no other process answers for the same sessions, and nothing is read twice."""
+    """With `alone` no other process answers for the same sessions, and nothing is read twice. A session may have
+    `most_bytes` of messages and tokens."""
 
-    def __init__(self, sessions: AgentSessions, turns: AgentTurns, *, alone: bool) -> None:
+    def __init__(
+        self, sessions: AgentSessions, turns: AgentTurns, metrics: AgentMetrics, *, alone: bool, most_bytes: int
+    ) -> None:
         self._sessions = sessions
         self._turns = turns
         self._alone = alone
+        self._most_bytes = most_bytes
+        self._metrics = metrics
+        metrics.watch(lambda: len(self))
         self._live: OrderedDict[str, LiveSession] = OrderedDict()
         self._loading: dict[str, asyncio.Task[LiveSession]] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._live
-
     async def open(self, session_id: str, tenant: str) -> LiveSession:
-        """A session that takes requests. Raises OpenAIError: 404 if there is none, 403 if it has ended."""
+        """A session, which may have ended; see `check_open`. Raises OpenAIError 404 if there is none."""
         live = self._live.get(session_id)
         if live is None or not self._alone:
             live = await self._read(session_id)
         if live.session.tenant != tenant:
             raise _unknown()
-        if (reason := live.session.end_reason) is None and (reason := live.over(time.time())) is not None:
-            await self.end(live, reason)
-        if reason is not None:
-            raise ended(reason)
-        live.used_at = time.time()
-        self._sessions.note_use(session_id)
         self._live[session_id] = live
         self._live.move_to_end(session_id)
+        if live.session.end_reason is None and await self.end_if_over(live) is None:
+            live.used_at = time.time()
+            self._sessions.note_use(session_id)
         return live
 
-    async def end(self, live: LiveSession, reason: EndReason) -> None:
-        """End a session at a limit."""
-        await self._sessions.end(live.session.id, reason, time.time())
-        self.forget(live.session.id)
+    async def end_if_over(self, live: LiveSession) -> EndReason | None:
+        """End an open session that has reached a limit. Returns which."""
+        if (reason := live.over(time.time(), self._most_bytes)) is not None:
+            await self.end(live.session.id, reason)
+        return reason
+
+    async def end(self, session_id: str, reason: EndReason) -> bool:
+        """End a session. Turns that run go on to their ends. False if it has ended before, or there is none."""
+        now = time.time()
+        ends = await self._sessions.end(session_id, reason, now)
+        if (live := self._live.get(session_id)) is not None:
+            live.session = replace(live.session, ended_at=now, end_reason=reason)
+        if ends:
+            self._metrics.ended(reason)
+        return ends
 
     def peek(self, session_id: str) -> LiveSession | None:
         """The session, if it is in memory."""
         return self._live.get(session_id)
-
-    def forget(self, session_id: str) -> None:
-        """The session has changed in the database."""
-        if (live := self._live.get(session_id)) is not None and not live.running:
-            del self._live[session_id]
 
     async def shrink(self) -> None:
         """Forget the sessions that were used least recently, until the others are within the bounds."""

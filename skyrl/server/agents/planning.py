@@ -118,7 +118,9 @@ class Planner:
         target = await self._target(live, request)
         if (tokens := await self._tokens(live, place, fields, target)) is not None:
             return len(tokens)
-        asked = Asked(await self._checked(fields, target), target, request.tenant, request.id, request.size)
+        asked = Asked(
+            await self._checked(fields, target, request.size), target, request.tenant, request.id, request.size
+        )
         return await self.models[target.number].service.count(asked)
 
     async def plan(self, live: LiveSession, request: TurnRequest, place: Place, fields: dict[str, Any]) -> Plan:
@@ -139,7 +141,7 @@ class Planner:
             body.pop("stream_options", None)
         if tokens is not None:  # the earlier messages were checked when they were new
             body["messages"] = place.new or [{"role": "user", "content": "-"}]
-        generation = await self._checked(body, target)
+        generation = await self._checked(body, target, request.size)
         if generation.pictures:
             raise RequestError("an agent session takes text alone", field="messages")
         asked = Asked(generation, target, request.tenant, request.id, request.size, live.session.id)
@@ -167,11 +169,13 @@ class Planner:
         tail = await self._tails.tail(target.number, place.parent, place.new, fields)
         return None if tail is None else np.concatenate([before, np.array(tail, np.int32)])
 
-    async def _checked(self, fields: dict[str, Any], target: Target) -> Generation:
-        encoded, limits = msgspec.json.encode(fields), self.models[target.number].limits()
-        if len(encoded) > LARGE_BYTES:
-            return await asyncio.to_thread(chat, encoded, limits, grammars=self._grammars)
-        return chat(encoded, limits, grammars=self._grammars)
+    async def _checked(self, fields: dict[str, Any], target: Target, size: int) -> Generation:
+        limits = self.models[target.number].limits()
+
+        def checked() -> Generation:
+            return chat(msgspec.json.encode(fields), limits, grammars=self._grammars)
+
+        return await asyncio.to_thread(checked) if size > LARGE_BYTES else checked()
 
     async def _fitted(self, asked: Asked, live: LiveSession, place: Place, tokens: NDArray[np.int32] | None) -> Asked:
         """The request with the prompt's tokens, whose answer fits the context and the session. Raises OpenAIError."""

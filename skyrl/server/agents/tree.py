@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +23,7 @@ _CHANGED: Mapping[str, ForkReason] = {
     "user": "user_changed",
     "tool": "tool_result_changed",
 }
+_encode = msgspec.json.Encoder().encode
 TURN_BYTES, MESSAGE_BYTES = 1200, 600
 """About what a turn and a message take in memory beside arrays and texts."""
 
@@ -100,7 +102,7 @@ class Tree:
         self._by_key.setdefault(turn.key, []).append(turn)
         self.tokens += len(turn.added) + len(turn.sampled)
         arrays = turn.added.nbytes + turn.sampled.nbytes + turn.logprobs.nbytes + len(turn.routed_experts or b"")
-        texts = sum(len(str(message.get("content"))) for message in messages)
+        texts = len(_encode([turn.setting, messages]))
         self.nbytes += TURN_BYTES + MESSAGE_BYTES * len(messages) + arrays + texts
 
     def place(self, setting: Mapping[str, Any], messages: Sequence[dict[str, Any]], keep_thinking: bool) -> Place:

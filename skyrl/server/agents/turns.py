@@ -35,14 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 class Turns:
-    def __init__(
-        self, live: LiveSessions, stored: AgentTurns, planner: Planner, metrics: AgentMetrics | None = None
-    ) -> None:
+    def __init__(self, live: LiveSessions, stored: AgentTurns, planner: Planner, metrics: AgentMetrics) -> None:
         self.live = live
         self._stored = stored
         self._planner = planner
-        self._metrics = metrics or AgentMetrics()
-        self._metrics.watch(lambda: len(live))
+        self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -67,6 +64,7 @@ class Turns:
         if answered and (request.retried or not live.was_delivered(answered[-1])):
             self._metrics.repeated(request.dialect)
             return repeating.repeated(answered, int(fields.get("n") or 1))
+        live.check_open()
         plan = await self._planner.plan(live, request, place, fields)
         size = plan.generation.size
         tokens = size.n * ((size.max_tokens or 0) + _added(live, plan))
@@ -143,7 +141,7 @@ class Turns:
             self._metrics.answered(turns, own_s)
             turn.push(held)
             turn.end(stored, body)
-            await self._end_at_limit(live)
+            await self.live.end_if_over(live)
         except asyncio.CancelledError:
             turn.fail(RequestError("the server is stopping; send the request again", status=503, retry_after_s=1))
             raise
@@ -218,12 +216,6 @@ class Turns:
                 )
             )
         return turns
-
-    async def _end_at_limit(self, live: LiveSession) -> None:
-        reason = live.over(time.time())
-        if reason in ("turns", "tokens"):
-            await self.live.end(live, reason)
-            self._metrics.ended(reason)
 
 
 def _failure(error: Exception, request_id: str) -> RequestError:

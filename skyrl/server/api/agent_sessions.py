@@ -116,9 +116,7 @@ def router(services: Services) -> Routes:
     async def end(call: Call, session_id: str) -> Response:
         """A session that has ended already stays as it is."""
         await find(call, session_id)
-        if await sessions.end(session_id, "called", time.time()):
-            services.metrics.agents.ended("called")
-        services.agents.live.forget(session_id)
+        await services.agents.live.end(session_id, "called")
         return reply({})
 
     @routes.post("/{session_id}/reward", scope="sample", body=Reward)

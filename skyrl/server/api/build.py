@@ -242,7 +242,13 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         openai_models=openai_models,
         openai_in_flight=InFlight(),
         agents=Turns(
-            LiveSessions(agent_sessions, agent_turns, alone=database.is_sqlite),
+            LiveSessions(
+                agent_sessions,
+                agent_turns,
+                base.metrics.agents,
+                alone=database.is_sqlite,
+                most_bytes=config.agents.bytes,
+            ),
             agent_turns,
             _planner(built, openai_models, config),
             base.metrics.agents,
