@@ -124,7 +124,7 @@ fuzz: setup
 
 # The pictures of docs/operating/status.md; needs chromium and chromium-driver
 screenshots: setup
-	SCREENSHOTS=docs/assets $(PY) -m pytest -q tests/e2e/test_status_page.py -k phone
+	SCREENSHOTS=docs/assets $(PY) -m pytest -q tests/e2e/test_status_page.py tests/e2e/test_agents_on_page.py -k "phone or picture"
 
 # What a release needs: strict pages, a wheel that serves from an empty folder, an entry of the changelog, and the last
 # version's state directory, with which this version goes on (tests/release/old_state.py keeps this version's).

@@ -52,6 +52,7 @@ TRIED: dict[tuple[str, str], list[Try]] = {
     ("GET", "/api/v1/training_runs/{model_id}/checkpoints"): [Try(), Try(query="access_scope=accessible")],
     ("GET", "/ui/api/runs/{run_id}"): [Try()],
     ("GET", "/ui/api/agents/{agent_session}"): [Try()],
+    ("GET", "/ui/api/agents/{agent_session}/turns/{agent_turn}"): [Try()],
     ("POST", "/api/v1/session_heartbeat"): [Try({"session_id": "{session_id}"})],
     ("PUT", "/api/v1/sessions/{session_id}/project"): [Try({"project_id": "mine"})],
     ("POST", "/api/v1/get_info"): [Try({"model_id": "{model_id}"})],

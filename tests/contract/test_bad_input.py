@@ -712,6 +712,7 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
         ("GET", "/ui", "open"),
         ("GET", "/ui/{file}", "open"),
         ("GET", "/ui/api/agents/{agent_session}", "sample"),
+        ("GET", "/ui/api/agents/{agent_session}/turns/{agent_turn}", "sample"),
         ("GET", "/ui/api/box", "admin"),
         ("GET", "/ui/api/runs/{run_id}", "any"),
         ("GET", "/ui/api/state", "any"),

@@ -17,6 +17,7 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
+from one_turn import turn
 from sqlalchemy import insert, select
 
 from skyrl.base.config.server import ServerConfig
@@ -93,6 +94,8 @@ class World:
         sampler = await self.create(OWNER, "create_sampling_session", sampling_session_seq_id=0, **own)
         model = await self.create(OWNER, "create_model", model_seq_id=0, **own)
         agent_session = (await self.create(OWNER, "agent_sessions", model=BASE, name=project))["session_id"]
+        turn_of_agent = turn(3, id=f"turn-{agent_session}", session_id=agent_session)
+        await self.services.agent_turns.add(turn_of_agent)
         sampler_id = sampler["sampling_session_id"]
         sample = await self.create(OWNER, "asample", sampling_session_id=sampler_id, seq_id=1, **MESSAGE)
         self.ids = {
@@ -101,6 +104,7 @@ class World:
             "model_id": model["model_id"],
             "run_id": model["model_id"],
             "agent_session": agent_session,
+            "agent_turn": turn_of_agent.id,
             "future": model["request_id"],
             "sample": sample["request_id"],
             "project": project,

@@ -6,6 +6,7 @@ With SCREENSHOTS, the name of a folder, the picture of the documentation is writ
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,12 +76,24 @@ def rows(browser: Browser, table: str) -> list[dict[str, str]]:
     ]
 
 
+SAID = """
+return [...document.querySelectorAll("article pre")].map((text) =>
+  [text.querySelector("mark.sampled") === null ? "given" : "sampled", text.textContent]);
+"""
+
+
 def said(browser: Browser) -> list[tuple[str, str]]:
     """Each text of the conversation, and whether it is marked as sampled."""
-    return [
-        ("sampled" if text.find_elements("css selector", "mark.sampled") else "given", text.get_property("textContent"))
-        for text in browser.all("article pre")
-    ]
+    return [(kind, text) for kind, text in browser.run(SAID)]
+
+
+TOKENS = "return [...document.querySelectorAll('.tokens mark')].map((token) => [token.textContent, token.title])"
+
+
+def show_tokens(browser: Browser, number: int) -> list[tuple[str, str]]:
+    """Click on *Tokens* of the answer with this number (from 0); each token, and what is said of it."""
+    browser.all("article.sampled button")[number].click()
+    return browser.until(lambda: [(text, about) for text, about in browser.run(TOKENS)])
 
 
 def choose(browser: Browser, number: int) -> None:
@@ -102,7 +115,7 @@ def test_the_page_shows_what_an_agent_says_and_what_the_model_has_sampled(server
     [row] = rows(browser, "Agent sessions")
     assert row["session"].startswith(HOSTILE.partition("\u202e")[0])
     assert (row["model"], row["state"], row["turns"], row["forks"]) == ("tiny", "● open", "1", "0")
-    [link] = [link for link in browser.all("td a") if link.get_attribute("href").endswith(agent.id)]
+    [link] = [link for link in browser.all("td a") if (link.get_attribute("href") or "").endswith(agent.id)]
     link.click()
     browser.until(lambda: said(browser) == [("given", HOSTILE), ("sampled", first)])
 
@@ -120,7 +133,7 @@ def test_the_page_shows_what_an_agent_says_and_what_the_model_has_sampled(server
     shown = [(row["turn"], row["continues"], row["fork"]) for row in rows(browser, "Turns")]
     assert shown == [
         ("1", "nothing", ""),
-        ("└ 3", "turn 1", "continues a turn that was continued before, from message 2 on"),
+        ("└ 3", "turn 1", "continues an earlier turn again, from message 2 on"),
         ("2", "turn 1", ""),
     ]
     choose(browser, 2)
@@ -129,6 +142,13 @@ def test_the_page_shows_what_an_agent_says_and_what_the_model_has_sampled(server
     agent.says("And then?")
     browser.until(lambda: len(rows(browser, "Turns")) == 4)
     assert said(browser) == path, "the turn that the user has chosen stays"
+
+    tokens = show_tokens(browser, 0)
+    text = "".join(text for text, _ in tokens)
+    assert text.removesuffix("<|im_end|>") == first, "the end of an answer is a token, too"
+    assert all(re.fullmatch(r"token \d+, logprob -?[\d.e-]+", about) for _, about in tokens)
+    browser.all("article.sampled button")[0].click()
+    assert said(browser) == path
 
     manage(server, "POST", f"/{agent.id}/reward", {"reward": 0.5})
     manage(server, "POST", f"/{agent.id}/end")
@@ -149,9 +169,25 @@ def test_the_view_of_a_session_fits_a_phone(server: DemoServer, browser: Browser
         browser.has_screen(screen)
         browser.until(lambda: len(rows(browser, "Turns")) == 2)
         assert width(browser) <= screen[0]
-    if SCREENSHOTS:
-        browser.screenshot(Path(SCREENSHOTS) / "status-agent.png")
     assert browser.console() == []
+
+
+@pytest.mark.skipif(not SCREENSHOTS, reason="makes the picture of the documentation: make screenshots")
+def test_the_picture_of_a_session(server: DemoServer, browser: Browser) -> None:
+    agent = Agent.begin(server, "fox-watch")
+    for text in ("Who watches the river?", "And the hill?"):
+        agent.says(text)
+    del agent.messages[2:]
+    for text in ("And the forest?", "Since when?"):
+        agent.says(text)
+    browser.has_screen((DESK[0], 1250))
+    browser.open("about:blank")
+    browser.open(f"{server.url}/ui#/agents/{agent.id}")
+    browser.type_key(KEY)
+    browser.until(lambda: len(rows(browser, "Turns")) == 4)
+    show_tokens(browser, 1)
+    assert SCREENSHOTS
+    browser.screenshot(Path(SCREENSHOTS) / "status-agent.png")
 
 
 def test_another_tenants_session_is_not_found(server: DemoServer, browser: Browser) -> None:

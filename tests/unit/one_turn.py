@@ -9,7 +9,7 @@ import numpy as np
 from skyrl.base.types.agents import AgentTurn, ForkReason
 
 
-def turn(sampled: int, fork: ForkReason | None = None, **fields: Any) -> AgentTurn:
+def turn(sampled: int, /, fork: ForkReason | None = None, **fields: Any) -> AgentTurn:
     """A turn that adds 3 tokens to a prompt of 10, of which 7 were cached."""
     known: dict[str, Any] = {
         "id": "t1",

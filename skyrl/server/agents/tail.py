@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from skyrl.base.model_files import file_of, json_of
 from skyrl.server.agents.template import CannotRender, ChatTemplate, prepared, read_template, special_tokens
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 _FIRST = ("go", "Tell me more.")
 """The first messages of the two short conversations."""
 MAX_CHECKED = 1000
+_CHARACTER_TOKENS = 4
+"""The most tokens that one character has: those of its bytes in UTF-8."""
 
 
 class Tails:
@@ -80,6 +83,19 @@ class Tails:
             return None
         ended = len(sampled) > 0 and int(sampled[-1]) in self._stops
         return ids[1:] if ended else ids
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token, special ones too. A character that consists of several tokens is the text of the
+        last one, and the others are empty. What is no text is U+FFFD."""
+        texts: list[str] = []
+        stream, waiting = DecodeStream(skip_special_tokens=False), 0
+        for token in ids:
+            text = stream.step(self._tokenizer, token)
+            waiting = 0 if text else waiting + 1
+            if waiting == _CHARACTER_TOKENS:  # the stream would wait for its end, and decode all of it at each step
+                stream, waiting, text = DecodeStream(skip_special_tokens=False), 0, "\ufffd"
+            texts.append(text or "")
+        return texts
 
     def _text(self, answer: Mapping[str, Any], new: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         """What follows the answer, from within its last part on. Raises CannotRender."""

@@ -29,17 +29,25 @@ class TailsOfModels:
     ) -> list[int] | None:
         """The token ids that continue a turn with new messages; None if the base model's template has none for them, or
         its files are not on this machine."""
-        if number not in self._loaded:
-            async with self._lock:
-                if number not in self._loaded:
-                    self._loaded[number] = await asyncio.to_thread(self._load, number)
-        tails = self._loaded[number]
+        tails = await self._tails(number)
         if tails is None:
             return None
         arguments = (turn.answer, new, turn.sampled, template_arguments(fields))
         if sum(len(str(message.get("content") or "")) for message in new) > LARGE_CHARACTERS:
             return await asyncio.to_thread(tails.tail, *arguments)
         return tails.tail(*arguments)
+
+    async def texts(self, number: int, ids: Sequence[int]) -> list[str] | None:
+        """As `Tails.texts`; None if the files of the base model are not on this machine."""
+        tails = await self._tails(number)
+        return None if tails is None else await asyncio.to_thread(tails.texts, ids)
+
+    async def _tails(self, number: int) -> Tails | None:
+        if number not in self._loaded:
+            async with self._lock:
+                if number not in self._loaded:
+                    self._loaded[number] = await asyncio.to_thread(self._load, number)
+        return self._loaded[number]
 
     def _load(self, number: int) -> Tails | None:
         tails = Tails.load(self._base_models[number])

@@ -19,6 +19,8 @@ MAX_TEXT = 20_000
 """Characters of one text that are shown."""
 MAX_ANSWER = 2_000_000
 """Characters of all texts of one answer, beside those of its first turn."""
+MAX_TOKENS = 2_000
+"""Sampled tokens of a turn that are shown one by one."""
 MAX_PARTS = 200
 """Parts of a message, and messages of a turn, that are shown."""
 
@@ -65,6 +67,16 @@ def shown_turns(turns: Iterable[AgentTurn]) -> list[dict[str, Any]]:
             break
         shown.append(_numbers(turn) | {"messages": given, "answer": answer})
     return shown
+
+
+def shown_tokens(turn: AgentTurn, texts: Sequence[str] | None) -> dict[str, Any]:
+    """The first tokens that a turn has sampled, and how many there are. `texts` are None if they are not known."""
+    return {
+        "ids": turn.sampled[:MAX_TOKENS].tolist(),
+        "logprobs": turn.logprobs[:MAX_TOKENS].tolist(),
+        "texts": texts,
+        "sampled": len(turn.sampled),
+    }
 
 
 def _numbers(turn: AgentTurn) -> dict[str, Any]:

@@ -194,6 +194,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
     )
     openai_models = ModelNames([_base_of(model) for model in built], checkpoints)
     agent_sessions, agent_turns = AgentSessions(database, writer), AgentTurns(database, writer)
+    tails = TailsOfModels([model.config.tokenizer_id or model.config.base_model_path for model in built])
     return Services(
         config=config,
         process_id=runtime.process_id,
@@ -250,19 +251,19 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
                 most_bytes=config.agents.bytes,
             ),
             agent_turns,
-            _planner(built, openai_models, config),
+            _planner(built, openai_models, tails, config),
             base.metrics.agents,
         ),
         agent_sessions=agent_sessions,
         agent_turns=agent_turns,
+        agent_tails=tails,
         adapter_uses=uses,
         spans=open_spans(config.otlp_endpoint, f"api-{runtime.slot}"),
     )
 
 
-def _planner(built: Sequence[ServedModel], names: ModelNames, config: ServerConfig) -> Planner:
+def _planner(built: Sequence[ServedModel], names: ModelNames, tails: TailsOfModels, config: ServerConfig) -> Planner:
     models = [SamplingModel(model.openai, model.watch.limits) for model in built if model.openai is not None]
-    tails = TailsOfModels([model.config.tokenizer_id or model.config.base_model_path for model in built])
     return Planner(models, names, tails, grammars=config.openai_grammars)
 
 

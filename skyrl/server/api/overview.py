@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from skyrl import __version__
+from skyrl.base.types.agents import AgentSession
 from skyrl.base.wire.errors import NotFound
 from skyrl.server.api.access import Caller
-from skyrl.server.api.agent_view import MAX_TURNS, session_facts, session_line, shown_turns
+from skyrl.server.api.agent_view import MAX_TOKENS, MAX_TURNS, session_facts, session_line, shown_tokens, shown_turns
 from skyrl.server.api.services import Services
 from skyrl.server.request_status.runs import RunStatus
 from skyrl.server.request_status.stuck import BaseModelState, Stuck, stuck, stuck_of_all
@@ -116,12 +117,9 @@ class Overview:
     async def agent_session(self, session_id: str, after: int) -> dict[str, Any]:
         """An agent session, and the turns after the row `after`: as many as fit one answer. `last` is the row of the
         last one, and `more` says whether there are others. Raises NotFound."""
-        sessions, turns = self._services.agent_sessions, self._services.agent_turns
-        session = await sessions.find(session_id)
-        if session is None or session.tenant != self._tenant:
-            raise NotFound("no such agent session", field="session_id")
-        counts = (await sessions.counts([session_id])).get(session_id, Counts())
-        found = await turns.page(session_id, after, MAX_TURNS)
+        session = await self._agent_session(session_id)
+        counts = (await self._services.agent_sessions.counts([session_id])).get(session_id, Counts())
+        found = await self._services.agent_turns.page(session_id, after, MAX_TURNS)
         shown = shown_turns([turn for _, turn in found])
         return {
             "server": await self.server(),
@@ -130,6 +128,22 @@ class Overview:
             "last": found[len(shown) - 1][0] if shown else after,
             "more": len(shown) < len(found) or len(found) == MAX_TURNS,
         }
+
+    async def agent_tokens(self, session_id: str, turn_id: str) -> dict[str, Any]:
+        """The tokens that a turn has sampled. Raises NotFound."""
+        session = await self._agent_session(session_id)
+        turn = await self._services.agent_turns.find(session_id, turn_id)
+        if turn is None:
+            raise NotFound("no such turn", field="agent_turn")
+        number = self._services.served.number_of(session.base_model)
+        ids = turn.sampled[:MAX_TOKENS].tolist()
+        return shown_tokens(turn, await self._services.agent_tails.texts(number, ids))
+
+    async def _agent_session(self, session_id: str) -> AgentSession:
+        session = await self._services.agent_sessions.find(session_id)
+        if session is None or session.tenant != self._tenant:
+            raise NotFound("no such agent session", field="agent_session")
+        return session
 
     async def usage(self, days: int, run: str | None) -> list[dict[str, Any]]:
         """The tenant's tokens of the last `days` days, of one run or of all."""

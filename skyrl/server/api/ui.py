@@ -74,6 +74,11 @@ def router(services: Services) -> Routes:
         """One agent session of the caller, and its turns after the row `after`, with texts that may be cut."""
         return _unless_unchanged(call, await Overview(services, call.caller).agent_session(agent_session, after))
 
+    @routes.get("/ui/api/agents/{agent_session}/turns/{agent_turn}", scope="sample")
+    async def agent_tokens(call: Call, agent_session: str, agent_turn: str) -> Response:
+        """The tokens that a turn has sampled, with their texts and logprobs."""
+        return _unless_unchanged(call, await Overview(services, call.caller).agent_tokens(agent_session, agent_turn))
+
     @routes.get("/ui/api/usage", scope="any")
     async def usage(
         call: Call,

@@ -57,28 +57,32 @@ export class AgentView {
       { part: turnPart }),
     column("continues", (turn) => (turn.continues === null ? "nothing" : `turn ${count(turn.continues)}`)),
     column("fork", forkText),
-    column("new messages", (turn) => count(turn.messages.length + turn.left_out), numeric),
     column("prompt", (turn) => count(turn.prompt), numeric),
     column("cached", (turn) => count(turn.cached), numeric),
     column("new", (turn) => count(turn.added), numeric),
     column("sampled", (turn) => count(turn.sampled), numeric),
-    column("mean logprob", (turn) => number(turn.logprob), numeric),
+    column("logprob", (turn) => number(turn.logprob), numeric),
     column("seconds", (turn) => number(turn.seconds), numeric),
-    column("spoken as", (turn) => turn.dialect),
     column("end", (turn) => turn.finish_reason),
     column("weights", (turn) => turn.versions.join(" → ")),
   ], "No turns yet.");
-  #conversation = new Conversation();
+  #conversation;
 
-  constructor(id) {
+  /** `load` gives the answer of a path. */
+  constructor(id, load) {
     this.#id = id;
+    this.#conversation = new Conversation((turn) => load(`${this.#address()}/turns/${encodeURIComponent(turn.id)}`));
     setText(this.#heading, id);
     this.element = el("div", {}, this.#heading, el("p", {}, this.#state.element), this.#facts.element,
       this.#turns.element, this.#conversation.element);
   }
 
   path() {
-    return `ui/api/agents/${encodeURIComponent(this.#id)}?after=${this.#last}`;
+    return `${this.#address()}?after=${this.#last}`;
+  }
+
+  #address() {
+    return `ui/api/agents/${encodeURIComponent(this.#id)}`;
   }
 
   /** Whether the server has more turns than it has told. */

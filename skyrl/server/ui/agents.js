@@ -24,7 +24,7 @@ const FORKS = {
   messages_dropped: "messages were left out",
   messages_inserted: "messages were put in",
   tools_changed: "the tools differ",
-  branch: "continues a turn that was continued before",
+  branch: "continues an earlier turn again",
   asked_again: "the same request again",
   not_extendable: "the template cannot continue the turn before it",
 };

@@ -27,7 +27,7 @@ let answeredAt = null; // when the server answered last for this view
 function viewOfAddress() {
   const [, page, id] = location.hash.split("/");
   if (page === "runs" && id) return new RunView(decode(id));
-  if (page === "agents" && id) return new AgentView(decode(id));
+  if (page === "agents" && id) return new AgentView(decode(id), load);
   if (page === "box") return new BoxView();
   return new OverviewView(download);
 }
@@ -99,6 +99,16 @@ function tick() {
   tickTimes();
   const age = failure && answeredAt !== null ? ` What is shown is ${since(answeredAt)} old.` : "";
   setText(byId("notice"), failure + age);
+}
+
+/** An answer beside those of the view; null if there is none. */
+async function load(path) {
+  try {
+    return await api.get(path);
+  } catch (error) {
+    sayFailure(error);
+    return null;
+  }
 }
 
 async function download(path, name) {

@@ -95,6 +95,12 @@ class AgentTurns:
 
         return await self._database.read_async(read)
 
+    async def find(self, session_id: str, turn_id: str) -> AgentTurn | None:
+        """Raises DatabaseError."""
+        query = select(turns).where(turns.c.session_id == session_id, turns.c.id == turn_id)
+        row = await self._database.read_async(lambda c: c.execute(query).first())
+        return None if row is None else _turn(row)
+
 
 def _row(turn: AgentTurn) -> dict[str, Any]:
     content = _encode(

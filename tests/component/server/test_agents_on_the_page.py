@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from api_harness import BASE, Api
+from api_harness import BASE, Api, Serve
 from one_turn import turn
+from tokenizers import Tokenizer
 
+from skyrl.base.tiny import model_path
 from skyrl.server.api import agent_view
 from skyrl.server.api.agent_view import MAX_PARTS, MAX_TEXT, MAX_TURNS, shown_turns
 from tests.postgres_server import ON_BOTH
@@ -50,7 +53,7 @@ async def test_the_page_shows_a_tenants_own_sessions_newest_first(api: Api) -> N
     ]
     numbers = {name: shown[1][name] for name in ("turns", "added", "sampled", "forks", "reward", "end_reason")}
     assert numbers == {"turns": 2, "added": 6, "sampled": 8, "forks": 1, "reward": 0.5, "end_reason": "called"}
-    assert (await ask(api, f"agents/{theirs}", 404))["detail"] == "session_id: no such agent session"
+    assert (await ask(api, f"agents/{theirs}", 404))["detail"] == "agent_session: no such agent session"
     assert (await ask(api, f"agents/{theirs}", 200, **OTHER))["session"]["turns"] == 1
 
 
@@ -107,6 +110,20 @@ async def test_the_turns_of_a_long_session_come_piece_by_piece_and_unchanged_one
     )
     assert (again.status_code, again.content) == (304, b"")
     assert (await ask(api, f"agents/{session}?after=-1", 400))["field"] == "after"
+
+
+async def test_the_sampled_tokens_of_a_turn_can_be_seen_by_their_tenant(serve: Serve) -> None:
+    async with serve(base_model=str(model_path()), served_model_names=[BASE]) as api:
+        session = await create(api, "tokens")
+        ids = Tokenizer.from_file(str(model_path() / "tokenizer.json")).encode("Höhe<|im_end|>").ids
+        sampled, logprobs = np.array(ids, np.int32), np.linspace(-1, 0, len(ids), dtype=np.float32)
+        await add(api, session, "t1", sampled=sampled, logprobs=logprobs)
+        shown = await ask(api, f"agents/{session}/turns/t1")
+        assert "".join(shown["texts"]) == "Höhe<|im_end|>"
+        assert (shown["ids"], shown["sampled"]) == (ids, len(ids))
+        assert shown["logprobs"] == pytest.approx(logprobs.tolist())
+        await ask(api, f"agents/{session}/turns/t2", 404)
+        await ask(api, f"agents/{session}/turns/t1", 404, **OTHER)
 
 
 def test_long_texts_and_many_messages_are_cut_and_counted() -> None:
