@@ -8,56 +8,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from skyrl.cli.demo.server import DemoServer
 
 from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser
+from .talking_agent import TalkingAgent, manage
 
 pytestmark = [pytest.mark.vllm, NEEDS_CHROMIUM]
 
 KEY = "tml-agents-page"
 HOSTILE = "<img src=x onerror=alert(1)>\u202e<script>alert(2)</script>"
 SCREENSHOTS = os.environ.get("SCREENSHOTS")
-
-
-@dataclass
-class Agent:
-    """An agent that keeps its conversation in `messages`."""
-
-    server: DemoServer
-    id: str
-    key: str
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def begin(cls, server: DemoServer, name: str) -> Agent:
-        made = manage(server, "POST", "", {"model": "tiny", "name": name, "sampling": {"max_tokens": 8}})
-        return cls(server, made["session_id"], made["key"])
-
-    def says(self, text: str) -> str:
-        """The model's answer to another message."""
-        self.messages.append({"role": "user", "content": text})
-        body = {"model": "any", "messages": self.messages}
-        headers = {"Authorization": f"Bearer {self.key}"}
-        url = f"{self.server.url}/v1/chat/completions"
-        answer = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
-        assert answer.status_code == 200, answer.text
-        self.messages.append(answer.json()["choices"][0]["message"])
-        return self.messages[-1]["content"]
-
-
-def manage(server: DemoServer, method: str, path: str, body: Any = None) -> Any:
-    """A request of the tenant about its sessions."""
-    url = f"{server.url}/api/v1/agent_sessions{path}"
-    answer = httpx.request(method, url, json=body, headers={"X-API-Key": KEY}, timeout=60, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +71,7 @@ def width(browser: Browser) -> int:
 
 
 def test_the_page_shows_what_an_agent_says_and_what_the_model_has_sampled(server: DemoServer, browser: Browser) -> None:
-    agent = Agent.begin(server, HOSTILE)
+    agent = TalkingAgent.begin(server, KEY, HOSTILE)
     first = agent.says(HOSTILE)
     browser.open(f"{server.url}/ui")
     browser.type_key(KEY)
@@ -150,8 +114,8 @@ def test_the_page_shows_what_an_agent_says_and_what_the_model_has_sampled(server
     browser.all("article.sampled button")[0].click()
     assert said(browser) == path
 
-    manage(server, "POST", f"/{agent.id}/reward", {"reward": 0.5})
-    manage(server, "POST", f"/{agent.id}/end")
+    manage(server, KEY, "POST", f"/{agent.id}/reward", {"reward": 0.5})
+    manage(server, KEY, "POST", f"/{agent.id}/end")
     browser.until(lambda: "■ ended a client has ended it" in browser.text())
     assert "0.5" in browser.one("dl").text
     assert browser.all("main img, main script") == [], "what an agent says is never read as HTML"
@@ -159,7 +123,7 @@ def test_the_page_shows_what_an_agent_says_and_what_the_model_has_sampled(server
 
 
 def test_the_view_of_a_session_fits_a_phone(server: DemoServer, browser: Browser) -> None:
-    agent = Agent.begin(server, "calculator")
+    agent = TalkingAgent.begin(server, KEY, "calculator")
     for text in ("What is 2 + 2?", "x" * 400):
         agent.says(text)
     browser.open("about:blank")
@@ -174,7 +138,7 @@ def test_the_view_of_a_session_fits_a_phone(server: DemoServer, browser: Browser
 
 @pytest.mark.skipif(not SCREENSHOTS, reason="makes the picture of the documentation: make screenshots")
 def test_the_picture_of_a_session(server: DemoServer, browser: Browser) -> None:
-    agent = Agent.begin(server, "fox-watch")
+    agent = TalkingAgent.begin(server, KEY, "fox-watch")
     for text in ("Who watches the river?", "And the hill?"):
         agent.says(text)
     del agent.messages[2:]
@@ -191,7 +155,7 @@ def test_the_picture_of_a_session(server: DemoServer, browser: Browser) -> None:
 
 
 def test_another_tenants_session_is_not_found(server: DemoServer, browser: Browser) -> None:
-    agent = Agent.begin(server, "secret name")
+    agent = TalkingAgent.begin(server, KEY, "secret name")
     browser.open("about:blank")
     browser.open(f"{server.url}/ui#/agents/{agent.id}")
     browser.type_key("tml-somebody-else")

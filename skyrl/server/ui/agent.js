@@ -102,7 +102,7 @@ export class AgentView {
   }
 
   #shown() {
-    return this.#tree.find(this.#chosen) ?? this.#tree.newest();
+    return this.#tree.find(this.#chosen) ?? this.#tree.newest;
   }
 
   #choose(id) {

@@ -4,6 +4,7 @@
 export class Tree {
   #turns = new Map();
   #children = new Map([[null, []]]);
+  newest = null;
 
   get size() {
     return this.#turns.size;
@@ -15,6 +16,7 @@ export class Tree {
     const depth = parent === null ? 0 : parent.depth + (children.length > 0 ? 1 : 0);
     const turn = { ...given, number: this.size + 1, depth, continues: parent === null ? null : parent.number };
     children.push(turn);
+    this.newest = turn;
     this.#turns.set(turn.id, turn);
     this.#children.set(turn.id, []);
   }
@@ -22,10 +24,6 @@ export class Tree {
   /** The turn with this id; undefined if there is none. */
   find(id) {
     return this.#turns.get(id);
-  }
-
-  newest() {
-    return [...this.#turns.values()].at(-1) ?? null;
   }
 
   /** The turns from the first one to this one. */
