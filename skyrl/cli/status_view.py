@@ -15,6 +15,7 @@ from rich.text import Text
 from skyrl.server.request_status.status import duration
 
 LAST_STEPS = 10
+NEWEST_AGENTS = 10
 MARKS = {
     "working": ("●", "green"),
     "waiting": ("◆", "yellow"),
@@ -23,6 +24,7 @@ MARKS = {
     "silent": ("▲", "yellow"),
     "ended": ("■", "dim"),
     "failed": ("✖", "red"),
+    "open": ("●", "green"),
 }
 TABLE_WIDTH = 110
 """The least width of a terminal, in characters, for a table of runs."""
@@ -38,6 +40,7 @@ _BOX_LINES = (
     "vLLM",
     "longest wait",
 )
+_AGENT_NUMBERS = ("turns", "sampled", "forks", "reward")
 _STEP_COLUMNS = ("step", "loss", "gap", "clip fraction", "tokens/s", "step time (s)")
 
 
@@ -50,7 +53,8 @@ def view(answer: dict[str, Any]) -> RenderableType:
     opened, in_flight = (sum(group[name] for group in answer["samplers"]) for name in ("open", "in_flight"))
     counts = Text(f"samplers: {opened} open, {in_flight} samples in flight")
     box = [Text(), _box(answer["box"])] if "box" in answer else []
-    return Group(server, _stuck(answer), Text(), runs, Text(), counts, *box)
+    agents = [Text(), *_agents(answer["agents"])] if answer.get("agents") else []
+    return Group(server, _stuck(answer), Text(), runs, Text(), counts, *agents, *box)
 
 
 def _stuck(answer: dict[str, Any]) -> Text:
@@ -137,6 +141,25 @@ def _numbers(run: dict[str, Any]) -> list[str]:
 
 def _last_activity(run: dict[str, Any]) -> str:
     return f"{duration(time.time() - run['last_request_at'])} ago"
+
+
+def _agents(sessions: Sequence[dict[str, Any]]) -> Iterable[RenderableType]:
+    """How many agent sessions are open, and the newest sessions."""
+    opened = sum(session["state"] == "open" for session in sessions)
+    yield Text(f"agent sessions: {opened} open")
+    table = _table("session", "model", "state", numeric=(*_AGENT_NUMBERS, "last use"))
+    for session in sessions[:NEWEST_AGENTS]:
+        symbol, style = MARKS[session["state"]]
+        reason = "" if session["end_reason"] is None else f" ({session['end_reason']})"
+        table.add_row(
+            _plain(session["name"] or session["session_id"]),
+            _plain(session["model"]),
+            Text(f"{symbol} {session['state']}{reason}", style),
+            *(str(session[name]) for name in _AGENT_NUMBERS[:3]),
+            _number(session["reward"]),
+            f"{duration(time.time() - session['used_at'])} ago",
+        )
+    yield table
 
 
 def _steps(steps: Iterable[dict[str, Any]]) -> Table:

@@ -41,6 +41,20 @@ RUN = {
 }
 
 
+AGENT = {
+    "session_id": "01ab",
+    "name": "task-7\x1b[31m",
+    "model": "tiny",
+    "state": "open",
+    "end_reason": None,
+    "turns": 12,
+    "sampled": 3456,
+    "forks": 2,
+    "reward": None,
+    "used_at": 0.0,
+}
+
+
 class StandIn(ThreadingHTTPServer):
     """Answers every path with `body`; notes path and key of each request."""
 
@@ -157,6 +171,16 @@ def test_the_parts_of_several_base_models_stand_below_their_names() -> None:
     ]
     names = [line.split()[0] for line in box_lines(answer | {"box": of_server | part("it loads", 8)})]
     assert names == ["trainer", "API", "pending", "models", "adapters", "disk", "database", "vLLM"]
+
+
+def test_the_newest_agent_sessions_stand_below_the_samplers() -> None:
+    ended = AGENT | {"name": "", "state": "ended", "end_reason": "idle", "reward": 0.25}
+    answer = {"server": DEGRADED, "runs": [], "samplers": [], "stuck": [], "agents": [AGENT, *[ended] * 12]}
+    count, heads, *rows = box_lines(answer)
+    assert (count, heads) == ("agent sessions: 1 open", "session model state turns sampled forks reward last use")
+    assert rows[0].startswith("task-7�[31m tiny ● open 12 3456 2 – "), "a name cannot change colours"
+    assert rows[1].startswith("01ab tiny ■ ended (idle) 12 3456 2 0.25 ")
+    assert len(rows) == 10
 
 
 def box_lines(answer: dict[str, Any]) -> list[str]:
