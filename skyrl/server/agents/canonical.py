@@ -82,16 +82,18 @@ def print_of(message: Mapping[str, Any]) -> Print:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content. Text parts are joined as vLLM joins them, and other parts are written out."""
+    """The text of a message's content. Text parts are joined as vLLM joins them, without the
+    empty ones, and other parts are written out."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         return ""
     parts = [part for part in content if isinstance(part, dict)]
-    return "\n".join(
-        str(part.get("text") if part.get("type") == "text" else part.get("refusal") or _encode(part).decode())
+    texts = (
+        str(part.get("text") or "" if part.get("type") == "text" else part.get("refusal") or _encode(part).decode())
         for part in parts
     )
+    return "\n".join(text for text in texts if text)
 
 
 def chain(setting: Mapping[str, Any], prints: Sequence[Print], *, keep_thinking: bool) -> list[bytes]:

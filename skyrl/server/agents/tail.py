@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 _FIRST = ("go", "Tell me more.")
 """The first messages of the two short conversations."""
+_TOOLS = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": {"type": "object"}}}
+    for name in ("look", "ask")
+]
+"""They stand in the place of the agent's tools, one in each short conversation: a template may write tools anew beside
+the newest message, and then the earlier turn cannot be continued."""
 MAX_CHECKED = 1000
 _CHARACTER_TOKENS = 4
 """The most tokens that one character has: those of its bytes in UTF-8."""
@@ -64,11 +70,13 @@ class Tails:
         new: Sequence[dict[str, Any]],
         sampled: NDArray[np.int32],
         arguments: Mapping[str, Any],
+        tools: bool = False,
     ) -> list[int] | None:
         """The token ids after `sampled`, the tokens of `answer`, with which the conversation goes on with the `new`
-        messages and the beginning of another answer. `arguments` are those of the template. None if there are none."""
+        messages and the beginning of another answer. `arguments` are those of the template, `tools` says whether the
+        agent has any. None if there are none."""
         try:
-            text = self._text(answer, new, arguments)
+            text = self._text(answer, new, arguments, tools)
         except CannotRender as error:
             self._tell(str(error))
             return None
@@ -97,27 +105,43 @@ class Tails:
             texts.append(text or "")
         return texts
 
-    def _text(self, answer: Mapping[str, Any], new: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+    def _text(
+        self, answer: Mapping[str, Any], new: Sequence[dict[str, Any]], arguments: Mapping[str, Any], tools: bool
+    ) -> str:
         """What follows the answer, from within its last part on. Raises CannotRender."""
         messages = [prepared(message) for message in new]
-        text = self._rendered(0, answer, messages, arguments)
-        form = (tuple(message["role"] for message in new), len(answer.get("tool_calls") or ()), repr(arguments))
+        given = (arguments, tools)
+        text = self._rendered(0, answer, messages, *given)
+        form = (tuple(message["role"] for message in new), len(answer.get("tool_calls") or ()), repr(arguments), tools)
         if form not in self._checked:
-            if self._rendered(1, answer, messages, arguments) != text:
+            if self._rendered(1, answer, messages, *given) != text:
                 raise CannotRender("what follows an answer depends on what was before it")
+            if not self._ends(self._rendered(0, answer, [m | {"content": self._words[1]} for m in messages], *given)):
+                raise CannotRender("no token that ends an answer follows an answer")
             if len(self._checked) >= MAX_CHECKED:
                 self._checked.clear()
             self._checked.add(form)
         return text
 
+    def _ends(self, text: str) -> bool:
+        """Whether the answer ends before the new messages, which have a word of their own as their content. A client
+        could write a token that ends an answer into a message."""
+        return any(stop in text.partition(self._words[1])[0] for stop in self._stop_texts)
+
     def _rendered(
-        self, probe: int, answer: Mapping[str, Any], new: Sequence[dict[str, Any]], arguments: Mapping[str, Any]
+        self,
+        probe: int,
+        answer: Mapping[str, Any],
+        new: Sequence[dict[str, Any]],
+        arguments: Mapping[str, Any],
+        tools: bool,
     ) -> str:
         first, word = _FIRST[probe], self._words[probe]
         said: dict[str, Any] = {"role": "assistant", "content": word}
         if calls := answer.get("tool_calls"):
             said["tool_calls"] = [_with_arguments(call, {"a": word}) for call in calls]
-        whole = self._template.render([{"role": "user", "content": first}, said, *new], arguments)
+        messages = [{"role": "user", "content": first}, said, *new]
+        whole = self._template.render(messages, arguments, [_TOOLS[probe]] if tools else None)
         _, found, after = whole.rpartition(word)
         if not found:
             raise CannotRender("the template leaves an answer out")

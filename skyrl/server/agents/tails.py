@@ -32,7 +32,7 @@ class TailsOfModels:
         tails = await self._tails(number)
         if tails is None:
             return None
-        arguments = (turn.answer, new, turn.sampled, template_arguments(fields))
+        arguments = (turn.answer, new, turn.sampled, template_arguments(fields), bool(fields.get("tools")))
         if sum(len(str(message.get("content") or "")) for message in new) > LARGE_CHARACTERS:
             return await asyncio.to_thread(tails.tail, *arguments)
         return tails.tail(*arguments)
@@ -60,5 +60,5 @@ def template_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What a request gives to the template beside messages and tools, as vLLM does."""
     given = dict(fields.get("chat_template_kwargs") or {})
     if (effort := fields.get("reasoning_effort")) is not None:
-        given.setdefault("reasoning_effort", effort)
+        given = {"enable_thinking": effort != "none"} | given | {"reasoning_effort": effort}
     return given

@@ -68,18 +68,27 @@ class ChatTemplate:
         """Raises CannotRender for a template that is none."""
         self.text = text
         self._variables = dict(variables)
+        self._knows_developers = '"developer"' in text or "'developer'" in text
+        """vLLM gives other templates a developer's messages as the system's."""
         try:
             self._compiled = _environment().from_string(text)
         except jinja2.TemplateError as error:
             raise CannotRender(str(error)) from error
 
-    def render(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        arguments: Mapping[str, Any],
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
         """The text of a conversation, with the beginning of an answer. `messages` are as `prepared` makes them. Raises
         CannotRender."""
         given = self._variables | dict(arguments)
+        if not self._knows_developers:
+            messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
         try:
             return self._compiled.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **given
+                messages=messages, tools=tools, documents=None, add_generation_prompt=True, **given
             )
         except Exception as error:  # templates are programs: they fail with any error
             raise CannotRender(f"{type(error).__name__}: {error}") from error
