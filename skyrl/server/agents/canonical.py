@@ -64,13 +64,13 @@ def request_key(prefix: bytes, fields: Mapping[str, Any]) -> bytes:
 
 
 def print_of(message: Mapping[str, Any]) -> Print:
-    """Of an OpenAI chat message."""
+    """Of an OpenAI chat message. It need not be well formed: requests are placed before they are checked."""
     role = str(message.get("role", ""))
     text = text_of(message.get("content"))
     if role != "assistant":
         return Print(role, digest(text.encode(errors="surrogatepass")))
     thinking = str(message.get("reasoning") or message.get("reasoning_content") or "").strip()
-    calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    calls = functions_of(message)
     arguments = [_arguments(call.get("arguments")) for call in calls]
     return Print(
         role,
@@ -96,6 +96,13 @@ def text_of(content: Any) -> str:
     return "\n".join(text for text in texts if text)
 
 
+def functions_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The functions that a message's tool calls call, each with its name and arguments."""
+    given = message.get("tool_calls")
+    calls = [call for call in given if isinstance(call, dict)] if isinstance(given, list) else []
+    return [each if isinstance(each := call.get("function"), dict) else {} for call in calls]
+
+
 def chain(setting: Mapping[str, Any], prints: Sequence[Print], *, keep_thinking: bool) -> list[bytes]:
     """Digests of the setting alone, with the first message, with the first two, and so on: one more than messages."""
     chained = [setting_digest(setting)]
@@ -106,12 +113,10 @@ def chain(setting: Mapping[str, Any], prints: Sequence[Print], *, keep_thinking:
 
 def _arguments(given: Any) -> Any:
     """The arguments of a tool call as a value. Text that is no JSON stays text."""
-    if not isinstance(given, str):
-        return _plain(given)
     try:
-        return _plain(json.loads(given))
+        return _plain(json.loads(given) if isinstance(given, str) else given)
     except (ValueError, RecursionError):
-        return given
+        return given if isinstance(given, str) else None
 
 
 def _plain(value: Any) -> Any:

@@ -128,7 +128,14 @@ def _named(given: Any) -> str | None:
 
 
 def prepared(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An OpenAI chat message as vLLM hands it to a template."""
+    """An OpenAI chat message as vLLM hands it to a template. Raises CannotRender for one that is not well formed."""
+    try:
+        return _prepared(message)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CannotRender(f"a message is not well formed: {error!r}") from error
+
+
+def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {"role": message["role"], "content": text_of(message.get("content"))}
     made |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
     if message["role"] != "assistant":
@@ -146,6 +153,6 @@ def _prepared_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             given = {}
     return {**call, "type": "function", "function": function | {"arguments": given if isinstance(given, dict) else {}}}

@@ -63,6 +63,8 @@ class Tree:
         """The messages that were seen after the same beginning, by its digest."""
         self._seen: set[bytes] = set()
         """The digests of all beginnings, those of complete turns among them."""
+        self._asked: set[bytes] = set()
+        """The digests of all requests' messages."""
         self._whole: tuple[str, NDArray[np.int32]] | None = None
         """The tokens of the turn that was asked for last."""
         self.tokens = 0
@@ -88,6 +90,8 @@ class Tree:
         end = setting_digest(turn.setting) if parent is None else parent.end
         messages = [*turn.messages, turn.answer]
         for message in messages:
+            if message is turn.answer:
+                self._asked.add(end)
             printed = print_of(message)
             known = self._known.setdefault(end, [])
             if printed not in known:
@@ -172,8 +176,8 @@ class Tree:
         if digests[0] not in self._known:
             return "tools_changed", 0
         at = next((at for at in range(len(prints)) if digests[at + 1] not in self._seen), len(prints))
-        if at == len(prints):
-            return "messages_dropped", at
+        if at == len(prints):  # the same messages with other options, or fewer of them
+            return ("branch" if digests[at] in self._asked else "messages_dropped"), at
         given, known = prints[at], self._known.get(digests[at], [])
         if given.role == "assistant":
             return _answer_changed(given, known), at
