@@ -1,1 +1,35 @@
-"""A client for agent sessions: run an unmodified agent on the server, and get its trajectory as training data."""
+"""The client for agent sessions: runs unmodified agents on the server, and gets their trajectories as training data.
+
+Public: researchers import it. Knows the server's HTTP API, and no other door.
+"""
+
+from skyrl.agents.commands import Command, Finished
+from skyrl.agents.errors import AgentsError, BadAnswer, CommandFailed, RequestRefused, ServerUnavailable
+from skyrl.agents.groups import Group, Trajectory, advantages, collect
+from skyrl.agents.progress import Progress, ProgressLine
+from skyrl.agents.rows import Row
+from skyrl.agents.runs import Agent, run
+from skyrl.agents.session import AgentServer, Limits, Session, SessionOptions
+
+__all__ = [
+    "Agent",
+    "AgentServer",
+    "AgentsError",
+    "BadAnswer",
+    "Command",
+    "CommandFailed",
+    "Finished",
+    "Group",
+    "Limits",
+    "Progress",
+    "ProgressLine",
+    "RequestRefused",
+    "Row",
+    "ServerUnavailable",
+    "Session",
+    "SessionOptions",
+    "Trajectory",
+    "advantages",
+    "collect",
+    "run",
+]

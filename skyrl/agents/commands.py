@@ -1,0 +1,94 @@
+"""Runs a program as an agent: with the session's environment, a time limit, and a bound on the output that is kept.
+
+The program runs in a process group of its own, which is killed at its end, so that no child of it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from skyrl.agents.errors import CommandFailed
+from skyrl.agents.session import Session
+
+T = TypeVar("T")
+TERMINATE_S = 5.0
+"""From SIGTERM to SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A program that has ended with the status 0. `output` is the end of its stdout and stderr together."""
+
+    output: str
+
+
+@dataclass(frozen=True)
+class Command(Generic[T]):
+    """An agent for `run`: `argv(task)` is the program with its arguments, `reward(task, finished)` grades it.
+
+    `cwd` and `environment`, which is added to this process's and the session's, may depend on the task. A status other
+    than 0, and more than `timeout_s` seconds, raise CommandFailed: then the trajectory has no reward. `max_output` is
+    in bytes.
+    """
+
+    argv: Callable[[T], Sequence[str]]
+    reward: Callable[[T, Finished], Awaitable[float | None]]
+    cwd: Callable[[T], Path] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 600.0
+    max_output: int = 65_536
+
+    async def __call__(self, session: Session, task: T) -> float | None:
+        process = await asyncio.create_subprocess_exec(
+            *self.argv(task),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=None if self.cwd is None else self.cwd(task),
+            env={**os.environ, **session.environment, **self.environment},
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        kept = bytearray()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await _read(process.stdout, kept, self.max_output)
+                status = await process.wait()
+        except TimeoutError:
+            raise CommandFailed(f"stopped after {self.timeout_s:g} s", _text(kept)) from None
+        finally:
+            await _kill_group(process)
+        if status:
+            raise CommandFailed(f"ended with status {status}", _text(kept))
+        return await self.reward(task, Finished(_text(kept)))
+
+
+async def _read(stream: asyncio.StreamReader, kept: bytearray, limit: int) -> None:
+    """Read to the end, and keep the last `limit` bytes."""
+    while part := await stream.read(65_536):
+        kept += part
+        del kept[:-limit]
+
+
+def _text(output: bytearray) -> str:
+    return output.decode(errors="replace")
+
+
+async def _kill_group(process: asyncio.subprocess.Process) -> None:
+    """End the program and what it has started. Its group may outlive it."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TERMINATE_S):
+                await process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
