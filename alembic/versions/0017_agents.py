@@ -39,7 +39,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_index("ix_agent_sessions_tenant", "agent_sessions", ["tenant", "created_at"])
-    op.create_index("ix_agent_sessions_open", "agent_sessions", ["used_at"], sqlite_where=OPEN, postgresql_where=OPEN)
+    op.create_index("ix_agent_sessions_open", "agent_sessions", ["tenant"], sqlite_where=OPEN, postgresql_where=OPEN)
     op.create_index("ix_agent_sessions_ended_at", "agent_sessions", ["ended_at"])
     op.create_table(
         "agent_turns",

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Select, and_, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, Select, and_, bindparam, case, delete, func, insert, or_, select, update
 
 from skyrl.base.types.agents import AgentLimits, AgentSession, EndReason
 from skyrl.storage.db.agent_turns import turns
@@ -20,6 +20,8 @@ sessions = AgentSessionRow.__table__  # type: ignore[attr-defined]
 SessionState = Literal["open", "ended"]
 FORGET_SESSIONS, FORGET_TURNS = 20, 250
 """The most rows that one step of `forget` deletes."""
+USES_LATE_S = 120.0
+"""How old `used_at` may be beyond the last use: each process writes it about once a minute."""
 _OPTIONS = ("sampling", "metadata", "keep_thinking", "routed_experts")
 
 
@@ -114,21 +116,13 @@ class AgentSessions:
 
 
 def end_over(connection: Connection, now: float, limit: int = MAX_NAMED) -> int:
-    """End open sessions whose time is over or that were idle for too long. Returns how many were looked at."""
-    query = select(sessions.c.id, sessions.c.limits, sessions.c.created_at, sessions.c.used_at)
-    ended: dict[EndReason, list[str]] = {"time": [], "idle": []}
-    for row in connection.execute(query.where(sessions.c.ended_at.is_(None))):
-        limits = AgentLimits(**row.limits)
-        if now >= row.created_at + limits.seconds:
-            ended["time"].append(row.id)
-        elif now >= row.used_at + limits.idle_s:
-            ended["idle"].append(row.id)
-    for reason, ids in ended.items():
-        some = ids[:limit]
-        if some:
-            values = {"ended_at": now, "end_reason": reason}
-            connection.execute(update(sessions).where(sessions.c.id.in_(some)).values(values))
-    return sum(map(len, ended.values()))
+    """End at most `limit` open sessions whose time is over or that were idle for too long. Returns how many. Whether a
+    session was idle is known USES_LATE_S later."""
+    over = sessions.c.created_at + sessions.c.limits["seconds"].as_float() <= now
+    idle = sessions.c.used_at + sessions.c.limits["idle_s"].as_float() <= now - USES_LATE_S
+    found = select(sessions.c.id).where(sessions.c.ended_at.is_(None), or_(over, idle)).limit(limit)
+    values = {"ended_at": now, "end_reason": case((over, "time"), else_="idle")}
+    return connection.execute(update(sessions).where(sessions.c.id.in_(found)).values(values)).rowcount
 
 
 def forget(connection: Connection, ended_before: float) -> int:

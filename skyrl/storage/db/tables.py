@@ -407,7 +407,7 @@ class AgentSessionRow(SQLModel, table=True):
     __tablename__ = "agent_sessions"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
         Index("ix_agent_sessions_tenant", "tenant", "created_at"),
-        Index("ix_agent_sessions_open", "used_at", sqlite_where=_NOT_ENDED, postgresql_where=_NOT_ENDED),
+        Index("ix_agent_sessions_open", "tenant", sqlite_where=_NOT_ENDED, postgresql_where=_NOT_ENDED),
         Index("ix_agent_sessions_ended_at", "ended_at"),
     )
     id: str = Field(primary_key=True)

@@ -1,0 +1,128 @@
+"""Turns of agents in the database: exact, in the order in which they ended, each once, and written as soon as they are
+said to be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from one_turn import turn
+from sqlalchemy import func, select
+
+from skyrl.base.types.agents import AgentTurn, VersionSpan
+from skyrl.storage.db.agent_turns import COMPRESSED_BYTES, AgentTurns, turns
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.writer import GroupCommitWriter
+from tests.postgres_server import ON_BOTH
+
+pytestmark = ON_BOTH
+
+LARGE_ID = 2**31 - 1
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1.0, "b": "\\u0000é"}'}}
+LOGPROBS = np.array([-0.0, -1e-45, -np.inf, np.float32(-0.1)], np.float32)
+"""Among them the smallest float32 and one whose decimal digits are not exact."""
+
+
+@pytest.fixture
+def database(migrated_url: str) -> Iterator[Database]:
+    database = Database(migrated_url)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+async def kept(database: Database) -> AsyncIterator[AgentTurns]:
+    writer = GroupCommitWriter(database)
+    yield AgentTurns(database, writer)
+    await writer.close()
+
+
+def fields(turn: AgentTurn) -> dict[str, Any]:
+    """All fields, with arrays as type and bytes: equal only if every bit is."""
+    return {
+        name: (value.dtype, value.tobytes()) if isinstance(value := getattr(turn, name), np.ndarray) else value
+        for name in AgentTurn.__dataclass_fields__
+    }
+
+
+def full(texts: int) -> AgentTurn:
+    """A turn with a value in every field, and messages of about `texts` characters."""
+    return turn(
+        4,
+        "user_changed",
+        forked_at=2,
+        parent="t0",
+        key=bytes(range(256)),
+        attempt=3,
+        messages=[{"role": "user", "content": "a\u0000b\U0001f600" + "x" * texts}, {"role": "tool", "content": None}],
+        setting={"tools": [{"type": "function"}], "chat_template_kwargs": {"n": 1.0, "m": 1, "big": 2**63}},
+        added=np.array([0, LARGE_ID], np.int32),
+        logprobs=LOGPROBS,
+        versions=(VersionSpan(0, "v1"), VersionSpan(3, "v2")),
+        answer={"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [CALL]},
+        finish_reason="tool_calls",
+        stop_reason=151_645,
+        routed_experts=b"\x93NUMPY\x00\xff",
+    )
+
+
+@pytest.mark.parametrize("texts", [0, 10 * COMPRESSED_BYTES])
+async def test_a_turn_is_read_bit_for_bit_as_it_was_written(kept: AgentTurns, texts: int) -> None:
+    written = full(texts)
+    assert await kept.add(written) is written
+    [read], _ = await kept.of("s1")
+    assert fields(read) == fields(written)
+
+
+async def test_a_turn_without_tokens_is_kept(kept: AgentTurns) -> None:
+    written = turn(0, added=np.array([], np.int32))
+    await kept.add(written)
+    [read], _ = await kept.of("s1")
+    assert fields(read) == fields(written)
+
+
+async def test_long_texts_take_less_room(kept: AgentTurns, database: Database) -> None:
+    await kept.add(full(100 * COMPRESSED_BYTES))
+    size = database.read(lambda c: c.execute(select(func.length(turns.c.content))).scalar_one())
+    assert size < COMPRESSED_BYTES
+
+
+async def test_of_the_same_answer_the_first_stored_stays(kept: AgentTurns) -> None:
+    first = turn(1, id="t1")
+    second = turn(2, id="t2")
+    assert await kept.add(first) is first
+    assert fields(await kept.add(second)) == fields(first)
+    for other in (turn(2, id="t3", attempt=1), turn(2, id="t4", key=b"l"), turn(2, id="t5", session_id="s2")):
+        assert await kept.add(other) is other
+    assert [each.id for each in (await kept.of("s1"))[0]] == ["t1", "t3", "t4"]
+
+
+async def test_of_many_at_once_one_is_stored_and_all_get_it(kept: AgentTurns) -> None:
+    same = [turn(1, id=f"t{number}") for number in range(20)]
+    others = [turn(1, id=f"o{number}", session_id=f"o{number}") for number in range(20)]
+    got = await asyncio.gather(*map(kept.add, [each for pair in zip(same, others, strict=True) for each in pair]))
+    stored, _ = await kept.of("s1")
+    assert len(stored) == 1
+    assert {each.id for each in got[::2]} == {stored[0].id}
+    assert [each.id for each in got[1::2]] == [each.id for each in others], "one refused row refuses no other"
+
+
+async def test_turns_come_in_their_order_and_only_those_after_a_row(kept: AgentTurns) -> None:
+    for number in range(3):
+        await kept.add(turn(1, id=f"t{number}", key=bytes([number])))
+        await kept.add(turn(1, id=f"u{number}", key=bytes([number]), session_id="s2"))
+    found, last = await kept.of("s1")
+    assert [each.id for each in found] == ["t0", "t1", "t2"]
+    assert await kept.of("s1", last) == ([], last)
+    await kept.add(turn(1, id="t3", key=b"t3"))
+    later, newest = await kept.of("s1", last)
+    assert [each.id for each in later] == ["t3"]
+    assert newest > last
+    assert await kept.of("s9") == ([], 0)
+    [(row, one), (next_row, two)] = await kept.page("s1", 0, 2)
+    assert (one.id, two.id) == ("t0", "t1")
+    assert [each.id for _, each in await kept.page("s1", row, 1)] == ["t1"]
+    assert [each.id for _, each in await kept.page("s1", next_row, 9)] == ["t2", "t3"]
