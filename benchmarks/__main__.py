@@ -19,6 +19,7 @@ import tinker
 from benchmarks import (
     affinity,
     agent_sessions,
+    agent_tokenising,
     beside_pictures,
     machine,
     radix,
@@ -56,6 +57,7 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "beside-pictures": beside_pictures.compare,
     "several-models": several_models.compare,
     "agent-sessions": agent_sessions.compare,
+    "agent-tokenising": agent_tokenising.compare,
 }
 DISTURBED_CORES = 0.3
 

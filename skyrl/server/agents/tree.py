@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl.base.types.agents import AgentTurn, ForkReason
-from skyrl.server.agents.canonical import Print, chain, digest, print_of, setting_digest
+from skyrl.server.agents.canonical import Print, digest, identical, print_of, setting_digest
 
 _CHANGED: Mapping[str, ForkReason] = {
     "system": "system_changed",
@@ -52,6 +52,17 @@ class _Node:
     children: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A request's messages with their prints. `digests` are those of the setting alone, with the first message, with
+    the first two, and so on. It is never changed: large requests are read in threads."""
+
+    begins: tuple[bytes, bool]
+    messages: list[dict[str, Any]]
+    prints: list[Print]
+    digests: list[bytes]
+
+
 class Tree:
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -67,6 +78,8 @@ class Tree:
         """The digests of all requests' messages."""
         self._whole: tuple[str, NDArray[np.int32]] | None = None
         """The tokens of the turn that was asked for last."""
+        self._last: _Read | None = None
+        """The request that was placed last: the next one most often begins with it, and only the rest is new."""
         self.tokens = 0
         """Each turn's `added` and `sampled`."""
         self.nbytes = 0
@@ -111,8 +124,8 @@ class Tree:
 
     def place(self, setting: Mapping[str, Any], messages: Sequence[dict[str, Any]], keep_thinking: bool) -> Place:
         """Where a request with these messages belongs."""
-        prints = [print_of(message) for message in messages]
-        digests = chain(setting, prints, keep_thinking=keep_thinking)
+        read = self._read(setting, messages, keep_thinking)
+        prints, digests = read.prints, read.digests
         at = next((at for at in range(len(messages), 0, -1) if digests[at] in self._by_end), 0)
         if at == len(messages) and not _is_cut(self._by_end[digests[at]].turn):
             # The answer is repeated as it was, and another one is asked for: only a template can say what that means.
@@ -165,6 +178,23 @@ class Tree:
         while path[-1].parent is not None:
             path.append(self._nodes[path[-1].parent].turn)
         return path[::-1]
+
+    def _read(self, setting: Mapping[str, Any], messages: Sequence[dict[str, Any]], keep_thinking: bool) -> _Read:
+        begins, last, same = (setting_digest(setting), keep_thinking), self._last, 0
+        if last is None or last.begins != begins:
+            last = _Read(begins, [], [], [begins[0]])
+        for old, new in zip(last.messages, messages, strict=False):
+            if not identical(old, new):
+                break
+            same += 1
+        read = _Read(begins, last.messages[:same], last.prints[:same], last.digests[: same + 1])
+        for message in messages[same:]:
+            printed = print_of(message)
+            read.messages.append(message)
+            read.prints.append(printed)
+            read.digests.append(digest(read.digests[-1], printed.digest(keep_thinking=keep_thinking)))
+        self._last = read
+        return read
 
     def _fork(
         self, digests: Sequence[bytes], prints: Sequence[Print], node: _Node | None

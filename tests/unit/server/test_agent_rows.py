@@ -128,12 +128,13 @@ def test_a_turn_continues_the_longest_turn_that_its_request_begins_with(sampler:
     for number, (turn, told) in enumerate(zip(turns, sampler.said, strict=True)):
         asked = seen(told.messages)
         assert asked == seen(sampler.tree.messages_of(turn))
-        begin_it = [
-            len(before)
+        begin_it = {  # the newest turn for each length
+            len(before): turns[at]
             for at, before in enumerate(whole[:number])
             if sampler.said[at].setting == told.setting and asked[: len(before)] == before
-            if len(before) < len(asked) or turns[at].finish_reason == "length"
-        ]
+        }
+        if len(asked) in begin_it and begin_it[len(asked)].finish_reason != "length":
+            del begin_it[len(asked)]
         parent = 0 if turn.parent is None else len(whole[int(turn.parent[1:])])
         assert parent == max(begin_it, default=0)
 

@@ -208,6 +208,16 @@ def test_a_subagent_with_its_own_prompt_leaves_the_conversation_as_it_is() -> No
     assert placed(sampler, [*messages, NEXT]) == ("t0", 1, None, None)
 
 
+@pytest.mark.parametrize(("first", "second"), [(True, 1), (1, True), (False, 0)])
+def test_a_value_of_another_type_is_a_change_when_a_request_is_compared_with_the_last_one(
+    first: Any, second: Any
+) -> None:
+    sampler = Sampler()
+    sampler.ask([ASK, call({"a": first}), NEXT])
+    assert placed(sampler, [ASK, call({"a": first}), NEXT, YES, NEXT])[0] == "t0"
+    assert placed(sampler, [ASK, call({"a": second}), NEXT, YES, NEXT]) == (None, 5, "tool_call_changed", 1)
+
+
 def test_a_turn_is_added_once() -> None:
     sampler, _ = begun()
     turn = next(iter(sampler.tree))
