@@ -10,6 +10,7 @@ const ENDS = {
   called: "a client has ended it",
   turns: "it has had all its turns",
   tokens: "it has used all its tokens",
+  bytes: "its messages are too large together",
   time: "its time is over",
   idle: "no request came for too long",
 };

@@ -3,7 +3,9 @@ length."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from importlib.resources import files
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from one_turn import turn
 from tokenizers import Tokenizer
 
 from skyrl.base.tiny import model_path
+from skyrl.base.types.agents import EndReason, ForkReason
 from skyrl.server.api import agent_view
 from skyrl.server.api.agent_view import MAX_PARTS, MAX_TEXT, MAX_TURNS, shown_turns
 from tests.postgres_server import ON_BOTH
@@ -110,6 +113,13 @@ async def test_the_turns_of_a_long_session_come_piece_by_piece_and_unchanged_one
     )
     assert (again.status_code, again.content) == (304, b"")
     assert (await ask(api, f"agents/{session}?after=-1", 400))["field"] == "after"
+
+
+@pytest.mark.parametrize(("table", "reasons"), [("ENDS", EndReason), ("FORKS", ForkReason)])
+def test_the_page_has_words_for_every_reason(table: str, reasons: Any) -> None:
+    text = files("skyrl.server.ui").joinpath("agents.js").read_text()
+    block = text.partition(f"const {table} = {{")[2].partition("};")[0]
+    assert re.findall(r"^  (\w+):", block, flags=re.M) == [*get_args(reasons)]
 
 
 async def test_the_sampled_tokens_of_a_turn_can_be_seen_by_their_tenant(serve: Serve) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from one_turn import turn
@@ -42,12 +41,11 @@ async def traced(fails: type[BaseException] | None = None) -> dict[str, Received
 
 
 async def test_a_turn_is_a_child_of_its_request_and_the_parent_of_what_is_forwarded() -> None:
-    before = time.time_ns()
     found = await traced()
     assert found["turn"].parent == f"{REQUEST.span_id:016x}"
     assert found["forward"].parent == found["turn"].span
     assert found["turn"].error is None
-    assert -0.6e9 < found["turn"].start_ns - before < -0.4e9, "the time before the turn's task counts"
+    assert found["turn"].end_ns - found["turn"].start_ns >= 0.5e9, "the time before the turn's task counts"
     assert found["turn"].attributes == {
         "skyrl.agent_session_id": "s1",
         "skyrl.turn_id": "t1",
