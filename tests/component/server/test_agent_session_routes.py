@@ -1,0 +1,297 @@
+"""The routes of agent sessions: what a session is made of, its list, its end, its reward and its trajectory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import BASE, Api, Serve
+from one_turn import turn
+from sqlalchemy import insert
+
+from skyrl.base.types.agents import VersionSpan
+from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import AdapterVersion
+from skyrl.server.api import agent_sessions as routes
+from skyrl.server.api.tokens import tenant_of_key
+from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.columns import lora_values
+from skyrl.storage.db.database import Database
+from tests.postgres_server import ON_BOTH
+
+OTHER = {"X-API-Key": "tml-two"}
+RUN = "s:train:0"
+CONFIG = {"turns": 30, "tokens": 1_000, "seconds": 600.0, "idle_s": 60.0, "sessions": 2}
+
+
+async def create(api: Api, body: dict[str, Any] | None = None, key: str = "tml-one") -> str:
+    answer = await api.post("agent_sessions", {"model": BASE} | (body or {}), **{"X-API-Key": key})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["session_id"]
+
+
+async def get(api: Api, path: str, status: int = 200, **headers: str) -> Any:
+    answer = await api.http.get(f"/api/v1/agent_sessions{path}", headers=headers)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def add(api: Api, session: str, turn_id: str, parent: str | None = None, **fields: Any) -> None:
+    """Store a turn of 3 added and 4 sampled tokens, as the server does at the end of an answer."""
+    known = {"session_id": session, "key": turn_id.encode(), "parent": parent, "versions": (VersionSpan(0, "v1"),)}
+    await api.services.agent_turns.add(turn(4, id=turn_id, **(known | fields)))
+
+
+async def forked(api: Api) -> str:
+    """A session with two rows: t1, t2, t3 and t1, t4."""
+    session = await create(api, {"metadata": {"task": 7}})
+    await add(api, session, "t1")
+    await add(api, session, "t2", "t1")
+    await add(api, session, "t3", "t2")
+    await add(api, session, "t4", "t1", fork="branch", forked_at=1)
+    return session
+
+
+def saved(database: Database, name: str, version: int, created_at: float, kind: str = "sampler_weights") -> None:
+    values = {
+        "tenant": tenant_of_key("tml-one"),
+        "model_id": RUN,
+        "kind": kind,
+        "name": name,
+        "store_key": None,
+        "weights": AdapterVersion.of(RUN, version),
+        "base_model": BASE,
+        **lora_values(LoraSpec(8, 32.0, 1)),
+        "size_bytes": 1,
+        "public": False,
+        "created_at": created_at,
+    }
+    database.write(lambda c: c.execute(insert(checkpoints), values))
+
+
+@ON_BOTH
+async def test_a_session_has_what_was_asked_for_and_the_configured_limits(serve: Serve) -> None:
+    async with serve(agents=CONFIG) as api:
+        asked = {
+            "name": "task-7",
+            "limits": {"turns": 5, "idle_s": 1.5},
+            "sampling": {"temperature": 0.5, "stop": ["\n"], "chat_template_kwargs": {"enable_thinking": False}},
+            "metadata": {"task": [7]},
+            "keep_thinking": True,
+        }
+        shown = await get(api, f"/{await create(api, asked)}")
+        assert {name: shown[name] for name in asked if name != "limits"} == {
+            name: value for name, value in asked.items() if name != "limits"
+        }
+        assert shown["limits"] == {"turns": 5, "tokens": 1_000, "seconds": 600.0, "idle_s": 1.5}
+        assert (shown["model"], shown["weights"], shown["follows"], shown["state"]) == (BASE, "base", "pinned", "open")
+        assert [shown[name] for name in ("turns", "sampled", "reward", "end_reason")] == [0, 0, None, None]
+        assert "tenant" not in shown
+        assert "key" not in shown, "only its creation gives the key"
+
+
+async def test_an_agent_is_told_the_public_address_or_the_one_that_was_asked(serve: Serve) -> None:
+    async with serve() as api:
+        assert (await api.post("agent_sessions", {"model": BASE})).json()["base_url"] == "http://api"
+    async with serve(public_url="https://rl.example.com/skyrl/") as api:
+        assert (await api.post("agent_sessions", {"model": BASE})).json()["base_url"] == "https://rl.example.com/skyrl"
+
+
+async def test_a_run_stands_for_its_newest_sampler_weights(api: Api, database: Database) -> None:
+    saved(database, "old", 1, 10.0)
+    saved(database, "new", 2, 20.0)
+    saved(database, "training", 3, 30.0, kind="weights")
+    for model, version in ((f"tinker://{RUN}", 2), (f"tinker://{RUN}/sampler_weights/old", 1)):
+        shown = await get(api, f"/{await create(api, {'model': model})}")
+        assert (shown["model"], shown["weights"]) == (model, str(AdapterVersion.of(RUN, version)))
+    for model in (f"tinker://{RUN}", f"tinker://{RUN}/sampler_weights/old", "tinker://other", "tinker://", "nothing"):
+        headers = {} if RUN not in model else OTHER
+        answer = await api.post("agent_sessions", {"model": model}, **headers)
+        assert answer.status_code == 404, (model, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"model": 1}, "model"),
+        ({"name": "x" * 201}, "name"),
+        ({"follows": "latest"}, "follows"),
+        ({"metadata": {"x": "y" * routes.MAX_METADATA_BYTES}}, "metadata"),
+        ({"metadata": []}, "metadata"),
+        ({"limits": {"turns": 0}}, "limits.turns"),
+        ({"limits": {"turns": 31}}, "limits.turns"),
+        ({"limits": {"turns": 1.5}}, "limits.turns"),
+        ({"limits": {"tokens": 1_001}}, "limits.tokens"),
+        ({"limits": {"seconds": 600.1}}, "limits.seconds"),
+        ({"limits": {"seconds": -1}}, "limits.seconds"),
+        ({"limits": {"idle_s": 1e9}}, "limits.idle_s"),
+        ({"sampling": {"temperature": "warm"}}, "sampling.temperature"),
+        ({"sampling": {"messages": []}}, "sampling.messages"),
+        ({"sampling": {"model": "x"}}, "sampling.model"),
+        ({"sampling": {"stream": True}}, "sampling.stream"),
+        ({"sampling": {"tools": []}}, "sampling.tools"),
+        ({"sampling": {"kv_transfer_params": {}}}, "sampling.kv_transfer_params"),
+        ({"sampling": {"top_k": 2**40}}, "sampling.top_k"),
+    ],
+)
+@ON_BOTH
+async def test_a_session_that_cannot_be_is_refused_by_field(serve: Serve, body: dict[str, Any], field: str) -> None:
+    async with serve(agents=CONFIG) as api:
+        answer = await api.post("agent_sessions", {"model": BASE} | body)
+        assert (answer.status_code, answer.json()["field"]) == (400, field), answer.text
+        assert (await get(api, ""))["total"] == 0
+
+
+async def test_more_open_sessions_than_a_tenant_may_have_are_refused_until_one_ends(serve: Serve) -> None:
+    async with serve(agents=CONFIG) as api:
+        first, _ = await create(api), await create(api)
+        answer = await api.post("agent_sessions", {"model": BASE})
+        assert answer.status_code == 429
+        assert "2 open agent sessions" in answer.json()["detail"]
+        await create(api, {}, "tml-two")
+        await api.post(f"agent_sessions/{first}/end", {})
+        await create(api)
+
+
+@ON_BOTH
+async def test_the_list_is_the_tenants_own_newest_first_by_state(api: Api) -> None:
+    ids = [await create(api, {"name": str(number)}) for number in range(3)]
+    await create(api, {}, "tml-two")
+    await api.post(f"agent_sessions/{ids[1]}/end", {})
+
+    async def listed(query: str) -> tuple[list[str], int]:
+        page = await get(api, query)
+        return [one["name"] for one in page["sessions"]], page["total"]
+
+    assert await listed("") == (["2", "1", "0"], 3)
+    assert await listed("?limit=1&offset=1") == (["1"], 3)
+    assert await listed("?state=open") == (["2", "0"], 2)
+    assert await listed("?state=ended") == (["1"], 1)
+    for query in ("?limit=0", "?limit=201", "?offset=-1", f"?offset={2**31}", "?state=gone"):
+        assert (await get(api, query, 400))["field"] == query[1:].partition("=")[0]
+
+
+async def test_a_strangers_session_is_as_unknown_as_none(api: Api) -> None:
+    session = await forked(api)
+
+    async def asked(session_id: str) -> list[tuple[int, Any]]:
+        paths = ["", "/trajectory", "/turns"]
+        answers = [await api.http.get(f"/api/v1/agent_sessions/{session_id}{path}", headers=OTHER) for path in paths]
+        answers.append(await api.post(f"agent_sessions/{session_id}/end", {}, **OTHER))
+        answers.append(await api.post(f"agent_sessions/{session_id}/reward", {"reward": 1}, **OTHER))
+        return [(answer.status_code, answer.json() | {"request_id": ""}) for answer in answers]
+
+    of_owner, of_none = await asked(session), await asked("nothing")
+    assert of_owner == of_none
+    assert {status for status, _ in of_owner} == {404}
+    shown = await get(api, f"/{session}")
+    assert (shown["state"], shown["reward"]) == ("open", None)
+
+
+@ON_BOTH
+async def test_an_ended_session_stays_ended_and_can_be_rewarded_and_read(api: Api) -> None:
+    session = await forked(api)
+    for _ in range(2):
+        assert (await api.post(f"agent_sessions/{session}/end", {})).status_code == 200
+        shown = await get(api, f"/{session}")
+        assert (shown["state"], shown["end_reason"]) == ("ended", "called")
+    assert (await api.post(f"agent_sessions/{session}/reward", {"reward": 0.5})).status_code == 200
+    assert (await api.post(f"agent_sessions/{session}/reward", {"reward": -1})).status_code == 200
+    for wrong in ("1", None, True):
+        assert (await api.post(f"agent_sessions/{session}/reward", {"reward": wrong})).status_code == 400
+    assert (await get(api, f"/{session}"))["reward"] == -1
+    assert (await get(api, f"/{session}/trajectory"))["total"] == 2
+
+
+async def test_an_agent_of_an_ended_session_is_told_that_it_has_ended(api: Api) -> None:
+    made = (await api.post("agent_sessions", {"model": BASE})).json()
+    await api.post(f"agent_sessions/{made['session_id']}/end", {})
+    chat = {"model": "any", "messages": [{"role": "user", "content": "Hi"}]}
+    answer = await api.http.post("/v1/chat/completions", json=chat, headers={"X-API-Key": made["key"]})
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "agent_session_ended"
+
+
+@ON_BOTH
+async def test_each_sampled_token_is_trained_once_over_the_rows_of_a_trajectory(api: Api) -> None:
+    session = await forked(api)
+    await api.post(f"agent_sessions/{session}/reward", {"reward": 2.0})
+    page = await get(api, f"/{session}/trajectory")
+    assert (page["total"], page["next_offset"]) == (2, None)
+    trained = [sum(row["loss_fn_inputs"]["mask"]["data"]) for row in page["rows"]]
+    assert trained == [12, 4], "of t1, which both rows have, the first trains"
+    lengths = [len(row["model_input"]["chunks"][0]["tokens"]) for row in page["rows"]]
+    assert lengths == [20, 13]
+    for row in page["rows"]:
+        mask, advantages = (row["loss_fn_inputs"][name]["data"] for name in ("mask", "advantages"))
+        assert advantages == [2.0 * each for each in mask], "the reward, if nothing else is asked for"
+    other = await get(api, f"/{session}/trajectory?advantage=-0.5")
+    assert set(other["rows"][0]["loss_fn_inputs"]["advantages"]["data"]) == {0.0, -0.5}
+
+
+async def test_a_trajectory_is_read_in_pages_and_each_page_knows_what_earlier_ones_train(api: Api) -> None:
+    session = await forked(api)
+    whole = (await get(api, f"/{session}/trajectory"))["rows"]
+    first = await get(api, f"/{session}/trajectory?limit=1")
+    second = await get(api, f"/{session}/trajectory?limit=1&offset={first['next_offset']}")
+    assert first["rows"] + second["rows"] == whole
+    assert second["next_offset"] is None
+    assert (await get(api, f"/{session}/trajectory?offset=7"))["rows"] == []
+
+
+async def test_a_page_gives_fewer_rows_than_asked_for_if_they_are_long(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await forked(api)
+    monkeypatch.setattr(routes, "MAX_PAGE_BYTES", 1)
+    for path in ("trajectory", "trajectory?format=jsonl", "turns"):
+        page = await get(api, f"/{session}/{path}")
+        assert (len(page["rows"]), page["next_offset"]) == (1, 1), "at least one: a reader must get on"
+
+
+async def test_every_form_of_a_trajectory_has_the_same_tokens(api: Api) -> None:
+    session = await forked(api)
+    forms = {form: (await get(api, f"/{session}/trajectory?format={form}"))["rows"] for form in ("samples", "verl")}
+    datums = (await get(api, f"/{session}/trajectory"))["rows"]
+    for datum, sample, verl in zip(datums, forms["samples"], forms["verl"], strict=True):
+        tokens = sample["tokens"]
+        assert datum["model_input"]["chunks"][0]["tokens"] == tokens[:-1]
+        assert datum["loss_fn_inputs"]["target_tokens"]["data"] == tokens[1:]
+        assert verl["prompts"] + verl["responses"] == verl["input_ids"] == tokens
+        assert sample["loss_mask"] == verl["response_mask"] == datum["loss_fn_inputs"]["mask"]["data"][2:]
+        assert sample["metadata"]["task"] == 7
+        assert len(sample["weight_versions"]) == sample["response_length"] == len(verl["responses"])
+        assert sample["weight_versions"].count("v1") == 4 * len(sample["metadata"]["turns"])
+    lines = (await get(api, f"/{session}/trajectory?format=jsonl"))["rows"]
+    assert [(line["id"], line["parent"], line["fork"], line["forked_at"]) for line in lines] == [
+        ("t1", None, None, None),
+        ("t2", "t1", None, None),
+        ("t3", "t2", None, None),
+        ("t4", "t1", "branch", 1),
+    ]
+    assert lines == (await get(api, f"/{session}/turns"))["rows"]
+    assert [(await get(api, f"/{session}/turns?offset=3"))["rows"]] == [lines[3:]]
+
+
+async def test_a_session_without_turns_has_no_rows(api: Api) -> None:
+    session = await create(api)
+    for path in ("trajectory", "trajectory?format=verl", "turns"):
+        assert await get(api, f"/{session}/{path}") == {"rows": [], "total": 0, "next_offset": None}
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("format=csv", "format"),
+        ("limit=65", "limit"),
+        ("limit=0", "limit"),
+        ("offset=-1", "offset"),
+        ("advantage=nan", "advantage"),
+        ("advantage=inf", "advantage"),
+        ("advantage=x", "advantage"),
+    ],
+)
+async def test_a_trajectory_that_cannot_be_is_refused_with_the_field(api: Api, query: str, field: str) -> None:
+    answer: httpx.Response = await api.http.get(f"/api/v1/agent_sessions/{await create(api)}/trajectory?{query}")
+    assert (answer.status_code, answer.json()["field"]) == (400, field)
