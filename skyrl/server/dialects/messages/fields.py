@@ -26,7 +26,7 @@ class Block(msgspec.Struct):
     source: Source | None = None
     id: str | None = None
     name: str | None = None
-    input: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_use_id: str | None = None
     tool_name: str | None = None
     content: str | list[Block] | None = None
