@@ -142,6 +142,13 @@ class LiveSessions:
                 size -= live.tree.nbytes
                 del self._live[session_id]
 
+    async def note_running(self) -> None:
+        """A session with a running turn is in use, however long the turn takes. Call it several times a minute."""
+        for session_id, live in self._live.items():
+            if live.running:
+                live.used_at = time.time()
+                self._sessions.note_use(session_id)
+
     async def _read(self, session_id: str) -> LiveSession:
         """From the database, once for all requests that wait for it."""
         task = self._loading.get(session_id)
@@ -156,6 +163,7 @@ class LiveSessions:
             raise _unknown()
         live = self._live.get(session_id) or LiveSession(session, Tree(), 0)
         live.session = session
+        live.used_at = max(live.used_at, session.used_at)  # another process may have answered since
         turns, live.row = await self._turns.of(session_id, live.row)
         for turn in turns:
             live.tree.add(turn, session.keep_thinking)
