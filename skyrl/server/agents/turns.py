@@ -52,6 +52,13 @@ class Turns:
         reach its client. Raises RequestError."""
         if self._stopping:
             raise RequestError("the server is stopping; send the request again", status=503, retry_after_s=1)
+        try:
+            return await self._begun(request)
+        except RequestError as error:
+            self._metrics.failed(request.dialect, error.status)
+            raise
+
+    async def _begun(self, request: TurnRequest) -> RunningTurn:
         began = time.perf_counter()
         live = await self.live.open(request.session_id, request.tenant)
         place, fields = await self._planner.place(live, request)
