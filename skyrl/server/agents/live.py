@@ -114,7 +114,10 @@ class LiveSessions:
 
     async def end_if_over(self, live: LiveSession) -> EndReason | None:
         """End an open session that has reached a limit. Returns which."""
-        if (reason := live.over(time.time(), self._most_bytes)) is not None:
+        reason = live.over(time.time(), self._most_bytes)
+        if reason == "idle" and not self._alone:
+            return None  # another process may have answered just now; the sweep knows of it
+        if reason is not None:
             await self.end(live.session.id, reason)
         return reason
 

@@ -159,6 +159,7 @@ class Turns:
         finally:
             live.running.remove(turn)
             del live.keys[turn.id]
+            live.used_at = time.time()
 
     async def _sampled(self, turn: RunningTurn, answers: Answers, plan: Plan) -> tuple[list[bytes], bytes | None]:
         """Sample the answer. Returns what is held back of it: the last chunks, or the whole body."""
