@@ -1,7 +1,7 @@
 """The files of a model on this machine, and its settings as small JSON files say them: config.json and those of its
-processor.
+processor; and its chat template.
 
-Reads one file per call. Imports neither torch nor transformers, so that the API can ask.
+Reads one file per call, for a template up to three. Imports neither torch nor transformers, so that the API can ask.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+TOOL_TEMPLATE = "tool_use"
+"""The name of the template for conversations with tools, where a model has several."""
 
 
 def json_of(base_model: str, name: str) -> dict[str, Any]:
@@ -34,3 +37,26 @@ def file_of(base_model: str, name: str) -> Path | None:
     except ValueError:  # no name of the hub
         return None
     return Path(path) if isinstance(path, str) else None
+
+
+def template_of(base_model: str) -> str | None:
+    """The text of the chat template, that for tools if there are several; None if the model has none on this
+    machine."""
+    file = file_of(base_model, "chat_template.jinja")
+    try:
+        text = None if file is None else file.read_text()
+    except OSError:
+        text = None
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        text = text or _template_in(json_of(base_model, name).get("chat_template"))
+    return text
+
+
+def _template_in(given: Any) -> str | None:
+    """The template in a value of `chat_template`: a text, or a list of named ones."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        return None
+    by_name = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+    return by_name.get(TOOL_TEMPLATE) or by_name.get("default")

@@ -1,7 +1,7 @@
 """The vLLM command line as a function of the configuration.
 
 Knows vLLM's options and environment variables, and why each is set. Starts nothing, imports neither vLLM nor
-torch. Reads one file, the base model's `config.json`, where it is on this machine.
+torch. Reads the base model's `config.json` and chat template, where they are on this machine.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from skyrl.inference.model_options import (
     quantization_of,
     text_options,
 )
+from skyrl.inference.parsers import parser_options
 from skyrl.inference.placement import ServerSpec
 from skyrl.inference.remote.middleware import StoredAdapterLoads
 from skyrl.inference.vllm_plugin.incarnation import IncarnationHeader
@@ -166,6 +167,7 @@ def vllm_spec(
         options |= of_cpu
         threads = str(config.threads)
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
+    passed_through |= parser_options(config.base_model_path, passed_through)
     argv = (sys.executable, "-m", START, SERVER, *render(options | passed_through))
     return ServerSpec(argv=argv, env=env, host=host, port=port, log_name=log_name)
 

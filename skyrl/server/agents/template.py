@@ -13,12 +13,10 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from skyrl.base.model_files import file_of, json_of
+from skyrl.base.model_files import json_of, template_of
 from skyrl.server.agents.canonical import text_of
 
 _VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-TOOL_TEMPLATE = "tool_use"
-"""The name of the template for conversations with tools, where a model has several."""
 
 
 class CannotRender(Exception):
@@ -96,10 +94,8 @@ class ChatTemplate:
 
 def read_template(base_model: str) -> ChatTemplate | None:
     """The template of a model; None if it has none on this machine. Raises CannotRender."""
+    text = template_of(base_model)
     settings = json_of(base_model, "tokenizer_config.json")
-    text = _own_file(base_model) or _named(settings.get("chat_template"))
-    if text is None:
-        text = _named(json_of(base_model, "chat_template.json").get("chat_template"))
     return None if text is None else ChatTemplate(text, special_tokens(settings))
 
 
@@ -108,23 +104,6 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     found = {name: settings.get(name) for name in _VARIABLES}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _own_file(base_model: str) -> str | None:
-    file = file_of(base_model, "chat_template.jinja")
-    try:
-        return None if file is None else file.read_text()
-    except OSError:
-        return None
-
-
-def _named(given: Any) -> str | None:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        return None
-    by_name = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-    return by_name.get(TOOL_TEMPLATE) or by_name.get("default")
 
 
 def prepared(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""Which parsers vLLM needs to read a base model's calls of tools and its thoughts.
+
+A model writes both as text, in the format of its chat template. vLLM turns that text into `tool_calls` and `reasoning`
+with a parser for each format, which it does not choose itself. Families have several formats over the years, so a row
+names the kinds of models and a text that the template has. A model that no row fits has no parser.
+
+Knows the names of vLLM 0.32. Reads files of the model on this machine; imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from skyrl.base.config.mixtures import whole_config
+from skyrl.base.model_files import template_of
+
+_QWEN = ("qwen2", "qwen3")
+_KIMI = ("kimi_k2", "kimi_linear")
+_DEEPSEEK_CALLS = "tool\u2581calls\u2581begin"
+_DEEPSEEK = ("deepseek_v3", "llama", "qwen2")
+"""DeepSeek-R1 is also distilled into models of the last two kinds."""
+
+
+class Format(NamedTuple):
+    """One format. `kinds` are beginnings of `model_type` in config.json; the template has all `marks`."""
+
+    kinds: tuple[str, ...]
+    marks: tuple[str, ...]
+    parser: str
+
+
+CALLS = (
+    Format((*_QWEN, "nemotron_h"), ("<function=",), "qwen3_coder"),
+    Format(_DEEPSEEK, (_DEEPSEEK_CALLS, "```json"), "deepseek_v3"),
+    Format(_DEEPSEEK, (_DEEPSEEK_CALLS,), "deepseek_v31"),
+    Format((*_QWEN, "llama", "mistral", "smollm3"), ("<tool_call>",), "hermes"),
+    Format(("llama",), ("ipython",), "llama3_json"),
+    Format(("mistral", "ministral", "mixtral"), ("[TOOL_CALLS]",), "mistral"),
+    Format(_KIMI, ("<|tool_calls_section_begin|>",), "kimi_k2"),
+    Format(("gpt_oss",), ("<|channel|>",), "openai"),
+    Format(("glm4_moe",), ("<arg_key>",), "glm45"),
+    Format(("minimax_m2",), ("<minimax:tool_call>",), "minimax_m2"),
+    Format(("olmo3",), ("<function_calls>",), "olmo3"),
+    Format(("phi3",), ("<|tool|>",), "phi4_mini_json"),
+    Format(("granite",), ("<tool_call>",), "granite4"),
+    Format(("granite",), ("<|tool_call|>",), "granite"),
+    Format(("gemma3",), ("<start_function_call>",), "functiongemma"),
+)
+"""Of calls. The first row that fits is taken."""
+THOUGHTS = (
+    Format(("qwen3",), ("<think>",), "qwen3"),
+    Format(("deepseek_v3",), ("thinking is defined", "</think>"), "deepseek_v3"),
+    Format(_DEEPSEEK, ("</think>",), "deepseek_r1"),
+    Format(("nemotron_h",), ("<think>",), "nemotron_v3"),
+    Format(("mistral", "ministral"), ("[THINK]",), "mistral"),
+    Format(_KIMI, ("<think>",), "kimi_k2"),
+    Format(("gpt_oss",), ("<|channel|>",), "openai_gptoss"),
+    Format(("glm4_moe",), ("<think>",), "glm45"),
+    Format(("minimax_m2",), ("<think>",), "minimax_m2"),
+    Format(("olmo3",), ("<think>",), "olmo3"),
+    Format(("granite",), ("Here is my thought process:",), "granite"),
+)
+"""Of thoughts, likewise. A parser of thoughts takes an answer without their end for thoughts, so there is none for
+models whose template has no thoughts, such as Qwen3-Instruct-2507."""
+
+
+def parser_options(base_model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of vLLM's three options for parsers; None for one that it does not get. `given` are the operator's
+    options, which win; false and None switch a parser off."""
+    calls, thoughts = parsers_of(whole_config(base_model).get("model_type", ""), template_of(base_model) or "")
+    tools = given.get("tool_call_parser", calls) or None
+    automatic = bool(given.get("enable_auto_tool_choice", tools))
+    return {
+        "enable_auto_tool_choice": automatic or None,
+        "tool_call_parser": tools if automatic else None,
+        "reasoning_parser": given.get("reasoning_parser", thoughts) or None,
+    }
+
+
+def parsers_of(kind: str, template: str) -> tuple[str | None, str | None]:
+    """The parsers of calls and of thoughts, each None if there is none. `kind` is the `model_type` of config.json,
+    `template` the text of the chat template. A template without tools has none: its models are not asked to call."""
+    if re.search(r"\btools\b", template) is None:
+        return None, None
+    return _first(CALLS, kind, template), _first(THOUGHTS, kind, template)
+
+
+def _first(formats: Sequence[Format], kind: str, template: str) -> str | None:
+    fitting = (
+        each.parser for each in formats if kind.startswith(each.kinds) and all(mark in template for mark in each.marks)
+    )
+    return next(fitting, None)
