@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from skyrl.base.tiny import corpus, model_path, moe, vision
+from skyrl.base.tiny import corpus, model_path, moe, tools, vision
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 TASKS = list(corpus.TASKS.values())
@@ -201,3 +201,29 @@ def test_a_picture_takes_at_most_64_tokens_in_the_tiny_model(seeing: Path) -> No
     sizes = [(1, 1), (32, 32), (96, 64), (640, 480), (2000, 2000)]
     patches = [images.get_number_of_image_patches(height, width) for width, height in sizes]
     assert [count // 4 for count in patches] == [4, 4, 6, 54, 64]
+
+
+def test_the_tiny_model_with_tools_renders_calls_and_results_and_says_what_the_tiny_model_says(tmp_path: Path) -> None:
+    tools.make(tmp_path, context=9000)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    call = {"type": "function", "function": {"name": "look", "arguments": {"place": "north"}}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "a bear"},
+        {"role": "tool", "content": "a boat"},
+    ]
+    text = tokenizer.apply_chat_template(
+        chat, tools=[{"name": "look"}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    called = '<tool_call>\n{"name": "look", "arguments": {"place": "north"}}\n</tool_call>'
+    assert text.startswith('<|im_start|>system\nBe brief.\n\n# Tools\n\nEach line is a tool:\n{"name": "look"}\n')
+    assert text.count("<|im_start|>system") == 1
+    assert f"<|im_start|>assistant\n{called}\n{called}<|im_end|>\n" in text
+    results = "".join(f"\n<tool_response>\na {each}\n</tool_response>" for each in ("bear", "boat"))
+    assert f"<|im_start|>user{results}<|im_end|>\n" in text
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert AutoConfig.from_pretrained(tmp_path).max_position_embeddings == tokenizer.model_max_length == 9000
+    ours, theirs = ((path / "model.safetensors").read_bytes() for path in (tmp_path, model_path()))
+    assert ours == theirs
