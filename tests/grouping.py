@@ -29,6 +29,7 @@ PROGRAM_FOLDERS = (PROGRAMS, "tests/e2e/cookbook")
 OWN_SERVERS = frozenset(
     {
         "tests/e2e/test_agent_durability.py",
+        "tests/e2e/test_agent_examples.py",
         "tests/e2e/test_base_models.py",
         "tests/e2e/test_cluster_gateways.py",
         "tests/e2e/test_colocated.py",
