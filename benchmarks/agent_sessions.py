@@ -18,13 +18,16 @@ import aiohttp
 
 from benchmarks.stage import Stage
 from benchmarks.table import Row, Target
+from skyrl.base.tiny import tools
 from skyrl.cli.demo.server import DemoServer
 
 TENANT = {"X-API-Key": "tml-agents"}
 TURNS, TOKENS = 8, 4
 ROUNDS, QUICK_ROUNDS = 12, 3
 ADDED_MS, ADDED_SHARE = 1.0, 1.10
-LONG_TURNS, REPLICAS, TRAJECTORIES = 30, 2, 8
+LONG_TURNS, REPLICAS, TRAJECTORIES = 30, 2, 6
+FIRST_WORDS, CONTEXT = 250, 32_768
+"""An agent's first message has some 13,000 tokens: instructions and tools. Here it repeats WORDS as often."""
 CACHED = 0.95
 WORDS = "the river is watched by an old keeper who counts the boats and writes each of them into a book"
 
@@ -76,10 +79,10 @@ async def _session(http: aiohttp.ClientSession) -> dict[str, str]:
 
 
 async def _conversation(
-    http: aiohttp.ClientSession, headers: dict[str, str], turns: int, name: str
+    http: aiohttp.ClientSession, headers: dict[str, str], turns: int, name: str, first: int = 1
 ) -> list[tuple[float, dict[str, Any]]]:
-    """Seconds and usage of each turn."""
-    messages = [{"role": "user", "content": f"{name}: {WORDS}"}]
+    """Seconds and usage of each turn. The first message has WORDS `first` times."""
+    messages = [{"role": "user", "content": f"{name}: {first * WORDS}"}]
     taken = []
     for number in range(turns):
         body = {"model": "tiny", "messages": messages, "max_tokens": TOKENS, "ignore_eos": True}
@@ -95,15 +98,28 @@ async def _conversation(
 
 async def _cached() -> Row:
     """The share of all prompt tokens that came from the prefix cache, over sessions of LONG_TURNS turns at once."""
-    config = {"generator.inference_engine.num_engines": REPLICAS}
+    config = {
+        "generator.inference_engine.num_engines": REPLICAS,
+        "generator.inference_engine.max_model_len": CONTEXT,
+        "generator.inference_engine.engine_init_kwargs": {
+            "enable_chunked_prefill": True,
+            "max_num_batched_tokens": 4096,
+        },
+    }
     with tempfile.TemporaryDirectory() as directory:
-        server = DemoServer(Path(directory), backend_config=config)
+        model = Path(directory, "model")
+        tools.make(model, CONTEXT)
+        flags = ("--base-model", str(model), "--served-model-name", "tiny")
+        server = DemoServer(Path(directory, "state"), *flags, backend_config=config)
         server.start()
         try:
             server.wait_ready()
             async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0)) as http:
+                await _all_replicas(http)
                 keys = [await _session(http) for _ in range(TRAJECTORIES)]
-                turns = [_conversation(http, key, LONG_TURNS, f"{number}") for number, key in enumerate(keys)]
+                turns = [
+                    _conversation(http, key, LONG_TURNS, f"{number}", FIRST_WORDS) for number, key in enumerate(keys)
+                ]
                 used = [usage for of_one in await asyncio.gather(*turns) for _, usage in of_one]
         finally:
             server.stop()
@@ -111,6 +127,16 @@ async def _cached() -> Row:
     what = f"prompt tokens from the prefix cache, {LONG_TURNS} turns, {REPLICAS} replicas"
     note = f"{TRAJECTORIES} sessions at once; vLLM caches whole blocks"
     return Row("agent-sessions", what, "", share, Target(CACHED, at_most=False), note=note)
+
+
+async def _all_replicas(http: aiohttp.ClientSession) -> None:
+    """Wait for the last replica: the server is ready with the first, and a session moves when its replica comes."""
+    while True:
+        async with http.get("/statusz") as answer:
+            status = await answer.json()
+        if status["replicas"]["in_use"] == REPLICAS:
+            return
+        await asyncio.sleep(0.2)
 
 
 def _total(used: Sequence[dict[str, Any]], cached: bool) -> int:
