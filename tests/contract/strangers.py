@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl.server.api.openai import PREFIXES
+from skyrl.server.api.agent_sessions import ROUTE as AGENT_SESSIONS
+from skyrl.server.api.openai import MESSAGES, PREFIXES
 from skyrl.server.api.tokens import tenant_of_key, user_urn
 
 BASE = "acme/base"
@@ -17,6 +18,7 @@ SAMPLE = {"X-Tinker-Request-Type": "Sample"}
 KINDS = ("weights", "sampler_weights", "external_weights")
 CHECKPOINT = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
 LINK = "/{model_id}/{kind}/{name}/{save}/{file}"
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
 MESSAGE = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 4}}
 
 
@@ -53,6 +55,16 @@ TRIED: dict[tuple[str, str], list[Try]] = {
     ("GET", "/ui/api/runs/{run_id}"): [Try()],
     ("GET", "/ui/api/agents/{agent_session}"): [Try()],
     ("GET", "/ui/api/agents/{agent_session}/turns/{agent_turn}"): [Try()],
+    **{
+        (method, f"{AGENT_SESSIONS}/{{session_id}}{path}"): [Try(body)]
+        for method, path, body in (
+            ("GET", "", {}),
+            ("GET", "/turns", {}),
+            ("GET", "/trajectory", {}),
+            ("POST", "/reward", {"reward": 0.5}),
+            ("POST", "/end", {}),
+        )
+    },
     ("POST", "/api/v1/session_heartbeat"): [Try({"session_id": "{session_id}"})],
     ("PUT", "/api/v1/sessions/{session_id}/project"): [Try({"project_id": "mine"})],
     ("POST", "/api/v1/get_info"): [Try({"model_id": "{model_id}"})],
@@ -107,10 +119,21 @@ TRIED: dict[tuple[str, str], list[Try]] = {
     for method, path, body, named in (
         ("GET", "models/{model}", {}, {}),
         ("POST", "completions", {"prompt": "x"}, {"model": "{path}"}),
-        ("POST", "chat/completions", {"messages": [{"role": "user", "content": "x"}]}, {"model": "{path}"}),
+        ("POST", "chat/completions", CHAT, {"model": "{path}"}),
+    )
+}
+TRIED |= {
+    ("POST", path): [
+        Try(body | {"model": "{path}"}, kind=kind, owner=200 if kind == KINDS[1] else 404) for kind in KINDS
+    ]
+    for path, body in (
+        (MESSAGES, CHAT | {"max_tokens": 4}),
+        (f"{MESSAGES}/count_tokens", CHAT),
+        ("/v1/responses", {"input": "x"}),
     )
 }
 LISTS: dict[tuple[str, str], list[Try]] = {
+    ("GET", AGENT_SESSIONS): [Try(), Try(query="state=open&limit=200")],
     ("GET", "/ui/api/state"): [Try()],
     ("GET", "/ui/api/usage"): [Try(), Try(query="run={model_id}"), Try(query="format=csv&days=366")],
     **{("GET", f"{prefix}/models"): [Try()] for prefix in PREFIXES},
@@ -148,6 +171,7 @@ HARMLESS = {
     ("POST", "/api/v1/client/dynamic_config"),
     ("POST", "/api/v1/create_custom_loss"),
     ("POST", "/api/v1/create_session"),
+    ("POST", AGENT_SESSIONS),
     ("POST", "/api/v1/telemetry"),
 }
 """Routes that name no tenant's objects. The test sends them all ids of the owner, which must not affect the owner."""

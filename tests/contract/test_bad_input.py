@@ -26,7 +26,7 @@ from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.app import create_app
 from skyrl.server.api.http_table import HttpTable
-from skyrl.server.api.openai import is_openai
+from skyrl.server.api.openai import is_anthropic, is_openai
 from skyrl.server.api.server import open_services
 from skyrl.server.api.services import Services
 from skyrl.storage.checkpoint_store.adapters import adapter_directory
@@ -171,7 +171,14 @@ async def check_refused(
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
-    if is_openai(answer.request.url.path):
+    if is_anthropic(answer.request.url.path):
+        assert body.pop("type") == "error"
+        assert body.pop("request_id") == answer.headers["x-request-id"]
+        error = body.pop("error")
+        assert set(error) == {"type", "message"}
+        named = field is not None and error["message"].startswith(f"{field}: ")  # only the message names the field
+        body |= {"detail": error["message"], "field": field if named else None, "request_id": ""}
+    elif is_openai(answer.request.url.path):
         error = body.pop("error")
         assert not body
         assert set(error) == {"message", "type", "param", "code"}
@@ -207,7 +214,7 @@ INTO: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "sessio
 
 
 NAMES = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
-NAMES |= {"save": "0123", "file": "app.css", "model": "m", "run_id": "m"}
+NAMES |= {"save": "0123", "file": "app.css", "model": "m", "run_id": "m", "agent_session": "s", "agent_turn": "t"}
 """Parameters in paths."""
 
 
@@ -754,15 +761,25 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
         ("POST", "/api/v1/join_sampling_session", "sample"),
         ("POST", "/api/v1/retrieve_futures", "sample"),
         *(
-            (method, f"{prefix}/{path}", "sample")
+            (method, f"{prefix}/{path}", scope)
             for prefix in ("/oai/api/v1", "/v1")
-            for method, path in (
-                ("GET", "models"),
-                ("GET", "models/{model}"),
-                ("POST", "completions"),
-                ("POST", "chat/completions"),
+            for method, path, scope in (
+                ("GET", "models", "agent"),
+                ("GET", "models/{model}", "agent"),
+                ("POST", "chat/completions", "agent"),
+                ("POST", "completions", "sample"),
             )
         ),
+        ("POST", "/v1/messages", "agent"),
+        ("POST", "/v1/messages/count_tokens", "agent"),
+        ("POST", "/v1/responses", "agent"),
+        ("GET", "/api/v1/agent_sessions", "sample"),
+        ("POST", "/api/v1/agent_sessions", "sample"),
+        ("GET", "/api/v1/agent_sessions/{session_id}", "sample"),
+        ("GET", "/api/v1/agent_sessions/{session_id}/trajectory", "sample"),
+        ("GET", "/api/v1/agent_sessions/{session_id}/turns", "sample"),
+        ("POST", "/api/v1/agent_sessions/{session_id}/end", "sample"),
+        ("POST", "/api/v1/agent_sessions/{session_id}/reward", "sample"),
         ("GET", "/api/v1/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}", "signed"),
         ("GET", "/api/v1/downloads/files/{model_id}/{kind}/{name}/{save}/{file}", "signed"),
         ("GET", "/api/v1/downloads/traces/{session_id}", "signed"),

@@ -24,11 +24,13 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api import futures as polls
+from skyrl.server.api.agent_sessions import ROUTE as AGENT_SESSIONS
 from skyrl.server.api.app import create_app
 from skyrl.server.api.http_table import HttpTable
 from skyrl.server.api.server import open_services
 from skyrl.server.api.services import Services
 from skyrl.server.openai.service import Asked, OpenAIService
+from skyrl.storage.db.agent_sessions import sessions as agent_sessions
 from skyrl.storage.db.audit import audit_events
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
@@ -55,7 +57,7 @@ from tests.databases import make_tables, url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TABLES = (sessions, models, samplers, futures, checkpoints, audit_events)
+TABLES = (sessions, models, samplers, futures, checkpoints, audit_events, agent_sessions)
 
 
 @dataclass
@@ -72,6 +74,8 @@ class World:
     async def ask(self, key: str, method: str, path: str, request: Try) -> httpx.Response:
         names = self.ids | {"kind": request.kind, "name": "n", "save": "5a7e", "file": "adapter_config.json"}
         names["path"] = names["model"] = f"tinker://{self.ids['model_id']}/{request.kind}/n"
+        if path.startswith(AGENT_SESSIONS):
+            names["session_id"] = self.ids["agent_session"]
         body = json.dumps(request.body)
         for name, value in names.items():
             body = body.replace("{" + name + "}", value)
@@ -173,10 +177,17 @@ async def world(running: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """Polls end at once, and so do completions: there is no inference server."""
 
     async def answer(_: OpenAIService, asked: Asked) -> bytes:
-        return msgspec.json.encode({"model": asked.target.name})
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "x"}}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        chat = {"id": "x", "created": 1, "model": asked.target.name, "choices": [choice], "usage": usage}
+        return msgspec.json.encode(chat)
+
+    async def count(_: OpenAIService, asked: Asked) -> int:
+        return 1
 
     monkeypatch.setattr(polls, "HOLD_S", 0.0)
     monkeypatch.setattr(OpenAIService, "answer", answer)
+    monkeypatch.setattr(OpenAIService, "count", count)
     await running.populate()
     return running
 

@@ -13,7 +13,7 @@ import psutil
 from hypothesis import HealthCheck, Phase, settings
 
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.server.api.openai import is_openai
+from skyrl.server.api.openai import is_anthropic, is_openai
 from tests.e2e.mortal_server import MortalServer
 
 CANARY = f"canary-{secrets.token_hex(8)}"
@@ -111,8 +111,9 @@ class Target:
         assert answer.status_code < 500 or not_ready, description
         if not not_ready:
             body = answer.json()
-            if is_openai(answer.request.url.path):
-                assert set(body) == {"error"}, description
+            path = answer.request.url.path
+            if is_openai(path):
+                assert set(body) == ({"error", "type", "request_id"} if is_anthropic(path) else {"error"}), description
                 assert body["error"]["message"], description
                 return
             assert set(body) == {"detail", "field", "request_id"}, description

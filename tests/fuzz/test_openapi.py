@@ -42,7 +42,14 @@ def test_every_reference_of_the_document_resolves_and_requests_list_their_fields
 
 def test_exactly_the_routes_marked_with_security_need_a_key(target: Target) -> None:
     names = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
-    names |= {"save": "0123", "file": "app.css", "model": "tiny", "run_id": "m"}
+    names |= {
+        "save": "0123",
+        "file": "app.css",
+        "model": "tiny",
+        "run_id": "m",
+        "agent_session": "s",
+        "agent_turn": "t",
+    }
     for (method, path), operation in operations(target).items():
         answer = target.http.request(method, path.format(**names), headers={"X-API-Key": ""})
         assert (answer.status_code == 401) == bool(operation.get("security")), path

@@ -28,7 +28,7 @@ def _is_deeper(value: object, levels: int) -> bool:
     return children is not None and (levels == 0 or any(_is_deeper(child, levels - 1) for child in children))
 
 
-def _check_metadata(field: str, value: object) -> None:
+def check_metadata(field: str, value: object) -> None:
     """Raises RequestError naming the field."""
     if _is_deeper(value, MAX_METADATA_DEPTH):
         raise RequestError(f"must not be nested more than {MAX_METADATA_DEPTH} deep", field=field)
@@ -45,7 +45,7 @@ class CreateSessionRequest(msgspec.Struct):
 
     def __post_init__(self) -> None:
         for field in ("tags", "user_metadata", "sdk_version"):
-            _check_metadata(field, getattr(self, field))
+            check_metadata(field, getattr(self, field))
 
 
 class SessionRequest(msgspec.Struct):
@@ -64,7 +64,7 @@ class FinishSessionRequest(msgspec.Struct):
     detail: str | None = None
 
     def __post_init__(self) -> None:
-        _check_metadata("detail", self.detail)
+        check_metadata("detail", self.detail)
 
 
 class LoraConfig(msgspec.Struct):
@@ -90,7 +90,7 @@ class CreateModelRequest(msgspec.Struct):
     optimizer_config: OptimizerConfig | None = None
 
     def __post_init__(self) -> None:
-        _check_metadata("user_metadata", self.user_metadata)
+        check_metadata("user_metadata", self.user_metadata)
 
 
 class ModelRequest(msgspec.Struct):
@@ -128,7 +128,7 @@ class SaveWeightsRequest(msgspec.Struct):
     user_metadata: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        _check_metadata("user_metadata", self.user_metadata)
+        check_metadata("user_metadata", self.user_metadata)
 
 
 class SaveWeightsForSamplerRequest(SaveWeightsRequest):
@@ -154,7 +154,7 @@ class LoadWeightsRequest(msgspec.Struct):
     weights_access_token: str | None = None
 
     def __post_init__(self) -> None:
-        _check_metadata("user_metadata", self.user_metadata)
+        check_metadata("user_metadata", self.user_metadata)
 
 
 class LoadTarget(msgspec.Struct):

@@ -17,6 +17,7 @@ from skyrl.base.config.keys import AgentsConfig
 from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn
 from skyrl.base.types.ids import new_request_id
 from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.requests import check_metadata
 from skyrl.server.agents.export import FORMS, line
 from skyrl.server.agents.rows import ends_of, rows_of
 from skyrl.server.agents.tree import Tree
@@ -24,6 +25,7 @@ from skyrl.server.api.call import Call
 from skyrl.server.api.reply import reply
 from skyrl.server.api.routes import API, Routes
 from skyrl.server.api.services import Services
+from skyrl.server.openai.errors import OpenAIError
 from skyrl.server.openai.fields import ChatFields
 from skyrl.storage.db.agent_sessions import Counts, SessionState
 
@@ -33,7 +35,7 @@ MAX_PAGE_BYTES = 64 * 2**20
 """Of a page of rows or turns, about: fewer are given if they are longer."""
 BYTES_PER_TOKEN = 40
 """Of a token in a row as JSON, at most: its id, target, mask, advantage and logprob."""
-MAX_NAME, MAX_METADATA_BYTES = 200, 16 * 2**10
+MAX_NAME = 200
 _SET_BY_REQUESTS = frozenset({"messages", "model", "stream", "stream_options", "tools"})
 
 
@@ -69,7 +71,10 @@ def router(services: Services) -> Routes:
     async def create(call: Call, body: CreateAgentSession) -> Response:
         """A session, and the key with which an agent asks for its turns."""
         _check(body)
-        target = await services.openai_models.newest(body.model, call.tenant)
+        try:
+            target = await services.openai_models.newest(body.model, call.tenant)
+        except OpenAIError as error:  # whose message does not begin with the field
+            raise RequestError(error.message, field=error.field, status=error.status) from error
         if services.served[target.number].openai is None:
             raise RequestError("this server samples between two turns of training and has no agent sessions")
         now = time.time()
@@ -172,8 +177,8 @@ def _check(body: CreateAgentSession) -> None:
     """Raises RequestError naming the field."""
     if len(body.name) > MAX_NAME:
         raise RequestError(f"must have at most {MAX_NAME} characters", field="name")
-    if len(msgspec.json.encode(body.metadata)) > MAX_METADATA_BYTES:
-        raise RequestError(f"must have at most {MAX_METADATA_BYTES} bytes as JSON", field="metadata")
+    check_metadata("metadata", body.metadata)
+    check_metadata("sampling", body.sampling)
     known = set(ChatFields.__struct_fields__) - _SET_BY_REQUESTS
     if unknown := sorted(body.sampling.keys() - known):
         raise RequestError("is not a field that a session can set", field=f"sampling.{unknown[0]}")

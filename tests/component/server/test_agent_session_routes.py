@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from sqlalchemy import insert
 from skyrl.base.types.agents import VersionSpan
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.requests import MAX_METADATA_BYTES, MAX_METADATA_DEPTH
 from skyrl.server.api import agent_sessions as routes
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.checkpoints import checkpoints
@@ -21,6 +23,7 @@ from skyrl.storage.db.database import Database
 from tests.postgres_server import ON_BOTH
 
 OTHER = {"X-API-Key": "tml-two"}
+DEEP = {"note": reduce(lambda inner, _: [inner], range(MAX_METADATA_DEPTH), list[Any]())}
 RUN = "s:train:0"
 CONFIG = {"turns": 30, "tokens": 1_000, "seconds": 600.0, "idle_s": 60.0, "sessions": 2}
 
@@ -109,6 +112,8 @@ async def test_a_run_stands_for_its_newest_sampler_weights(api: Api, database: D
         headers = {} if RUN not in model else OTHER
         answer = await api.post("agent_sessions", {"model": model}, **headers)
         assert answer.status_code == 404, (model, answer.text)
+        assert answer.json()["field"] == "model"
+        assert answer.json()["detail"].startswith("model: "), "as every refusal below /api/v1"
 
 
 @pytest.mark.parametrize(
@@ -117,8 +122,11 @@ async def test_a_run_stands_for_its_newest_sampler_weights(api: Api, database: D
         ({"model": 1}, "model"),
         ({"name": "x" * 201}, "name"),
         ({"follows": "latest"}, "follows"),
-        ({"metadata": {"x": "y" * routes.MAX_METADATA_BYTES}}, "metadata"),
+        ({"metadata": {"x": "y" * MAX_METADATA_BYTES}}, "metadata"),
         ({"metadata": []}, "metadata"),
+        ({"metadata": DEEP}, "metadata"),
+        ({"sampling": {"chat_template_kwargs": DEEP}}, "sampling"),
+        ({"sampling": {"stop": ["y" * MAX_METADATA_BYTES]}}, "sampling"),
         ({"limits": {"turns": 0}}, "limits.turns"),
         ({"limits": {"turns": 31}}, "limits.turns"),
         ({"limits": {"turns": 1.5}}, "limits.turns"),

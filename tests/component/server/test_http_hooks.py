@@ -24,6 +24,8 @@ NAMES = {
     "sampler_id": "x",
     "model_id": "m",
     "run_id": "m",
+    "agent_session": "s",
+    "agent_turn": "t",
     "kind": "weights",
     "name": "n",
     "save": "0",

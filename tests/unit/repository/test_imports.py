@@ -23,10 +23,10 @@ def test_imports_between_files_have_no_circle() -> None:
     TopologicalSorter(files).prepare()
 
 
-def test_at_most_ten_doors_few_arrows_between_them_and_no_circle() -> None:
+def test_at_most_eleven_doors_few_arrows_between_them_and_no_circle() -> None:
     doors = door_imports(file_imports())
     assert {"base", "server", "training"} <= doors.keys()
-    assert len(doors) <= 10
+    assert len(doors) <= 11
     assert sum(map(len, doors.values())) <= 28
     TopologicalSorter(doors).prepare()  # raises CycleError, which names the circle
 

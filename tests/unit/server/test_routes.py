@@ -48,7 +48,9 @@ def test_a_route_without_a_scope_cannot_be_declared(method: str) -> None:
 
 def test_a_route_with_an_unknown_scope_cannot_be_declared() -> None:
     wrong: Any = "everybody"
-    with pytest.raises(ValueError, match="'everybody' is no scope; there is: train, sample, admin, any, open, signed"):
+    with pytest.raises(
+        ValueError, match="'everybody' is no scope; there is: train, sample, admin, agent, any, open, signed"
+    ):
         Routes("things").get("/x", scope=wrong)
 
 
