@@ -18,8 +18,8 @@ from skyrl.storage.db.writer import GroupCommitWriter
 sessions = AgentSessionRow.__table__  # type: ignore[attr-defined]
 
 SessionState = Literal["open", "ended"]
-FORGET_SESSIONS, FORGET_TURNS = 20, 250
-"""The most rows that one step of `forget` deletes."""
+FORGET_SESSIONS, FORGET_TURNS, FORGET_BYTES = 20, 250, 4 * 2**20
+"""The most rows, and bytes of turns, that one step of `forget` deletes."""
 USES_LATE_S = 120.0
 """How old `used_at` may be beyond the last use: each process writes it about once a minute."""
 _OPTIONS = ("sampling", "metadata", "keep_thinking", "routed_experts")
@@ -127,13 +127,21 @@ def end_over(connection: Connection, now: float, limit: int = MAX_NAMED) -> int:
 
 def forget(connection: Connection, ended_before: float) -> int:
     """Delete turns of sessions that ended before this time, and sessions that have no turns any more: at most
-    FORGET_TURNS turns of FORGET_SESSIONS sessions. Returns the number of deleted rows; 0 when none is left."""
+    FORGET_TURNS turns of FORGET_SESSIONS sessions, of about FORGET_BYTES together. Returns the number of deleted rows;
+    0 when none is left."""
     over = select(sessions.c.id).where(sessions.c.ended_at < ended_before).order_by(sessions.c.ended_at)
     ids = list(connection.execute(over.limit(FORGET_SESSIONS)).scalars())
     if not ids:
         return 0
-    rows = select(turns.c.n).where(turns.c.session_id.in_(ids)).limit(FORGET_TURNS)
-    numbers = list(connection.execute(rows).scalars())
+    # Neither database reads the content to get its length.
+    rows = select(turns.c.n, func.length(turns.c.content)).where(turns.c.session_id.in_(ids)).limit(FORGET_TURNS)
+    numbers: list[int] = []
+    total_bytes = 0
+    for number, content_bytes in connection.execute(rows).all():
+        numbers.append(number)
+        total_bytes += content_bytes
+        if total_bytes >= FORGET_BYTES:
+            break
     if numbers:
         return connection.execute(delete(turns).where(turns.c.n.in_(numbers))).rowcount
     return connection.execute(delete(sessions).where(sessions.c.id.in_(ids))).rowcount

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -215,6 +216,19 @@ async def test_a_session_and_its_turns_are_deleted_after_their_time_in_steps(
     assert await sessions.find("old") is None
     assert [(await sessions.find(name)) is not None for name in ("new", "open")] == [True, True]
     assert database.read(lambda c: c.execute(select(func.count()).select_from(turns)).scalar_one()) == 1
+
+
+async def test_long_turns_are_deleted_in_smaller_steps(
+    sessions: AgentSessions, database: Database, writer: GroupCommitWriter
+) -> None:
+    kept = AgentTurns(database, writer)
+    await sessions.create(session("old"), 9)
+    experts = os.urandom(rows.FORGET_BYTES // 2)
+    for attempt in range(5):
+        await kept.add(turn(1, id=f"t{attempt}", session_id="old", attempt=attempt, routed_experts=experts))
+    await sessions.end("old", "called", NOW)
+    steps = [database.write(lambda c: rows.forget(c, NOW + 1.0)) for _ in range(5)]
+    assert steps == [2, 2, 1, 1, 0], "the fourth step deletes the session"
 
 
 async def test_weights_of_open_pinned_sessions_are_named(sessions: AgentSessions, database: Database) -> None:
