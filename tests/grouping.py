@@ -30,6 +30,7 @@ OWN_SERVERS = frozenset(
     {
         "tests/e2e/test_agent_durability.py",
         "tests/e2e/test_agent_examples.py",
+        "tests/e2e/test_agent_tools.py",
         "tests/e2e/test_base_models.py",
         "tests/e2e/test_cluster_gateways.py",
         "tests/e2e/test_colocated.py",

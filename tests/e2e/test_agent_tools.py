@@ -1,0 +1,160 @@
+"""Tools in three dialects on a real vLLM whose model's template has them, with the dialects' own clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from skyrl.base.tiny import tools
+from skyrl.cli.demo.server import DemoServer
+from tests.servers import ready
+
+from .tool_dialects import DIALECTS, PLACES, TASK, Messages, Talk
+
+pytestmark = pytest.mark.vllm
+
+KEY = "tml-tools"
+CONTEXT = 16384
+
+
+@dataclass
+class Session:
+    id: str
+    key: str
+    url: str
+
+    def turns(self) -> list[dict[str, Any]]:
+        path = f"{self.url}/api/v1/agent_sessions/{self.id}/turns"
+        return httpx.get(path, headers={"X-API-Key": KEY}, trust_env=False, timeout=60).json()["rows"]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("tools")
+    tools.make(directory / "model", context=2 * CONTEXT)
+    server = DemoServer(
+        directory / "server",
+        *("--base-model", str(directory / "model"), "--served-model-name", "tools"),
+        backend_config={"generator.inference_engine.max_model_len": CONTEXT},
+    )
+    with ready(server) as running:
+        yield running.url
+
+
+@pytest.fixture
+def session(url: str) -> Session:
+    answer = httpx.post(
+        f"{url}/api/v1/agent_sessions", headers={"X-API-Key": KEY}, json={"model": "tools"}, trust_env=False, timeout=60
+    )
+    made = answer.json()
+    return Session(made["session_id"], made["key"], url)
+
+
+streams = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+dialects = pytest.mark.parametrize("dialect", list(DIALECTS))
+
+
+@dialects
+@streams
+def test_a_call_is_answered_and_its_result_continues_the_turn(session: Session, dialect: str, streamed: bool) -> None:
+    client, talk = DIALECTS[dialect](session.url, session.key), Talk()
+    client.ask(talk, streamed=streamed)
+    assert talk.reason == client.reason
+    assert talk.calls
+    assert {call.name for call in talk.calls} == {"look"}
+    assert all(call.arguments["place"] in PLACES for call in talk.calls)
+    client.answer(talk)
+    client.ask(talk, streamed=streamed)
+    assert talk.calls
+    first, second = session.turns()
+    assert [first["parent"], second["parent"]] == [None, first["id"]]
+    assert second["fork"] is None
+    before = [*first["added_tokens"], *first["sampled_tokens"], *second["added_tokens"]]
+    assert second["usage"]["prompt"] == talk.prompt_tokens == len(before)
+
+
+@dialects
+@streams
+def test_a_tenant_calls_tools_without_a_session(url: str, dialect: str, streamed: bool) -> None:
+    client, talk = DIALECTS[dialect](url, KEY), Talk()
+    client.ask(talk, streamed=streamed, one=True)
+    assert [call.name for call in talk.calls] == ["look"]
+    client.answer(talk)
+    client.ask(talk, streamed=streamed, one=True)
+    assert len(talk.calls) == 1, "one at a time"
+    assert talk.reason == client.reason
+
+
+def test_tokens_are_counted_as_the_same_request_has_them(session: Session) -> None:
+    for client in (Messages(session.url, session.key), Messages(session.url, KEY)):
+        talk = Talk()
+        for _ in range(2):
+            counted = client.count(talk)
+            client.ask(talk, streamed=False)
+            assert counted == talk.prompt_tokens
+            client.answer(talk)
+
+
+@streams
+def test_thoughts_come_apart_in_each_dialect_and_are_continued(session: Session, streamed: bool) -> None:
+    api = openai.OpenAI(base_url=f"{session.url}/v1", api_key=session.key, max_retries=0)
+    other = anthropic.Anthropic(base_url=session.url, auth_token=session.key, api_key=None, max_retries=0)
+    asked: Any = {"model": "tools", "max_tokens": 30, "messages": TASK}
+    if streamed:
+        deltas = [
+            chunk.choices[0].delta for chunk in api.chat.completions.create(**asked, stream=True) if chunk.choices
+        ]
+        thought = "".join(getattr(delta, "reasoning", None) or "" for delta in deltas)
+        with other.messages.stream(**asked) as stream:
+            message = stream.get_final_message()
+        with api.responses.stream(model="tools", input=TASK, max_output_tokens=30) as events:
+            response: Any = events.get_final_response()
+    else:
+        said: Any = api.chat.completions.create(**asked).choices[0].message
+        thought = said.reasoning
+        message = other.messages.create(**asked)
+        response = api.responses.create(model="tools", input=TASK, max_output_tokens=30)
+    assert thought
+    block = message.content[0]
+    assert block.type == "thinking"
+    assert block.thinking
+    assert response.output[0].type == "reasoning"
+    more: Any = [{"role": "assistant", "content": message.content}, {"role": "user", "content": "And at night?"}]
+    other.messages.create(**{**asked, "messages": [*TASK, *more]})
+    *before, last = session.turns()
+    same = {turn["id"] for turn in before if turn["answer"]["reasoning"] == block.thinking}
+    assert last["parent"] in same, "also the other clients may have been answered so"
+    assert last["fork"] is None
+
+
+@streams
+def test_a_stop_sequence_is_named(session: Session, streamed: bool) -> None:
+    other = anthropic.Anthropic(base_url=session.url, auth_token=session.key, api_key=None, max_retries=0)
+    asked: Any = {"model": "tools", "max_tokens": 60, "messages": TASK, "stop_sequences": list("aeiou")}
+    if streamed:
+        with other.messages.stream(**asked) as stream:
+            message = stream.get_final_message()
+    else:
+        message = other.messages.create(**asked)
+    assert message.stop_reason == "stop_sequence"
+    assert message.stop_sequence in list("aeiou")
+
+
+@streams
+def test_a_prompt_that_is_too_long_gets_each_dialects_own_error(session: Session, streamed: bool) -> None:
+    long: Any = [{"role": "user", "content": "river " * 20_000}]
+    api = openai.OpenAI(base_url=f"{session.url}/v1", api_key=session.key, max_retries=0)
+    other = anthropic.Anthropic(base_url=session.url, auth_token=session.key, api_key=None, max_retries=0)
+    with pytest.raises(openai.BadRequestError) as chat:
+        api.chat.completions.create(model="tools", messages=long, stream=streamed)
+    with pytest.raises(openai.BadRequestError) as response:
+        api.responses.create(model="tools", input=long, stream=streamed)
+    assert [chat.value.code, response.value.code] == ["context_length_exceeded"] * 2
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        other.messages.create(model="tools", max_tokens=5, messages=long, stream=streamed)
