@@ -43,6 +43,7 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_mixtures.py",
         "tests/e2e/test_postgres.py",
         "tests/e2e/test_replicas.py",
+        "tests/e2e/test_tools.py",
         "tests/e2e/test_two_apis.py",
         "tests/e2e/test_two_trainers.py",
     }
