@@ -150,6 +150,8 @@ lock: $(VENV)/bin/uv
 	  --no-header requirements/cookbook.in -o requirements/cookbook.txt
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/cookbook-overrides.txt \
 	  --no-header requirements/cookbook-tools.in -o requirements/cookbook-tools.txt
+	$(UV) pip compile --quiet --universal --python-version 3.11 --no-header requirements/agents-verifiers.in \
+	  -o requirements/agents-verifiers.txt
 	for file in requirements/sdk/*.txt; do name=$${file##*/tinker-}; echo "tinker==$${name%.txt}" \
 	  | $(UV) pip compile --quiet --universal --python-version 3.11 --no-header - -o $$file; done
 

@@ -25,7 +25,7 @@ import tinker
 from openai import AsyncOpenAI
 from tinker import types
 
-from skyrl.agents import AgentServer, Group, Session, collect, run
+from skyrl.agents import Agent, AgentServer, Group, Session, collect, run
 
 CALCULATOR: Any = {
     "type": "function",
@@ -56,35 +56,44 @@ class Sum:
     def messages(self) -> list[Any]:
         return [{"role": "user", "content": f"add {self.a} and {self.b}"}]
 
+    def reward(self, numbers: tuple[int, int] | None, answer: str) -> float:
+        """0.5 for a call that the tool accepts, 0.25 for the right `numbers` in it, and 0.25 for the right answer."""
+        if numbers is None:
+            return 0.0
+        return 0.5 + 0.25 * (numbers == (self.a, self.b)) + 0.25 * (answer.strip() == str(self.a + self.b))
 
-async def agent(openai: AsyncOpenAI, session: Session, task: Sum) -> float:
-    """Ask, run the tool if it is called, and ask again. The reward is 0.5 for a call that the tool accepts, 0.25 for
-    the right numbers, and 0.25 for the right answer in the end."""
-    client = openai.with_options(base_url=session.openai_base_url, api_key=session.key)
+
+async def converse(client: AsyncOpenAI, task: Sum) -> tuple[tuple[int, int] | None, str]:
+    """Ask, run the tool if it is called, and ask again. Returns the tool's numbers and the last answer."""
     messages = task.messages()
-    said = (await client.chat.completions.create(model="any", messages=messages, tools=[CALCULATOR])).choices[0]
-    called = calculated(said.message.tool_calls or [])
-    if called is None:
-        return 0.0
-    numbers, call_id = called
+    said = (await client.chat.completions.create(model="any", messages=messages, tools=[CALCULATOR])).choices[0].message
+    calls: list[Any] = said.tool_calls or []
+    numbers = accepted([(call.function.name, call.function.arguments) for call in calls])
+    if numbers is None:
+        return None, said.content or ""
     messages += [
-        said.message.model_dump(include={"role", "content", "tool_calls"}),
-        {"role": "tool", "tool_call_id": call_id, "content": str(sum(numbers))},
+        said.model_dump(include={"role", "content", "tool_calls"}),
+        {"role": "tool", "tool_call_id": calls[0].id, "content": str(sum(numbers))},
     ]
-    answer = (await client.chat.completions.create(model="any", messages=messages, tools=[CALCULATOR])).choices[0]
-    right = (answer.message.content or "").strip() == str(task.a + task.b)
-    return 0.5 + 0.25 * (numbers == (task.a, task.b)) + 0.25 * right
+    answer = await client.chat.completions.create(model="any", messages=messages, tools=[CALCULATOR])
+    return numbers, answer.choices[0].message.content or ""
 
 
-def calculated(calls: list[Any]) -> tuple[tuple[int, int], str] | None:
-    """The numbers of the one call, and its id; None unless it is what the tool accepts."""
-    if len(calls) != 1 or calls[0].function.name != "calc":
+def accepted(calls: list[tuple[str, str]]) -> tuple[int, int] | None:
+    """The numbers of the one call (name and arguments as JSON); None unless it is what the tool accepts."""
+    if len(calls) != 1 or calls[0][0] != "calc":
         return None
     try:
-        arguments = json.loads(calls[0].function.arguments)
-        return (int(arguments["a"]), int(arguments["b"])), calls[0].id
+        arguments = json.loads(calls[0][1])
+        return int(arguments["a"]), int(arguments["b"])
     except (ValueError, TypeError, KeyError):
         return None
+
+
+async def agent(openai: AsyncOpenAI, session: Session, task: Sum) -> float:
+    """`openai` has the connections of all sessions; each session asks with its own key."""
+    client = openai.with_options(base_url=session.openai_base_url, api_key=session.key)
+    return task.reward(*await converse(client, task))
 
 
 def demonstration(task: Sum, tokenizer: Any) -> types.Datum:
@@ -140,7 +149,7 @@ def table_row(step: int, groups: list[Group[Sum]], datums: int) -> float:
 
 
 async def learn(
-    trainer: tinker.TrainingClient, server: AgentServer, openai: AsyncOpenAI, steps: int
+    trainer: tinker.TrainingClient, server: AgentServer, agent: Agent[Sum], steps: int
 ) -> tuple[float, float]:
     """Returns the mean rewards of the first and of the last quarter of the steps."""
     rng = random.Random(0)
@@ -150,9 +159,7 @@ async def learn(
     for step in range(steps):
         policy = await trainer.save_weights_for_sampler(f"step-{step}", ttl_seconds=3600)
         tasks = [Sum.draw(rng) for _ in range(TASKS)]
-        groups = await run(
-            server, partial(agent, openai), tasks, group_size=GROUP, model=policy.path, sampling=SAMPLING
-        )
+        groups = await run(server, agent, tasks, group_size=GROUP, model=policy.path, sampling=SAMPLING)
         data = collect(groups)
         rewards.append(table_row(step, groups, len(data)))
         if data:
@@ -163,8 +170,9 @@ async def learn(
     return float(np.mean(rewards[:quarter])), float(np.mean(rewards[-quarter:]))
 
 
-async def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+async def train(agent: Agent[Sum], description: str) -> int:
+    """Read the options, train, and return the exit status: 1 if the reward has not risen."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--base-model", default="tiny")
     parser.add_argument("--steps", type=int, default=24)
@@ -172,11 +180,15 @@ async def main() -> int:
     api_key = os.environ.get("TINKER_API_KEY", "tml-agent-example")
     with tinker.ServiceClient(base_url=options.base_url, api_key=api_key) as service:
         trainer = await service.create_lora_training_client(base_model=options.base_model, rank=16, seed=0)
-        # One OpenAI client has the connections of all sessions; each session asks with its own key
-        async with AgentServer(options.base_url, api_key) as server, AsyncOpenAI(api_key="of the session") as openai:
-            first, last = await learn(trainer, server, openai, options.steps)
+        async with AgentServer(options.base_url, api_key) as server:
+            first, last = await learn(trainer, server, agent, options.steps)
     print(f"reward {first:.3f} to {last:.3f}")
     return 0 if last > first else 1
+
+
+async def main() -> int:
+    async with AsyncOpenAI(api_key="of the session") as openai:
+        return await train(partial(agent, openai), __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ import pytest
 
 from skyrl.base.tiny.tools import make
 from skyrl.cli.demo.server import DemoServer
+from tests.environments import environment
 from tests.sdk_programs import TRACED, succeeded
 from tests.servers import ready
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+VERIFIERS = EXAMPLES.parent / "requirements" / "agents-verifiers.txt"
 HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 
 
@@ -32,9 +34,12 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]
         yield running
 
 
-def test_an_agent_learns_to_call_a_tool(with_tools: DemoServer) -> None:
-    command = [sys.executable, str(EXAMPLES / "agent_rl.py"), "--base-url", with_tools.url]
-    done = subprocess.run(command, env=os.environ | TRACED, capture_output=True, text=True, timeout=500, check=False)
+@pytest.mark.parametrize("script", ["agent_rl.py", "agent_rl_verifiers.py"])
+def test_an_agent_learns_to_call_a_tool(with_tools: DemoServer, script: str) -> None:
+    python = environment(VERIFIERS) if script == "agent_rl_verifiers.py" else sys.executable
+    command = [python, str(EXAMPLES / script), "--base-url", with_tools.url]
+    env = os.environ | TRACED | {"PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert succeeded(done.returncode, done.stderr), f"{done.returncode}: {done.stdout}{done.stderr}"
     rewards = re.search(r"reward ([\d.]+) to ([\d.]+)", done.stdout)
     assert rewards is not None, done.stdout
