@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 5
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-gpu gpu-wheels test-postgres check lint format types imports docs compat architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-gpu gpu-wheels test-postgres check lint format types imports docs compat architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -52,6 +52,10 @@ test-slow: setup
 # The tests on a Ray cluster, which they start on this machine, with those that `make test` leaves out
 test-ray: setup
 	SKYRL_TEST_SLOW=1 $(PYTEST) tests/ray
+
+# Claude Code and Codex from npm against real servers, without a network; prints what each run came to
+test-agents: setup
+	SKYRL_TEST_SLOW=1 $(PY) -m pytest -s -r s tests/agents
 
 # The tests that need a GPU (docs/gpu.md), with a Python that has a torch for that GPU: make test-gpu GPU_PY=python3
 # SKYRL_TEST_DEVICE=cpu runs them on a CPU, as a rehearsal.
