@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from tests.agents.scripted_vllm import Call, Said
 
 TURNS = 30
 LAST = "All notes are written."
+GREETINGS = ("All done.", "Good day.")
+EVEN = 100.0
+"""A temperature at which all tokens that may come are about equally likely."""
 TOOLS = {"claude": "Bash", "codex": "exec_command"}
 """The tool that runs commands, by the agent."""
 
@@ -15,6 +20,16 @@ TOOLS = {"claude": "Bash", "codex": "exec_command"}
 def script(agent: str, work: Path) -> list[Said]:
     """The answers of `TURNS` turns. `work` is the directory that the agent works in."""
     return [*(_turn(agent, work, number) for number in range(TURNS - 1)), Said(LAST)]
+
+
+def sampling_of(agent: str) -> dict[str, Any]:
+    """The defaults of a session with a real vLLM. The tiny model would end its answer at once, so it samples one of
+    these answers: a call of a tool, after which it samples again, or a greeting. vLLM holds no thoughts to that."""
+    call = _command(agent, "echo hello")
+    written = f'<tool_call>\n{{"name": "{call.name}", "arguments": {json.dumps(call.arguments)}}}\n</tool_call>'
+    choice = {"choice": [written, *GREETINGS]}
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    return {"structured_outputs": choice, "temperature": EVEN, **thinking}
 
 
 def result_of(number: int) -> str:

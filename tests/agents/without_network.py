@@ -21,7 +21,7 @@ import msgspec
 from skyrl.base.tiny.tools import CONTEXT, make
 from skyrl.cli.demo.server import DemoServer
 from tests.agents.scripted_vllm import ScriptedVllm, serving
-from tests.agents.scripts import LAST, TOOLS, script
+from tests.agents.scripts import LAST, TOOLS, sampling_of, script
 from tests.servers import ready
 
 TENANT = {"X-API-Key": "tml-tests"}
@@ -64,7 +64,7 @@ def main(programs: Path, directory: Path, kind: str, agent: str) -> None:
         own = "generator.inference_engine."
         config = {f"{own}max_model_len": CONTEXT, f"{own}engine_init_kwargs": batched}
         with ready(DemoServer(directory / "state", *model, backend_config=config)) as server:
-            found = _run(server, programs, directory, agent, "say hello")
+            found = _run(server, programs, directory, agent, "say hello", sampling_of(agent))
     else:
         scripted = ScriptedVllm(directory / "model", TOOLS[agent], script(agent, directory / "work"))
         with (
@@ -73,15 +73,17 @@ def main(programs: Path, directory: Path, kind: str, agent: str) -> None:
                 DemoServer(directory / "state", *model, "--backend", "none", "--external-inference-url", upstream)
             ) as server,
         ):
-            found = _run(server, programs, directory, agent, f"Write the notes, then say {LAST!r}.")
+            found = _run(server, programs, directory, agent, f"Write the notes, then say {LAST!r}.", {})
         found.scripted, found.asides = scripted.said, scripted.aside
     found.requests = [(m, route, int(status)) for m, route, status in LOGGED.findall(_log(directory))]
     (directory / "found.json").write_bytes(msgspec.json.encode(found))
 
 
-def _run(server: DemoServer, programs: Path, directory: Path, agent: str, task: str) -> Found:
+def _run(server: DemoServer, programs: Path, directory: Path, agent: str, task: str, sampling: dict[str, Any]) -> Found:
     with httpx.Client(base_url=server.url, headers=TENANT, trust_env=False) as client:
-        made = client.post(SESSIONS, json={"name": agent, "model": "tiny"}).raise_for_status().json()
+        made = (
+            client.post(SESSIONS, json={"name": agent, "model": "tiny", "sampling": sampling}).raise_for_status().json()
+        )
         began = time.monotonic()
         exit_code, output = _agent(server.url, made["key"], programs, directory, agent, task)
         seconds = time.monotonic() - began
