@@ -10,7 +10,7 @@ from tests.agents.scripted_vllm import Call, Said
 
 TURNS = 30
 LAST = "All notes are written."
-GREETINGS = ("All done.", "Good day.")
+GREETING = "Hello."
 EVEN = 100.0
 """A temperature at which all tokens that may come are about equally likely."""
 TOOLS = {"claude": "Bash", "codex": "exec_command"}
@@ -27,7 +27,7 @@ def sampling_of(agent: str) -> dict[str, Any]:
     these answers: a call of a tool, after which it samples again, or a greeting. vLLM holds no thoughts to that."""
     call = _command(agent, "echo hello")
     written = f'<tool_call>\n{{"name": "{call.name}", "arguments": {json.dumps(call.arguments)}}}\n</tool_call>'
-    choice = {"choice": [written, *GREETINGS]}
+    choice = {"choice": [*(before + written for before in ("", "Look:\n", "Then:\n", "Wait:\n")), GREETING]}
     thinking = {"chat_template_kwargs": {"enable_thinking": False}}
     return {"structured_outputs": choice, "temperature": EVEN, **thinking}
 
