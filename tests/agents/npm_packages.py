@@ -22,12 +22,12 @@ class CannotInstall(Exception):
 
 
 def programs() -> Path:
-    """The directory of the agents' programs. They are installed in SKYRL_NPM_AGENTS, or in the user's cache, when they
-    are first needed. Raises CannotInstall."""
+    """The directory of the agents' programs. They are installed when they are first needed, in SKYRL_TEST_NPM_AGENTS or
+    in the user's cache. Raises CannotInstall."""
     if missing := [name for name in NEEDED if shutil.which(name) is None]:
         raise CannotInstall(f"not on this machine: {', '.join(missing)}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl" / "npm-agents"
-    home = Path(os.environ.get("SKYRL_NPM_AGENTS") or cache)
+    home = Path(os.environ.get("SKYRL_TEST_NPM_AGENTS") or cache)
     home.mkdir(parents=True, exist_ok=True)
     with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
