@@ -112,9 +112,9 @@ def identical(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _arguments(given: Any) -> Any:
-    """The arguments of a tool call as a value. Text that is no JSON stays text."""
+    """The arguments of a tool call as a value: none are an empty object. Text that is no JSON stays text."""
     try:
-        return _plain(json.loads(given) if isinstance(given, str) else given)
+        return _plain(json.loads(given or "{}") if given is None or isinstance(given, str) else given)
     except (ValueError, RecursionError):
         return given if isinstance(given, str) else None
 

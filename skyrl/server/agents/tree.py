@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from skyrl.base.types.agents import AgentTurn, ForkReason
 from skyrl.server.agents.canonical import Print, digest, identical, print_of, setting_digest
 
+_SYSTEM = ("system", "developer")
 _CHANGED: Mapping[str, ForkReason] = {
-    "system": "system_changed",
-    "developer": "system_changed",
+    **dict.fromkeys(_SYSTEM, "system_changed"),
     "user": "user_changed",
     "tool": "tool_result_changed",
 }
@@ -220,12 +220,16 @@ class Tree:
     def _rewritten(self, digests: Sequence[bytes], prints: Sequence[Print], at: int) -> ForkReason:
         """How the message `at` of a request, which is not the model's, differs from those in its place."""
         given, known = prints[at], self._known.get(digests[at], [])
+        inserted = any(each in prints[at + 1 :] for each in known)
+        replaces = at == 0 or any(each.role in _SYSTEM for each in known)
+        if given.role in _SYSTEM and replaces and not inserted:  # however short: another agent may begin here
+            return "system_changed"
         newest = next(reversed(self._nodes.values()))
         if len(prints) < newest.messages - 1:
             return "messages_dropped"
         if any(each.role == given.role for each in known):
             return _CHANGED.get(given.role, "user_changed")
-        return "messages_inserted" if any(each in prints[at:] for each in known) else "messages_dropped"
+        return "messages_inserted" if inserted else "messages_dropped"
 
 
 def _answer_changed(given: Print, known: Sequence[Print]) -> ForkReason:

@@ -64,9 +64,24 @@ def test_the_same_text_in_another_split_of_tokens_is_the_same_message() -> None:
         (call('{"a": "\\u00e4"}'), call('{"a":"ä"}')),
         (call('{"a": 1}', call_id="c1"), call('{"a": 1}', call_id="toolu_9")),
         (call("no JSON {"), call("no JSON {")),
+        (call(""), call("{}")),
+        (call(None), call({})),
         (said(None, tool_calls=call("{}")["tool_calls"]), said("", tool_calls=call("{}")["tool_calls"])),
     ],
-    ids=["stripped", "split", "empty part", "thinking", "object", "numbers", "escapes", "ids", "no JSON", "no content"],
+    ids=[
+        "stripped",
+        "split",
+        "empty part",
+        "thinking",
+        "object",
+        "numbers",
+        "escapes",
+        "ids",
+        "no JSON",
+        "empty",
+        "none",
+        "no content",
+    ],
 )
 def test_an_answer_that_comes_back_in_another_form_is_continued(given: Any, returned: Any) -> None:
     sampler, messages = begun(given)
@@ -202,10 +217,38 @@ def test_an_answer_that_ended_is_not_gone_on_with() -> None:
     assert placed(sampler, messages)[:2] == ("t0", 2)
 
 
-def test_a_subagent_with_its_own_prompt_leaves_the_conversation_as_it_is() -> None:
-    sampler, messages = begun()
-    assert sampler.ask([SYSTEM | {"content": "search"}, user("find")]).fork == "system_changed"
-    assert placed(sampler, [*messages, NEXT]) == ("t0", 1, None, None)
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_subagent_with_its_own_prompt_leaves_the_conversation_as_it_is(role: str) -> None:
+    sampler, messages = begun(YES, said("no"), YES)
+    own = {"role": role, "content": "search"}
+    turn = sampler.ask([own, user("find")])
+    assert (turn.parent, turn.fork, turn.forked_at) == (None, "system_changed", 0)
+    assert placed(sampler, [own, user("find"), YES, NEXT]) == ("t3", 1, None, None)
+    assert placed(sampler, [*messages, NEXT]) == ("t2", 1, None, None)
+
+
+def test_a_system_message_before_a_conversation_without_one_is_inserted() -> None:
+    sampler = Sampler()
+    sampler.ask([ASK])
+    assert placed(sampler, [SYSTEM, ASK, YES, NEXT])[2:] == ("messages_inserted", 0)
+    assert placed(sampler, [SYSTEM, NEXT])[2:] == ("system_changed", 0)
+
+
+def test_a_conversation_without_the_system_message_has_dropped_it() -> None:
+    sampler, messages = begun(YES, YES)
+    assert placed(sampler, [*messages[1:], NEXT])[2:] == ("messages_dropped", 0)
+
+
+def test_a_summary_in_a_system_message_is_a_compaction() -> None:
+    sampler, _ = begun(YES, YES, YES)
+    summary = {"role": "system", "content": "summary: boats"}
+    assert placed(sampler, [SYSTEM, summary, NEXT]) == (None, 3, "messages_dropped", 1)
+
+
+def test_another_first_question_in_a_conversation_as_long_is_a_changed_user_message() -> None:
+    sampler = Sampler()
+    sampler.ask([ASK])
+    assert placed(sampler, [NEXT]) == (None, 1, "user_changed", 0)
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, 1), (1, True), (False, 0)])
