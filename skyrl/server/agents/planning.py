@@ -18,7 +18,7 @@ from skyrl.server.agents.canonical import setting_of
 from skyrl.server.agents.live import LiveSession, over_budget
 from skyrl.server.agents.tails import TailsOfModels
 from skyrl.server.agents.tree import Place
-from skyrl.server.openai.errors import TOO_LONG, OpenAIError
+from skyrl.server.openai.errors import too_long
 from skyrl.server.openai.generation import Generation, chat
 from skyrl.server.openai.models import ModelNames, Target
 from skyrl.server.openai.service import Asked, OpenAIService
@@ -190,7 +190,7 @@ class Planner:
             assert place.parent is not None
             added = len(tokens) - live.tree.length(place.parent)
             if context is not None and len(tokens) >= context:
-                raise _too_long(len(tokens), context)
+                raise too_long(len(tokens), context)
         left = live.tokens_left // n - added
         if live.turns_left < n or left <= 0:
             raise over_budget(live, n, added)
@@ -204,13 +204,3 @@ class Planner:
 
 def _place(live: LiveSession, fields: dict[str, Any]) -> Place:
     return live.tree.place(setting_of(fields), fields["messages"], live.session.keep_thinking)
-
-
-def _too_long(tokens: int, context: int) -> RequestError:
-    """vLLM's words for the same, which clients know."""
-    return OpenAIError(
-        f"{TOO_LONG} {context} tokens. However, your prompt contains {tokens} input tokens. Please reduce the length "
-        "of the messages.",
-        param="messages",
-        code="context_length_exceeded",
-    )

@@ -116,7 +116,10 @@ class Tails:
         if form not in self._checked:
             if self._rendered(1, answer, messages, *given) != text:
                 raise CannotRender("what follows an answer depends on what was before it")
-            if not self._ends(self._rendered(0, answer, [m | {"content": self._words[1]} for m in messages], *given)):
+            tried = self._rendered(0, answer, [m | {"content": self._words[1]} for m in messages], *given)
+            if tried.count(self._words[1]) < len(messages):  # it may read lists of parts alone
+                raise CannotRender("the template leaves a message out")
+            if not self._ends(tried):
                 raise CannotRender("no token that ends an answer follows an answer")
             if len(self._checked) >= MAX_CHECKED:
                 self._checked.clear()

@@ -63,6 +63,16 @@ def model_not_found(name: str) -> OpenAIError:
     )
 
 
+def too_long(tokens: int, context: int) -> OpenAIError:
+    """For a prompt that leaves no room to sample, in vLLM's words, which clients know."""
+    return OpenAIError(
+        f"{TOO_LONG} {context} tokens. However, your prompt contains {tokens} input tokens. Please reduce the length "
+        "of the messages.",
+        param="messages",
+        code="context_length_exceeded",
+    )
+
+
 def impossible_shape(field: str) -> OpenAIError:
     """For a request that failed on an inference server of good health, and says what its answer must look like."""
     return OpenAIError(

@@ -22,7 +22,7 @@ from skyrl.runtime.processes.log_format import about_request
 from skyrl.runtime.tracing.current import current_trace
 from skyrl.server.openai.answers import EventRewriter, Used
 from skyrl.server.openai.chat_pictures import ChatPictures
-from skyrl.server.openai.errors import OpenAIError
+from skyrl.server.openai.errors import OpenAIError, too_long
 from skyrl.server.openai.events import DONE
 from skyrl.server.openai.exchanges import PromptCount, Sending, StreamedAnswer, Transport, WholeAnswer, is_error
 from skyrl.server.openai.generation import Generation
@@ -159,8 +159,10 @@ class OpenAIService:
         wanted = request.size.max_tokens
         if context is None or wanted is None or request.size.most_prompt + wanted <= context:
             return asked
-        left = context - await self.count(asked)
-        return asked if left <= 0 else replace(asked, request=request.at_most(min(wanted, left)))
+        prompt = await self.count(asked)
+        if prompt >= context:
+            raise too_long(prompt, context)
+        return replace(asked, request=request.at_most(min(wanted, context - prompt)))
 
     def _sending(self, asked: Asked, priority: int | None = None) -> Sending:
         return Sending(asked.request, asked.target, priority, asked.tenant, asked.id, asked.prefix_key)

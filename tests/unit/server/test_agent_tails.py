@@ -215,6 +215,19 @@ def test_a_template_that_looks_back_has_no_tail(tmp_path: Path, way: str) -> Non
     assert tails.tail(SAID, [USER], np.array([5], np.int32), {}) is None
 
 
+def test_a_template_that_reads_lists_of_parts_alone_has_no_tail(tmp_path: Path) -> None:
+    template = (
+        "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{%- if message.role == 'assistant' %}{{ message.content }}"
+        "{%- else %}{%- for part in message.content %}{{ part.text }}{%- endfor %}{%- endif %}<|im_end|>\n"
+        "{%- endfor %}<|im_start|>assistant\n"
+    )
+    write_model(tmp_path, Family(template))
+    tails = Tails.load(str(tmp_path))
+    assert tails is not None
+    assert tails.tail(SAID, [USER], np.array([], np.int32), {}) is None
+
+
 def test_a_model_without_template_has_no_tails(tmp_path: Path) -> None:
     directory = write_model(tmp_path, FAMILIES["hermes"])
     (directory / "chat_template.jinja").unlink()
