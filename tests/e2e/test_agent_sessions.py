@@ -264,5 +264,8 @@ def test_a_prompt_that_is_too_long_gets_each_dialects_own_error(agent: Agent) ->
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         agent.anthropic.messages.create(model="any", max_tokens=5, messages=long)
+    stream = agent.openai.responses.create(model="any", input=long, stream=True)
+    failed = [*stream][-1]
+    assert (failed.type, failed.response.error.code) == ("response.failed", "context_length_exceeded")
     continued = agent.post([*agent.say(TASK), *long])
     assert continued.json()["error"]["code"] == "context_length_exceeded"

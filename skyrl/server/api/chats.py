@@ -27,6 +27,7 @@ from skyrl.server.dialects import messages, responses
 from skyrl.server.dialects.chat import ChatSpeaker
 from skyrl.server.dialects.dialect import Spoken
 from skyrl.server.futures.recording import LARGE_BODY_BYTES
+from skyrl.server.openai.errors import TOO_LONG_CODE, OpenAIError
 from skyrl.server.openai.fields import ChatFields
 from skyrl.server.openai.generation import chat
 
@@ -75,9 +76,13 @@ def router(services: Services) -> Routes:
             turn = previous.removeprefix(RESPONSE_ID)
             before = await agents.history(call, turn, "previous_response_id")
         new_id = new_request_id()
-        return await answer(
-            call, await _read(body, responses.to_chat, before, RESPONSE_ID + new_id), "responses", len(body), new_id
-        )
+        spoken = await _read(body, responses.to_chat, before, RESPONSE_ID + new_id)
+        try:
+            return await answer(call, spoken, "responses", len(body), new_id)
+        except OpenAIError as error:
+            if spoken.chat.get("stream") and error.code == TOO_LONG_CODE:  # Codex compacts only where a stream says so
+                return Response(spoken.speaker.failed(error), media_type="text/event-stream")
+            raise
 
     async def answer(call: Call, spoken: Spoken, dialect: str, size: int, turn_id: str) -> Response:
         if call.caller.agent_session is not None:

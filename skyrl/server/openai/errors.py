@@ -12,6 +12,7 @@ from skyrl.server.sampling.transport import Answer
 
 TOO_LONG = "This model's maximum context length is"
 """The beginning of vLLM's sentence about a prompt that does not fit. litellm recognizes the error by these words."""
+TOO_LONG_CODE = "context_length_exceeded"
 _CODES = {401: "invalid_api_key", 403: "insufficient_permissions", 413: "request_too_large", 429: "rate_limit_exceeded"}
 
 
@@ -69,7 +70,7 @@ def too_long(tokens: int, context: int) -> OpenAIError:
         f"{TOO_LONG} {context} tokens. However, your prompt contains {tokens} input tokens. Please reduce the length "
         "of the messages.",
         param="messages",
-        code="context_length_exceeded",
+        code=TOO_LONG_CODE,
     )
 
 
@@ -101,7 +102,7 @@ def refusal_of(answer: Answer, hidden: str, shown: str) -> OpenAIError:
     except (msgspec.DecodeError, UnicodeDecodeError):
         detail = describe(answer)
     message, param = (detail, None) if isinstance(detail, str) else (detail.message or describe(answer), detail.param)
-    code = "context_length_exceeded" if TOO_LONG in message else None
+    code = TOO_LONG_CODE if TOO_LONG in message else None
     return OpenAIError(message.replace(hidden, shown), status=answer.status, param=param, code=code)
 
 
