@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -225,7 +224,7 @@ def _rows(
 
 
 def _turns(turns: list[AgentTurn], offset: int, limit: int) -> dict[str, Any]:
-    lines: list[Mapping[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     size = 0
     for turn in turns[offset : offset + limit]:
         shown = line(turn)
@@ -236,7 +235,7 @@ def _turns(turns: list[AgentTurn], offset: int, limit: int) -> dict[str, Any]:
     return _page(lines, len(turns), offset)
 
 
-def _page(rows: list[Any], total: int, offset: int) -> dict[str, Any]:
+def _page(rows: list[dict[str, Any]], total: int, offset: int) -> dict[str, Any]:
     end = offset + len(rows)
     return {"rows": rows, "total": total, "next_offset": end if end < total else None}
 

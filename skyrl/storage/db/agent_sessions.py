@@ -9,6 +9,7 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Select, and_, bindparam, case, delete, func, insert, or_, select, update
 
 from skyrl.base.types.agents import AgentLimits, AgentSession, EndReason
+from skyrl.base.types.weights import WeightsRef
 from skyrl.storage.db.agent_turns import turns
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import MAX_NAMED
@@ -147,7 +148,7 @@ def forget(connection: Connection, ended_before: float) -> int:
     return connection.execute(delete(sessions).where(sessions.c.id.in_(ids))).rowcount
 
 
-def pinned() -> Select[Any]:
+def pinned() -> Select[tuple[WeightsRef]]:
     """The weights that open sessions are pinned to."""
     return select(sessions.c.weights).where(
         sessions.c.ended_at.is_(None), sessions.c.follows == "pinned", sessions.c.weights != "base"
