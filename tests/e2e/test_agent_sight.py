@@ -48,7 +48,7 @@ def test_turns_forks_and_tokens_of_agents_are_on_metrics(server: DemoServer) -> 
     expected = {
         "turns_total chat ok": 3.0,
         "turns_total messages ok": 1.0,
-        "forks_total branch": 1.0,
+        "forks_total branch": 2.0,
         "own_seconds_count": 4.0,
     }
     deadline = time.monotonic() + SHOWN_S
