@@ -89,6 +89,13 @@ class Sampled:
     routed_experts: str | None = None
 
     @property
+    def ended(self) -> str:
+        """The finish reason. Raises MalformedAnswer if the inference server has told none."""
+        if self.finish_reason is None:
+            raise MalformedAnswer("a choice has no finish reason")
+        return self.finish_reason
+
+    @property
     def experts(self) -> bytes | None:
         """The rows of the experts, as NumPy's file."""
         return None if self.routed_experts is None else base64.b64decode(self.routed_experts)

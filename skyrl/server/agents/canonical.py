@@ -82,8 +82,8 @@ def print_of(message: Mapping[str, Any]) -> Print:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content. Text parts are joined as vLLM joins them, without the
-    empty ones, and other parts are written out."""
+    """The text of a message's content. Text parts are joined as vLLM joins them, without the empty ones, and other
+    parts are written out."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):

@@ -43,10 +43,6 @@ class Turns:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
-    def __len__(self) -> int:
-        """Turns that run now."""
-        return len(self._tasks)
-
     async def begin(self, request: TurnRequest) -> RunningTurn:
         """The turn that answers a request: a new one, or the one that has answered the same request before and did not
         reach its client. Raises RequestError."""
@@ -76,6 +72,7 @@ class Turns:
         size = plan.generation.size
         tokens = size.n * ((size.max_tokens or 0) + _added(live, plan))
         turn = RunningTurn(request.turn_id, plan.parent, tokens=tokens, n=size.n, streams=plan.generation.stream)
+        answered = live.tree.answered(key)  # again: another one may have ended while this one was planned
         attempt = len(answered) + sum(other.n for other in live.running if live.keys[other.id] == key)
         live.running.append(turn)
         live.keys[turn.id] = key
@@ -212,7 +209,7 @@ class Turns:
                     logprobs=logprobs,
                     versions=first_version(choice.versions, _version(plan.asked.target)),
                     answer=bare(choice.message),
-                    finish_reason=choice.finish_reason or "stop",
+                    finish_reason=choice.ended,
                     stop_reason=choice.stop_reason,
                     usage=answers.usage | {"sampled": len(ids)},
                     dialect=plan.request.dialect,

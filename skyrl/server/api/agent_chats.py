@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.responses import Response
@@ -59,7 +59,7 @@ class AgentChats:
 class Delivered(Response):
     """A whole answer. `sent` is called after it was sent."""
 
-    def __init__(self, body: bytes, sent: Any) -> None:
+    def __init__(self, body: bytes, sent: Callable[[], None]) -> None:
         super().__init__(body, media_type="application/json")
         self._sent = sent
 
