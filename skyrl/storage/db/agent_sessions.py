@@ -148,7 +148,7 @@ def forget(connection: Connection, ended_before: float) -> int:
     return connection.execute(delete(sessions).where(sessions.c.id.in_(ids))).rowcount
 
 
-def pinned() -> Select[tuple[WeightsRef]]:
+def pinned() -> Select[WeightsRef]:
     """The weights that open sessions are pinned to."""
     return select(sessions.c.weights).where(
         sessions.c.ended_at.is_(None), sessions.c.follows == "pinned", sessions.c.weights != "base"
