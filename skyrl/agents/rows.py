@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class Row:
     """`tokens` (int64), `mask` (bool: trained here) and `logprobs` (float32, those under which the tokens were sampled;
-    0 where the mask is False) have the same shape [n], n at least 2. The first token is never trained."""
+    0 where the mask is False) have the same shape [n], n at least 2. The first token is never trained.
+
+    `routed_experts` (int64 [n - 1, columns], packed) are the experts of a mixture that the sampler used, if the session
+    kept them; see docs/howto/mixtures-of-experts.md."""
 
     tokens: NDArray[np.int64]
     mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
+    routed_experts: NDArray[np.int64] | None = None
 
     def datum(self, advantage: float) -> types.Datum:
         """For the losses `importance_sampling`, `ppo` and `cispo`: position i of the inputs is about token i + 1."""
@@ -37,31 +41,61 @@ class Row:
             "logprobs": types.TensorData.from_numpy(self.logprobs[1:]),
             "advantages": types.TensorData.from_numpy(self.mask[1:].astype(np.float32) * np.float32(advantage)),
         }
+        if self.routed_experts is not None:
+            inputs["routed_experts"] = types.TensorData.from_numpy(self.routed_experts)
         return types.Datum(model_input=types.ModelInput.from_ints(self.tokens[:-1].tolist()), loss_fn_inputs=inputs)
 
 
-class _Sample(msgspec.Struct):
-    """A row in slime's names. The last `response_length` tokens begin with the first that was sampled."""
+class _Floats(msgspec.Struct):
+    data: list[float]
 
+
+class _Integers(msgspec.Struct):
+    data: list[int]
+
+
+class _Chunk(msgspec.Struct):
     tokens: list[int]
-    response_length: int
-    loss_mask: list[int]
-    rollout_log_probs: list[float]
 
 
-def rows_of(samples: Iterable[dict[str, Any]]) -> list[Row]:
-    """Rows from the server's JSON of the format `samples`. Raises BadAnswer."""
-    return [_row(sample) for sample in samples]
+class _Input(msgspec.Struct):
+    chunks: tuple[_Chunk]
 
 
-def _row(sample: dict[str, Any]) -> Row:
+class _LossInputs(msgspec.Struct):
+    target_tokens: _Integers
+    logprobs: _Floats
+    mask: _Floats
+    routed_experts: _Integers | None = None
+
+
+class _Datum(msgspec.Struct):
+    """A row as a datum: its loss inputs are about the tokens after the first one."""
+
+    model_input: _Input
+    loss_fn_inputs: _LossInputs
+
+
+def rows_of(data: Iterable[dict[str, Any]]) -> list[Row]:
+    """Rows from the server's JSON of the format `datums`. Raises BadAnswer."""
+    return [_row(datum) for datum in data]
+
+
+def _row(datum: dict[str, Any]) -> Row:
     try:
-        read = msgspec.convert(sample, _Sample)
+        read = msgspec.convert(datum, _Datum)
     except msgspec.ValidationError as error:
         raise BadAnswer(f"a row of a trajectory: {error}") from None
-    before = len(read.tokens) - read.response_length
-    if before < 1 or not read.response_length == len(read.loss_mask) == len(read.rollout_log_probs):
+    before, inputs = read.model_input.chunks[0].tokens, read.loss_fn_inputs
+    lengths = {len(before), *(len(each.data) for each in (inputs.target_tokens, inputs.logprobs, inputs.mask))}
+    if len(lengths) > 1 or not before:
         raise BadAnswer("a row of a trajectory has lists of different lengths")
-    mask = np.concatenate([np.zeros(before, np.bool_), np.asarray(read.loss_mask, np.bool_)])
-    logprobs = np.concatenate([np.zeros(before, np.float32), np.asarray(read.rollout_log_probs, np.float32)])
-    return Row(np.asarray(read.tokens, np.int64), mask, np.where(mask, logprobs, np.float32(0)))
+    tokens = np.array([*before, *inputs.target_tokens.data[-1:]], np.int64)
+    mask = np.array([0, *inputs.mask.data], np.bool_)
+    logprobs = np.array([0, *inputs.logprobs.data], np.float32)
+    experts = inputs.routed_experts
+    try:
+        packed = None if experts is None else np.array(experts.data, np.int64).reshape(len(before), -1)
+    except ValueError:
+        raise BadAnswer("a row of a trajectory has routed experts for another number of tokens") from None
+    return Row(tokens, mask, np.where(mask, logprobs, np.float32(0)), packed)

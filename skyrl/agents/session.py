@@ -151,7 +151,7 @@ class Session:
 
     async def rows(self) -> list[Row]:
         """The tokens to train on: every sampled token is trained in exactly one row."""
-        return rows_of(await self.trajectory("samples"))
+        return rows_of(await self.trajectory("datums"))
 
     async def _send(self, method: str, path: str, **request: Any) -> bytes:
         return await self._requests.send(method, f"{ROUTE}/{self.id}{path}", **request)

@@ -30,7 +30,7 @@ def _adapter_bytes(config: ServerConfig, model: dict[str, Any], parallel: int = 
         return 0
     try:
         size = model.get("moe_intermediate_size") or model["intermediate_size"]
-        layers, width = layers_with_experts(model), model["hidden_size"] + size / parallel
+        layers, width = len(layers_with_experts(model)), model["hidden_size"] + size / parallel
     except KeyError:
         return 0
     return int(2 * layers * experts_of(model) * lora.max_lora_rank * 3 * width)

@@ -14,12 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from skyrl.base.wire.routed_experts import IN_BYTES, UNRECORDED, packed
 from skyrl.rollout.errors import BadAnswer
-
-UNRECORDED = -1
-IN_BYTES = 255
-"""A model with at most so many experts has a byte for each in packed rows, and others have two. The largest number is
-UNRECORDED."""
 
 
 def routed_experts_input(
@@ -59,7 +55,7 @@ def routed_experts_input(
     if found is None:
         raise ValueError("answers: none has routed_experts; ask for them with return_routed_experts")
     if per_token is None:
-        return _packed(found, experts or IN_BYTES)
+        return packed(found, experts or IN_BYTES)
     if found.shape[1] % per_token:
         raise ValueError(f"per_token: {found.shape[1]} experts per token are no multiple of {per_token}")
     return found.reshape(len(found), found.shape[1] // per_token, per_token).astype(np.int64)
@@ -97,11 +93,3 @@ def _record(answer: Mapping[str, Any], name: str) -> tuple[int, npt.NDArray[np.i
     if (least := int(flat.min())) < UNRECORDED:
         raise BadAnswer(f"{name}: routed_experts has the number {least}, which is no expert")
     return start, flat.reshape(rows, len(flat) // rows)
-
-
-def _packed(found: npt.NDArray[np.int32], experts: int) -> npt.NDArray[np.int64]:
-    if (largest := int(found.max(initial=UNRECORDED))) >= experts:
-        raise ValueError(f"experts: {experts}, and expert {largest} was used: say how many experts the model has")
-    kind = "u1" if experts <= IN_BYTES else "<u2"
-    flat = found.astype(kind)  # -1 becomes the largest number
-    return np.pad(flat, ((0, 0), (0, -flat.shape[1] % (8 // flat.itemsize)))).view("<i8").astype(np.int64, copy=False)

@@ -6,13 +6,17 @@ The tests share one server and run in the order of this file.
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import openai
 import pytest
 import tinker
 import torch
@@ -31,7 +35,10 @@ from .test_checkpoints import archive_of
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 KEY = "tml-mixture"
-REFUSE = {"trainer.policy.model.lora.train_mlp_of_mixtures": "refuse"}
+OPTIONS = {
+    "trainer.policy.model.lora.train_mlp_of_mixtures": "refuse",
+    "generator.inference_engine.engine_init_kwargs": {"enable_return_routed_experts": True},
+}
 TEXT = "The old fox watches the river at dawn, and a small boat goes down to the sea."
 STEP = types.AdamParams(learning_rate=1e-2)
 LARGEST_GAP = 1e-4
@@ -48,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def mixture(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     flags = ("--base-model", model, "--served-model-name", "mixture")
-    running = DemoServer(tmp_path_factory.mktemp("server"), *flags, backend_config=REFUSE)
+    running = DemoServer(tmp_path_factory.mktemp("server"), *flags, backend_config=OPTIONS)
     with ready(running):
         yield running
 
@@ -149,3 +156,35 @@ def test_a_pass_with_routed_experts_is_repeated_after_the_trainer_was_killed(
         found.append(_trained(trainer, cross_entropy(tokens)))
     np.testing.assert_array_equal(found[0], found[1])
     assert ask(mixture, "SELECT count(*) FROM models WHERE status = 'failed'") == [(0,)]
+
+
+def test_an_agent_session_replays_the_experts_of_all_its_turns(
+    mixture: DemoServer, client: tinker.ServiceClient, model: str
+) -> None:
+    """Sampler and trainer compute in float32, so that both routers choose the same experts, up to equal scores."""
+    with httpx.Client(base_url=mixture.url, headers={"X-API-Key": KEY}, trust_env=False, timeout=60) as tenant:
+        made = tenant.post("/api/v1/agent_sessions", json={"model": "mixture", "routed_experts": True}).json()
+        agent = openai.OpenAI(base_url=f"{made['base_url']}/v1", api_key=made["key"], max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": TEXT}]
+        for more in ("And then?", "And at night?"):
+            answer = agent.chat.completions.create(model="any", messages=messages, max_tokens=12)
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            messages += [said, {"role": "user", "content": more}]
+        path = f"/api/v1/agent_sessions/{made['session_id']}"
+        (row,) = tenant.get(f"{path}/trajectory", params={"advantage": 1.0}).json()["rows"]
+        turns = tenant.get(f"{path}/turns").json()["rows"]
+    rows = [np.load(io.BytesIO(base64.b64decode(turn["routed_experts"]))) for turn in turns]
+    assert len(rows[1]) == len(turns[1]["added_tokens"]) + len(turns[1]["sampled_tokens"]), "what is known is not sent"
+    tokens = row["model_input"]["chunks"][0]["tokens"]
+    inputs = {
+        name: types.TensorData.from_numpy(np.array(value["data"], value["dtype"]).reshape(value["shape"]))
+        for name, value in row["loss_fn_inputs"].items()
+    }
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    own = own_experts(stock, torch.tensor(tokens)).numpy()
+    np.testing.assert_array_equal(np.sort(np.concatenate(rows), axis=-1), np.sort(own, axis=-1))
+    sampled, logprobs = inputs.pop("mask").to_numpy() > 0, inputs["logprobs"].to_numpy()
+    datum = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+    trainer = client.create_lora_training_client(base_model="mixture", rank=8, seed=3, train_mlp=False).result()
+    trained = trainer.forward_backward([datum], "importance_sampling").result().loss_fn_outputs[0]["logprobs"]
+    assert np.abs(trained.to_numpy() - logprobs)[sampled].max() < LARGEST_GAP

@@ -13,6 +13,8 @@ TrainMlpOfMixtures = Literal["train", "leave_out", "refuse"]
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which configurations count experts. Qwen3-MoE writes the second one, and means the first."""
+_WITH_EXPERTS = ("sparse", "moe", "E")
+"""What configurations that name the kind of each layer call one with experts."""
 
 TRAIN_MLP_REFUSED = (
     "must be false: the base model is a mixture of experts, and this server does not train its experts; send "
@@ -48,8 +50,13 @@ def experts_of(config: dict[str, Any]) -> int:
     return max(config.get(name) or 0 for name in _COUNTS)
 
 
-def layers_with_experts(config: dict[str, Any]) -> int:
-    """How many layers of a mixture have experts; the others have one MLP. `config`: as `experts_of`, with
-    num_hidden_layers."""
-    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
-    return sum(number not in dense and (number + 1) % step == 0 for number in range(config["num_hidden_layers"]))
+def layers_with_experts(config: dict[str, Any]) -> list[int]:
+    """The numbers of a mixture's layers that have experts; the others have one MLP, or none. `config`: as `experts_of`,
+    with num_hidden_layers."""
+    for name in ("mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
+        if found := [number for number, kind in enumerate(config.get(name) or ()) if kind in _WITH_EXPERTS]:
+            return found
+    first, dense = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or ()
+    step = config.get("decoder_sparse_step") or 1
+    numbers = range(first, config["num_hidden_layers"])
+    return [number for number in numbers if number not in dense and (number + 1) % step == 0]

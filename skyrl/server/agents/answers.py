@@ -7,6 +7,8 @@ not get them.
 from __future__ import annotations
 
 import base64
+import binascii
+import io
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,8 +99,17 @@ class Sampled:
 
     @property
     def experts(self) -> bytes | None:
-        """The rows of the experts, as NumPy's file."""
-        return None if self.routed_experts is None else base64.b64decode(self.routed_experts)
+        """The rows of the experts, as NumPy's file. Raises MalformedAnswer."""
+        if self.routed_experts is None:
+            return None
+        try:
+            file = base64.b64decode(self.routed_experts, validate=True)
+            rows = np.load(io.BytesIO(file), allow_pickle=False)
+        except (binascii.Error, ValueError, EOFError, OSError) as error:
+            raise MalformedAnswer(f"routed_experts cannot be read: {error}") from error
+        if not isinstance(rows, np.ndarray) or rows.ndim != 3 or rows.dtype.kind not in "iu":
+            raise MalformedAnswer("routed_experts are no rows of experts")
+        return file
 
     @property
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

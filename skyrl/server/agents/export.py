@@ -5,34 +5,50 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skyrl.base.types.agents import AgentSession, AgentTurn
+from skyrl.server.agents.experts import Experts, as_slime
 from skyrl.server.agents.rows import Row
 
 
-def datum(row: Row, session: AgentSession, advantage: float) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class About:
+    """Of the rows of one session: `advantage` is that of each trained token, `experts` are the base model's; None if it
+    is dense."""
+
+    session: AgentSession
+    advantage: float
+    experts: Experts | None = None
+
+
+def datum(row: Row, about: About) -> dict[str, Any]:
     """A Datum for `importance_sampling` and `ppo`: position i of the inputs is about token i + 1. `mask` says which
-    positions are trained; take it out before `forward_backward`, which knows them by their advantages."""
+    positions are trained; take it out before `forward_backward`, which knows them by their advantages. With
+    `routed_experts`, packed, if the session kept them."""
     mask = row.mask[1:]
     inputs = {
         "target_tokens": _tensor(row.tokens[1:], "int64"),
         "logprobs": _tensor(row.logprobs[1:], "float32"),
-        "advantages": _tensor(np.where(mask, np.float32(advantage), np.float32(0)), "float32"),
+        "advantages": _tensor(np.where(mask, np.float32(about.advantage), np.float32(0)), "float32"),
         "mask": _tensor(mask.astype(np.float32), "float32"),
     }
+    if about.experts is not None and (replayed := about.experts.replayed(row)) is not None:
+        inputs["routed_experts"] = _tensor(replayed, "int64")
     chunk = {"type": "encoded_text", "tokens": row.tokens[:-1].tolist()}
     return {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": inputs}
 
 
-def sample(row: Row, session: AgentSession, advantage: float) -> dict[str, Any]:
+def sample(row: Row, about: About) -> dict[str, Any]:
     """The fields of slime's Sample. `loss_mask`, `rollout_log_probs` and `weight_versions` are of the response, which
     begins with the first sampled token."""
-    last = row.turns[-1].turn
-    return {
+    session, last = about.session, row.turns[-1].turn
+    experts = as_slime(row)
+    return ({} if experts is None else {"rollout_routed_experts": experts}) | {
         "tokens": row.tokens.tolist(),
         "response_length": len(row.tokens) - row.prompt,
         "loss_mask": row.mask[row.prompt :].astype(int).tolist(),
@@ -44,7 +60,7 @@ def sample(row: Row, session: AgentSession, advantage: float) -> dict[str, Any]:
     }
 
 
-def verl(row: Row, session: AgentSession, advantage: float) -> dict[str, Any]:
+def verl(row: Row, about: About) -> dict[str, Any]:
     """The fields of one row of verl's batch, without padding."""
     response = row.tokens[row.prompt :].tolist()
     return {
@@ -55,13 +71,13 @@ def verl(row: Row, session: AgentSession, advantage: float) -> dict[str, Any]:
         "attention_mask": [1] * len(row.tokens),
         "position_ids": list(range(len(row.tokens))),
         "rollout_log_probs": row.logprobs[row.prompt :].tolist(),
-        "advantages": [advantage if trained else 0.0 for trained in row.mask[row.prompt :].tolist()],
-        "reward": session.reward,
-        "uid": session.id,
+        "advantages": [about.advantage if trained else 0.0 for trained in row.mask[row.prompt :].tolist()],
+        "reward": about.session.reward,
+        "uid": about.session.id,
     }
 
 
-FORMS: Mapping[str, Callable[[Row, AgentSession, float], dict[str, Any]]] = {
+FORMS: Mapping[str, Callable[[Row, About], dict[str, Any]]] = {
     "datums": datum,
     "samples": sample,
     "verl": verl,
@@ -97,4 +113,4 @@ def line(turn: AgentTurn) -> dict[str, Any]:
 
 
 def _tensor(values: NDArray[Any], dtype: str) -> dict[str, Any]:
-    return {"data": values.tolist(), "dtype": dtype, "shape": [len(values)]}
+    return {"data": values.ravel().tolist(), "dtype": dtype, "shape": list(values.shape)}

@@ -180,7 +180,7 @@ class Planner:
     async def _fitted(self, asked: Asked, live: LiveSession, place: Place, tokens: NDArray[np.int32] | None) -> Asked:
         """The request with the prompt's tokens, whose answer fits the context and the session. Raises OpenAIError."""
         model, n = self.models[asked.target.number], asked.request.size.n
-        context = model.limits().max_context
+        context, before = model.limits().max_context, 0
         if tokens is None:
             asked = await model.service.fitting(asked, context)
             size = asked.request.size
@@ -188,7 +188,8 @@ class Planner:
             added = size.likely_prompt if within else await model.service.count(asked)
         else:
             assert place.parent is not None
-            added = len(tokens) - live.tree.length(place.parent)
+            before = live.tree.length(place.parent)
+            added = len(tokens) - before
             if context is not None and len(tokens) >= context:
                 raise too_long(len(tokens), context)
         left = live.tokens_left // n - added
@@ -199,7 +200,8 @@ class Planner:
             return asked if wanted is not None and wanted <= left else replace(asked, request=request.at_most(left))
         bounds = (left, wanted, None if context is None else context - len(tokens))
         most = min(bound for bound in bounds if bound is not None)
-        return replace(asked, request=request.with_prompt(tokens.tolist(), most))
+        known = before - 1 if live.session.routed_experts else 0  # the last token sampled so far has no record yet
+        return replace(asked, request=request.with_prompt(tokens.tolist(), most, experts_from=known))
 
 
 def _place(live: LiveSession, fields: dict[str, Any]) -> Place:

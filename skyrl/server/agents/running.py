@@ -26,11 +26,17 @@ class RunningTurn:
         """The stored turns, one for each choice, once the answer is complete."""
         self.body: bytes | None = None
         """The whole answer, once it is complete, if the inference server did not stream it."""
-        self.readers = 0
+        self._readers = 0
+        self._had_readers = False
         self._chunks: list[bytes] = []
         self._error: RequestError | None = None
         self._ended = False
         self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def left(self) -> bool:
+        """Its clients have gone. One that has only just asked, and reads nothing yet, has not."""
+        return self._had_readers and not self._readers
 
     def push(self, chunks: Sequence[bytes]) -> None:
         """Add chunks of a streamed answer."""
@@ -48,7 +54,7 @@ class RunningTurn:
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a streamed answer, from the first. Raises RequestError."""
-        self.readers += 1
+        self._came()
         try:
             seen = 0
             while True:
@@ -61,18 +67,22 @@ class RunningTurn:
             if self._error is not None:
                 raise self._error
         finally:
-            self.readers -= 1
+            self._readers -= 1
 
     async def wait(self) -> None:
         """Returns at the end of the answer. Raises RequestError."""
-        self.readers += 1
+        self._came()
         try:
             while not self._ended:
                 await self._changed()
             if self._error is not None:
                 raise self._error
         finally:
-            self.readers -= 1
+            self._readers -= 1
+
+    def _came(self) -> None:
+        self._readers += 1
+        self._had_readers = True
 
     async def _changed(self) -> None:
         waiting = asyncio.get_running_loop().create_future()

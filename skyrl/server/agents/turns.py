@@ -60,7 +60,7 @@ class Turns:
         place, fields = await self._planner.place(live, request)
         key = request_key(place.prefix, fields)
         running = live.running_with(key)
-        if running is not None and (request.retried or running.readers == 0):
+        if running is not None and (request.retried or running.left):
             self._metrics.repeated(request.dialect)
             return running
         answered = live.tree.answered(key)

@@ -13,13 +13,13 @@ from fastapi import Query
 from starlette.responses import Response
 
 from skyrl.base.config.keys import AgentsConfig
-from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn
+from skyrl.base.types.agents import AgentLimits, AgentSession
 from skyrl.base.types.ids import new_request_id
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.requests import check_metadata
-from skyrl.server.agents.export import FORMS, line
-from skyrl.server.agents.rows import ends_of, rows_of
-from skyrl.server.agents.tree import Tree
+from skyrl.server.agents.experts import Experts
+from skyrl.server.agents.export import About
+from skyrl.server.agents.pages import page_of_rows, page_of_turns
 from skyrl.server.api.call import Call
 from skyrl.server.api.reply import reply
 from skyrl.server.api.routes import API, Routes
@@ -30,10 +30,6 @@ from skyrl.storage.db.agent_sessions import Counts, SessionState
 
 ROUTE = f"{API}/agent_sessions"
 MAX_PAGE, MAX_ROWS = 200, 64
-MAX_PAGE_BYTES = 64 * 2**20
-"""Of a page of rows or turns, about: fewer are given if they are longer."""
-BYTES_PER_TOKEN = 40
-"""Of a token in a row as JSON, at most: its id, target, mask, advantage and logprob."""
 MAX_NAME = 200
 _SET_BY_REQUESTS = frozenset({"messages", "model", "stream", "stream_options", "tools"})
 
@@ -145,11 +141,17 @@ def router(services: Services) -> Routes:
         session = await find(call, session_id)
         turns, _ = await services.agent_turns.of(session_id)
         if format == "jsonl":
-            return reply(await asyncio.to_thread(_turns, turns, offset, limit))
+            return reply(await asyncio.to_thread(page_of_turns, turns, offset, limit))
         given = advantage if advantage is not None else session.reward or 0.0
         if not math.isfinite(given):
             raise RequestError("must be finite", field="advantage")
-        return reply(await asyncio.to_thread(_rows, turns, session, format, given, offset, limit))
+
+        def page() -> dict[str, Any]:
+            model = services.served.of(session.base_model).config.base_model_path
+            about = About(session, given, Experts.of(model) if session.routed_experts else None)
+            return page_of_rows(turns, about, format, offset, limit)
+
+        return reply(await asyncio.to_thread(page))
 
     @routes.get("/{session_id}/turns", scope="sample")
     async def turns(
@@ -161,7 +163,7 @@ def router(services: Services) -> Routes:
         """The turns in the order in which they ended."""
         await find(call, session_id)
         found, _ = await services.agent_turns.of(session_id)
-        return reply(await asyncio.to_thread(_turns, found, offset, limit))
+        return reply(await asyncio.to_thread(page_of_turns, found, offset, limit))
 
     async def find(call: Call, session_id: str) -> AgentSession:
         session = await sessions.find(session_id)
@@ -204,40 +206,6 @@ def _shown(session: AgentSession, counts: Counts) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(session).items() if name not in hidden}
     state = "open" if session.ended_at is None else "ended"
     return fields | {"session_id": fields.pop("id"), "weights": str(session.weights), "state": state} | asdict(counts)
-
-
-def _rows(
-    turns: list[AgentTurn], session: AgentSession, form: str, advantage: float, offset: int, limit: int
-) -> dict[str, Any]:
-    tree = Tree()
-    for turn in turns:
-        tree.add(turn, session.keep_thinking)
-    ends = ends_of(tree)
-    left, fitting = MAX_PAGE_BYTES, 0
-    for end in ends[offset : offset + limit]:
-        left -= BYTES_PER_TOKEN * tree.length(end)
-        if left < 0 and fitting:
-            break
-        fitting += 1
-    make = FORMS[form]
-    return _page([make(row, session, advantage) for row in rows_of(tree, ends, offset, fitting)], len(ends), offset)
-
-
-def _turns(turns: list[AgentTurn], offset: int, limit: int) -> dict[str, Any]:
-    lines: list[dict[str, Any]] = []
-    size = 0
-    for turn in turns[offset : offset + limit]:
-        shown = line(turn)
-        size += len(msgspec.json.encode(shown))
-        if size > MAX_PAGE_BYTES and lines:
-            break
-        lines.append(shown)
-    return _page(lines, len(turns), offset)
-
-
-def _page(rows: list[dict[str, Any]], total: int, offset: int) -> dict[str, Any]:
-    end = offset + len(rows)
-    return {"rows": rows, "total": total, "next_offset": end if end < total else None}
 
 
 def _unknown() -> NotFound:

@@ -73,12 +73,15 @@ class Generation:
         check_prompt(size)
         return replace(self, size=size)
 
-    def with_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> Generation:
+    def with_prompt(self, tokens: Sequence[int], max_tokens: int | None, experts_from: int = 0) -> Generation:
         """The same request for a prompt of exactly these tokens (ids), in place of its messages, whose answer has at
-        most `max_tokens`. vLLM takes the tokens as they are, and reads the answer as one to a chat all the same."""
+        most `max_tokens`. vLLM takes the tokens as they are, and reads the answer as one to a chat all the same. If it
+        tells routed experts, those of the first `experts_from` tokens are left out."""
         left_out = ("max_tokens", "max_completion_tokens", *RENDERED)
         fields = {name: value for name, value in self.fields.items() if name not in left_out}
         fields |= {"messages": [{"role": "user", "content": "-"}], "kv_transfer_params": {"prompt_token_ids": tokens}}
+        if experts_from:
+            fields["routed_experts_prompt_start"] = experts_from
         size = replace(self.size, most_prompt=len(tokens), likely_prompt=len(tokens))
         return replace(self, fields=fields, size=size).at_most(max_tokens)
 

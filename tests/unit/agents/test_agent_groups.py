@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from skyrl.agents import BadAnswer, Group, Trajectory, advantages, collect
 from skyrl.agents.rows import rows_of
 
-SAMPLE = {
-    "tokens": [5, 6, 7, 8, 9],
-    "response_length": 3,
-    "loss_mask": [1, 0, 1],
-    "rollout_log_probs": [-0.5, 0.0, -0.25],
+TOKENS = [5, 6, 7, 8, 9]
+INPUTS: dict[str, list[int] | list[float]] = {
+    "target_tokens": TOKENS[1:],
+    "logprobs": [0.0, -0.5, 0.0, -0.25],
+    "advantages": [0.0, 0.0, 0.0, 0.0],
+    "mask": [0.0, 1.0, 0.0, 1.0],
 }
+EXPERTS = [1, 2, -3, 4, 5, 6, 7, -(2**63)]
+
+
+def row(**changed: list[int] | list[float]) -> dict[str, Any]:
+    """A row as the server sends it."""
+    inputs = {name: {"data": data, "shape": [len(data)]} for name, data in (INPUTS | changed).items()}
+    return {"model_input": {"chunks": [{"type": "encoded_text", "tokens": TOKENS[:-1]}]}, "loss_fn_inputs": inputs}
 
 
 def group(*rewards: float | None) -> Group[str]:
-    rows = tuple(rows_of([SAMPLE]))
+    rows = tuple(rows_of([row()]))
     return Group("task", tuple(Trajectory("s", reward, () if reward is None else rows) for reward in rewards))
 
 
@@ -45,7 +55,15 @@ def test_a_datum_has_the_advantage_at_the_positions_whose_targets_were_sampled()
     assert worse.loss_fn_inputs["advantages"].to_numpy().tolist() == [0, -0.5, 0, -0.5]
 
 
-@pytest.mark.parametrize("damage", [{"loss_mask": [1, 0]}, {"response_length": 5}, {"tokens": "5 6"}])
-def test_a_row_that_contradicts_itself_is_refused(damage: dict[str, object]) -> None:
+def test_a_datum_has_the_experts_that_the_session_kept() -> None:
+    (kept,) = rows_of([row(routed_experts=EXPERTS)])
+    inputs = kept.datum(1.0).loss_fn_inputs
+    np.testing.assert_array_equal(inputs["routed_experts"].to_numpy(), np.reshape(EXPERTS, (4, 2)))
+    (without,) = rows_of([row()])
+    assert "routed_experts" not in without.datum(1.0).loss_fn_inputs
+
+
+@pytest.mark.parametrize("damage", [{"mask": [1.0]}, {"target_tokens": [6.5, 7, 8, 9]}, {"routed_experts": [1, 2, 3]}])
+def test_a_row_that_contradicts_itself_is_refused(damage: dict[str, list[int] | list[float]]) -> None:
     with pytest.raises(BadAnswer):
-        rows_of([SAMPLE | damage])
+        rows_of([row(**damage)])

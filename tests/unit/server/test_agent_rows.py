@@ -16,7 +16,7 @@ from skyrl.base.types.agents import AgentLimits, AgentSession, VersionSpan
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.training import decode_forward_backward
 from skyrl.server.agents.canonical import print_of
-from skyrl.server.agents.export import FORMS, line
+from skyrl.server.agents.export import FORMS, About, line
 from skyrl.server.agents.rows import Row, ends_of, rows_of
 
 SESSION = AgentSession(
@@ -181,7 +181,7 @@ def test_each_token_has_the_version_that_sampled_it() -> None:
 
 def test_a_datum_is_about_the_next_token() -> None:
     row = all_rows(forked())[1]
-    data = {"data": [FORMS["datums"](row, SESSION, 2.0)], "loss_fn": "importance_sampling"}
+    data = {"data": [FORMS["datums"](row, About(SESSION, 2.0))], "loss_fn": "importance_sampling"}
     body = json.dumps({"model_id": "m", "forward_backward_input": data}).encode()
     command = decode_forward_backward(body, "json", forward_only=False)
     inputs = {name: tensor.tolist() for name, tensor in command.loss_inputs[0].items()}
@@ -194,7 +194,7 @@ def test_a_datum_is_about_the_next_token() -> None:
 
 
 def test_a_sample_has_slimes_fields() -> None:
-    cut, whole = (FORMS["samples"](row, SESSION, 2.0) for row in all_rows(forked()))
+    cut, whole = (FORMS["samples"](row, About(SESSION, 2.0)) for row in all_rows(forked()))
     assert (cut["status"], whole["status"]) == ("truncated", "completed")
     assert cut["reward"] == 0.5
     assert cut["metadata"]["task"] == 7
@@ -206,7 +206,7 @@ def test_a_sample_has_slimes_fields() -> None:
 
 def test_a_row_has_verls_fields() -> None:
     row = all_rows(forked())[1]
-    fields = FORMS["verl"](row, SESSION, 2.0)
+    fields = FORMS["verl"](row, About(SESSION, 2.0))
     assert fields["prompts"] + fields["responses"] == fields["input_ids"] == row.tokens.tolist()
     assert {len(fields[n]) for n in ("responses", "response_mask", "rollout_log_probs", "advantages")} == {
         len(row.tokens) - row.prompt

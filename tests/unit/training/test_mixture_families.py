@@ -34,6 +34,7 @@ from torch_lora_support import (
 from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
+from skyrl.base.config.mixtures import layers_with_experts, model_config
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.adapter import Adapter
@@ -246,6 +247,17 @@ def test_a_state_continues_to_the_last_bit(tmp_path: Path, family: str) -> None:
     second.create_model("m", spec(4, 0))
     second.load_state("m", tmp_path / "first", optimizer=True)
     assert_same(saved(second, "m", tmp_path / "second"), state)
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_config_json_says_which_layers_have_experts(family: str) -> None:
+    stock = _stock(family)
+    routers = set(map(id, routers_of(stock)))
+    names = [name for name, module in stock.named_modules() if id(module) in routers]
+    assert names
+    assert layers_with_experts(model_config(_path(family))) == [
+        int(name.split("layers.")[1].split(".")[0]) for name in names
+    ]
 
 
 @pytest.mark.parametrize("family", TRIED)

@@ -21,12 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from skyrl.base.wire.routed_experts import IN_BYTES, UNRECORDED
 from skyrl.training.backends.base import Datum, InvalidRequest, Mixture, TrainingPass
 
 FIELD = "routed_experts"
-UNRECORDED = -1
-_LARGEST_IN_BYTES = 255
-"""A model with more experts has two bytes for each."""
 
 
 def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
@@ -100,7 +98,7 @@ def experts_of(data: Sequence[Datum]) -> Iterator[npt.NDArray[np.int32]] | None:
 
 def _packed_type(mixture: Mixture) -> type[np.uint8] | type[np.uint16]:
     """Its largest number is `UNRECORDED`."""
-    return np.uint8 if mixture.experts <= _LARGEST_IN_BYTES else np.uint16
+    return np.uint8 if mixture.experts <= IN_BYTES else np.uint16
 
 
 def _unpacked(given: npt.NDArray[Any], mixture: Mixture) -> npt.NDArray[Any]:
