@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.base.types.agents import AgentTurn, ForkReason
+from skyrl.base.types.agent_reasons import ForkReason
+from skyrl.base.types.agents import AgentTurn
 
 
 def turn(sampled: int, /, fork: ForkReason | None = None, **fields: Any) -> AgentTurn:

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from skyrl.base.types.agent_reasons import EndReason, ForkReason
 from skyrl.runtime.metrics.outcomes import OK, SERVER_ERROR, USER_ERROR
 
-if TYPE_CHECKING:  # those types bring NumPy, which the launcher does without
-    from skyrl.base.types.agents import AgentTurn, EndReason, ForkReason
+if TYPE_CHECKING:  # brings NumPy, which the launcher does without
+    from skyrl.base.types.agents import AgentTurn
 
 Dialect = Literal["chat", "messages", "responses"]
-DIALECTS: tuple[Dialect, ...] = ("chat", "messages", "responses")
+DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 TURN_OUTCOMES = (OK, USER_ERROR, SERVER_ERROR)
-FORKS: tuple[ForkReason, ...] = (
-    "system_changed",
-    "user_changed",
-    "tool_result_changed",
-    "tool_call_changed",
-    "thinking_changed",
-    "answer_changed",
-    "messages_dropped",
-    "messages_inserted",
-    "tools_changed",
-    "branch",
-    "asked_again",
-    "not_extendable",
-)
-ENDS: tuple[EndReason, ...] = ("called", "turns", "tokens", "bytes", "time", "idle")
+FORKS: tuple[ForkReason, ...] = get_args(ForkReason)
+ENDS: tuple[EndReason, ...] = get_args(EndReason)
 TOKENS = ("prompt", "prompt_cached", "added", "sampled")
 OWN_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 

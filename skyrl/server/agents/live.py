@@ -7,7 +7,8 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 
-from skyrl.base.types.agents import AgentSession, AgentTurn, EndReason
+from skyrl.base.types.agent_reasons import EndReason
+from skyrl.base.types.agents import AgentSession, AgentTurn
 from skyrl.base.wire.errors import RequestError
 from skyrl.runtime.metrics.agents import AgentMetrics
 from skyrl.server.agents.running import RunningTurn

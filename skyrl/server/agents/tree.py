@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl.base.types.agents import AgentTurn, ForkReason
+from skyrl.base.types.agent_reasons import ForkReason
+from skyrl.base.types.agents import AgentTurn
 from skyrl.server.agents.canonical import Print, digest, identical, print_of, setting_digest
 
 _SYSTEM = ("system", "developer")

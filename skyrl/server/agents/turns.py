@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.base.types.agents import AgentTurn, ForkReason
+from skyrl.base.types.agent_reasons import ForkReason
+from skyrl.base.types.agents import AgentTurn
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.runtime.metrics.agents import AgentMetrics

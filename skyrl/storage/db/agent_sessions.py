@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, Select, and_, bindparam, case, delete, func, insert, or_, select, update
 
-from skyrl.base.types.agents import AgentLimits, AgentSession, EndReason
+from skyrl.base.types.agent_reasons import EndReason
+from skyrl.base.types.agents import AgentLimits, AgentSession
 from skyrl.base.types.weights import WeightsRef
 from skyrl.storage.db.agent_turns import turns
 from skyrl.storage.db.database import Database

@@ -12,7 +12,8 @@ import numpy as np
 import zstandard
 from sqlalchemy import Connection, bindparam, insert, select
 
-from skyrl.base.types.agents import AgentTurn, ForkReason, VersionSpan
+from skyrl.base.types.agent_reasons import ForkReason
+from skyrl.base.types.agents import AgentTurn, VersionSpan
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import ConstraintError
 from skyrl.storage.db.row_statement import RowStatement

@@ -8,8 +8,8 @@ import pytest
 from one_turn import turn
 from prometheus_client import CollectorRegistry
 
-from skyrl.base.types.agents import EndReason, ForkReason
-from skyrl.runtime.metrics.agents import ENDS, FORKS, AgentMetrics
+from skyrl.base.types.agent_reasons import EndReason, ForkReason
+from skyrl.runtime.metrics.agents import AgentMetrics
 
 
 def counted(registry: CollectorRegistry) -> dict[str, float]:
@@ -58,8 +58,17 @@ def test_repeats_ends_and_the_sessions_in_memory_are_shown() -> None:
 
 
 def test_every_reason_for_a_fork_and_for_an_end_has_a_series() -> None:
-    assert get_args(ForkReason) == FORKS
-    assert get_args(EndReason) == ENDS
+    registry = CollectorRegistry()
+    AgentMetrics(registry)
+    reasons = {
+        family.name: {sample.labels["reason"] for sample in family.samples if sample.name.endswith("_total")}
+        for family in registry.collect()
+        if family.name in ("skyrl_agent_forks", "skyrl_agent_sessions_ended")
+    }
+    assert reasons == {
+        "skyrl_agent_forks": {*get_args(ForkReason)},
+        "skyrl_agent_sessions_ended": {*get_args(EndReason)},
+    }
 
 
 def test_values_from_outside_add_no_series() -> None:
