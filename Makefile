@@ -156,6 +156,8 @@ lock: $(VENV)/bin/uv
 	  --no-header requirements/cookbook-tools.in -o requirements/cookbook-tools.txt
 	$(UV) pip compile --quiet --universal --python-version 3.11 --no-header requirements/agents-verifiers.in \
 	  -o requirements/agents-verifiers.txt
+	$(UV) pip compile --quiet --universal --python-version 3.11 --no-header requirements/agent-frameworks.in \
+	  -o requirements/agent-frameworks.txt
 	for file in requirements/sdk/*.txt; do name=$${file##*/tinker-}; echo "tinker==$${name%.txt}" \
 	  | $(UV) pip compile --quiet --universal --python-version 3.11 --no-header - -o $$file; done
 

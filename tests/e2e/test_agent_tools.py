@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,14 +17,18 @@ import pytest
 
 from skyrl.base.tiny import tools
 from skyrl.cli.demo.server import DemoServer
+from skyrl.server.dialects.arguments import as_object
+from tests.environments import ROOT, environment
 from tests.servers import ready
 
+from .frameworks import CASES, TURNS
 from .tool_dialects import DIALECTS, PLACES, TASK, Messages, Talk
 
 pytestmark = pytest.mark.vllm
 
 KEY = "tml-tools"
 CONTEXT = 16384
+FRAMEWORKS, PROGRAM = ROOT / "requirements" / "agent-frameworks.txt", ROOT / "tests" / "e2e" / "frameworks.py"
 
 
 @dataclass
@@ -49,6 +57,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def session(url: str) -> Session:
+    return made_at(url)
+
+
+def made_at(url: str) -> Session:
     answer = httpx.post(
         f"{url}/api/v1/agent_sessions", headers={"X-API-Key": KEY}, json={"model": "tools"}, trust_env=False, timeout=60
     )
@@ -158,3 +170,20 @@ def test_a_prompt_that_is_too_long_gets_each_dialects_own_error(session: Session
     assert [chat.value.code, response.value.code] == ["context_length_exceeded"] * 2
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         other.messages.create(model="tools", max_tokens=5, messages=long, stream=streamed)
+
+
+@pytest.mark.parametrize("framework", ["openai-agents", "litellm"])
+def test_conversations_of_a_framework_are_one_row_each(url: str, framework: str, tmp_path: Path) -> None:
+    sessions = [made_at(url) for _ in CASES]
+    command = [environment(FRAMEWORKS), str(PROGRAM), framework, url, *(session.key for session in sessions)]
+    own = {"HOME": str(tmp_path), "OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for asked, session in zip(json.loads(done.stdout.splitlines()[-1]), sessions, strict=True):
+        turns = session.turns()
+        assert len(turns) == TURNS
+        assert [turn["fork"] for turn in turns] == [None] * len(turns)
+        assert [turn["parent"] for turn in turns] == [None, *(turn["id"] for turn in turns[:-1])]
+        called = [call for turn in turns for call in turn["answer"].get("tool_calls") or ()]
+        sampled = [json.loads(as_object(call["function"]["arguments"])) for call in called]
+        assert asked == sampled, "the framework has run what was sampled"
