@@ -84,13 +84,13 @@ def check_structured_outputs(given: StructuredOutputs, *, grammars: bool) -> Non
 
 
 def check_tools(tools: Sequence[Tool], *, must_call: bool, grammars: bool) -> None:
-    """vLLM makes a grammar from the parameters of tools of which one must be called, and of strict tools. Raises
-    RequestError."""
-    for number, tool in enumerate(tools):
-        function = tool.function
-        if function.parameters is not None and (must_call or function.strict):
-            check_schema(function.parameters, f"tools[{number}].function.parameters", patterns=grammars)
-    _check_bytes(msgspec.json.encode(tools), MAX_SCHEMA_BYTES, "tools")
+    """vLLM makes a grammar from the parameters of tools of which one must be called, and of strict tools. Other tools
+    are text of the prompt, and are not bounded here: agents have hundreds. Raises RequestError."""
+    enforced = {number: tool for number, tool in enumerate(tools) if must_call or tool.function.strict}
+    for number, tool in enforced.items():
+        if tool.function.parameters is not None:
+            check_schema(tool.function.parameters, f"tools[{number}].function.parameters", patterns=grammars)
+    _check_bytes(msgspec.json.encode(list(enforced.values())), MAX_SCHEMA_BYTES, "tools")
 
 
 def _check_bounded(schema: Any, field: str, grammars: bool) -> None:

@@ -222,8 +222,15 @@ def test_parameters_of_tools_are_checked_where_a_call_must_follow_them() -> None
     assert refused(lambda: converse(tools=strict)) == "tools[0].function.parameters.not"
     converse(tools=tools)
     converse(tools=strict, tool_choice="none")
-    long = [{"type": "function", "function": {"name": "f", "description": "x" * MAX_SCHEMA_BYTES}}]
-    assert refused(lambda: converse(tools=long)) == "tools"
+
+
+def test_only_tools_that_make_a_grammar_are_bounded() -> None:
+    long = {"name": "f", "description": "x" * MAX_SCHEMA_BYTES}
+    tools = [{"type": "function", "function": long}]
+    converse(tools=tools)
+    assert refused(lambda: converse(tools=tools, tool_choice="required")) == "tools"
+    strict = [{"type": "function", "function": long | {"strict": True}}]
+    assert refused(lambda: converse(tools=strict)) == "tools"
 
 
 # Prompts and messages
