@@ -192,7 +192,7 @@ class Turns:
             added = np.array(answers.prompt, np.int32)
         else:
             before = 0 if plan.parent is None else live.tree.length(plan.parent)
-            added = plan.tokens[before:]
+            added = plan.tokens[before:].copy()  # a view would keep the whole prompt with each turn
         turns = []
         for number, choice in enumerate(answers.choices):
             ids, logprobs = choice.arrays
