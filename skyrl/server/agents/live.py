@@ -18,7 +18,7 @@ from skyrl.storage.db.agent_sessions import AgentSessions
 from skyrl.storage.db.agent_turns import AgentTurns
 
 MAX_BYTES = 512 * 2**20
-"""Of all trees in memory, beside those of sessions with a turn that runs."""
+"""Of all sessions in memory, beside those with a turn that runs."""
 MAX_SESSIONS = 10_000
 _ENDED = {
     "called": "it was ended by a call",
@@ -42,7 +42,14 @@ class LiveSession:
         """The key of each running turn, by its id."""
         self.delivered: set[str] = set()
         """Turns whose answer has reached its client whole."""
+        self.last_request_bytes = 0
+        """About what the tree remembers of the request that was placed last, in memory: it may never become a turn."""
         self.used_at = session.used_at
+
+    @property
+    def nbytes(self) -> int:
+        """About what the session takes in memory."""
+        return self.tree.nbytes + self.last_request_bytes
 
     def check_open(self) -> None:
         """Raises OpenAIError 403 if the session has ended."""
@@ -138,12 +145,12 @@ class LiveSessions:
 
     async def shrink(self) -> None:
         """Forget the sessions that were used least recently, until the others are within the bounds."""
-        size = sum(live.tree.nbytes for live in self._live.values())
+        size = sum(live.nbytes for live in self._live.values())
         for session_id, live in list(self._live.items()):
             if size <= MAX_BYTES and len(self._live) <= MAX_SESSIONS:
                 return
             if not live.running:
-                size -= live.tree.nbytes
+                size -= live.nbytes
                 del self._live[session_id]
 
     async def note_running(self) -> None:

@@ -18,7 +18,7 @@ from skyrl.server.agents.answers import ASKED, Shown
 from skyrl.server.agents.canonical import setting_of
 from skyrl.server.agents.live import LiveSession, over_budget
 from skyrl.server.agents.tails import TailsOfModels
-from skyrl.server.agents.tree import Place
+from skyrl.server.agents.tree import MESSAGE_BYTES, Place
 from skyrl.server.openai.errors import too_long
 from skyrl.server.openai.generation import Generation, chat
 from skyrl.server.openai.models import ModelNames, Target
@@ -109,6 +109,7 @@ class Planner:
         messages = fields.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
             raise RequestError("must be a list of at least one message", field="messages")
+        live.last_request_bytes = request.size + MESSAGE_BYTES * len(messages)
         if request.size > LARGE_BYTES:
             return await asyncio.to_thread(_place, live, fields), fields
         return _place(live, fields), fields
