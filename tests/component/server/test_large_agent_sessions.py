@@ -1,0 +1,233 @@
+"""Agent sessions at the sizes of real agents, over HTTP: thousands of turns, bodies of 10 MB with 300 tools, many
+sessions at once. The inference server answers at once, so what is seen is the API process's own work and memory.
+
+The numbers here are smaller than those that sessions are made for; work and memory are counted, so that growth shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import Api, Serve
+from chatting_upstream import SAMPLED, ChattingUpstream
+from fake_upstream import FakeUpstream
+from growth import bytes_held, lines_run
+from router_world import PromptServer
+
+from skyrl.base.tiny.tools import make
+from skyrl.runtime.processes.listening import listen
+from skyrl.server.agents import live as live_sessions
+from skyrl.server.agents.live import LiveSession
+from skyrl.server.api.app import create_app
+from skyrl.server.api.body import SAMPLE_BYTES
+from skyrl.server.api.whole_request import protocol_with
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_training
+
+TENANT = {"X-API-Key": "tml-one"}
+CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
+CONTEXT = 4_000_000
+TURNS, EARLY = 400, 20
+"""The turns of a long session, and the number of one of its first."""
+READS_THE_REQUEST = {"Planner.place.<locals>.<genexpr>", "Tree._read", "identical"}
+"""They look at each message of a request once: an agent sends the whole conversation with each turn."""
+TOOLS, LARGE_BYTES = 300, 10_000_000
+SESSIONS, AT_ONCE, KEPT = 250, 64, 30
+SESSION_BYTES = 12_000
+"""Of a session with one short turn, in memory, at most."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A session, and a client with its key."""
+
+    id: str
+    key: str
+    http: httpx.AsyncClient
+
+    async def ask(self, path: str, **fields: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return await self.http.post(path, json={"model": "any", "max_tokens": 9} | fields, headers=headers)
+
+    async def say(self, messages: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """The answer to a chat."""
+        answer = await self.ask(CHAT, messages=messages, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["message"]
+
+    async def get(self, path: str = "") -> Any:
+        """The tenant's view of the session."""
+        answer = await self.http.get(f"/api/v1/agent_sessions/{self.id}{path}", headers=TENANT)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@dataclass(frozen=True)
+class Server:
+    """An API process on a real socket, before a server that answers chats."""
+
+    api: Api
+    vllm: ChattingUpstream
+    http: httpx.AsyncClient
+    model: str
+
+    async def agent(self) -> Agent:
+        answer = await self.http.post("/api/v1/agent_sessions", json={"model": self.model}, headers=TENANT)
+        assert answer.status_code == 200, answer.text
+        made = answer.json()
+        return Agent(made["session_id"], made["key"], self.http)
+
+    def live(self, agent: Agent) -> LiveSession | None:
+        return self.api.services.agents.live.peek(agent.id)
+
+    async def shrink(self) -> None:
+        """As it happens every ten seconds."""
+        await self.api.services.agents.live.shrink()
+
+
+@pytest.fixture
+async def server(serve: Serve, database: Database, upstream: FakeUpstream, tmp_path: Path) -> AsyncIterator[Server]:
+    model = tmp_path / "model"
+    make(model, CONTEXT)
+    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=512, max_context=CONTEXT))
+    sockets = listen("127.0.0.1", 0)
+    async with serve(base_model=str(model)) as api:
+        app = create_app(api.services)
+        app.prepare()
+        running = PromptServer(app, drain_s=1, http=protocol_with(app))
+        serving = asyncio.create_task(running.serve(sockets))
+        url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
+            yield Server(api, ChattingUpstream(upstream, end=2), http, str(model))
+        running.should_exit = True
+        await serving
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def tool(number: int) -> dict[str, Any]:
+    """As large as those of coding agents: about 2.7 kB."""
+    text = "What this is for, when the agent should give it, and what happens if it does not. "
+    properties = {f"field_{place}": {"type": "string", "description": text * 2} for place in range(10)}
+    return {
+        "name": f"tool_{number}",
+        "description": text * 8,
+        "input_schema": {"type": "object", "properties": properties},
+    }
+
+
+async def test_a_long_session_is_one_row_and_its_turns_do_not_get_heavier(server: Server) -> None:
+    agent = await server.agent()
+    messages = [user("Begin.")]
+    work: dict[int, Counter[str]] = {}
+    for number in range(TURNS):
+        if number in (EARLY, TURNS - 1):
+            with lines_run("server/agents", "server/openai", "storage/db") as work[number]:
+                answer = await agent.say(messages)
+        else:
+            answer = await agent.say(messages)
+        messages += [answer, user(f"Go on after {number}.")]
+        server.vllm.upstream.requests.clear()
+    early, late = work[EARLY], work[TURNS - 1]
+    assert {name for name in late if late[name] > early[name] + TURNS // 2} == READS_THE_REQUEST
+    live = server.live(agent)
+    assert live is not None
+    assert [turn.fork for turn in live.tree] == [None] * TURNS
+    assert bytes_held([live]) < 3 * live.nbytes
+    page = await agent.get("/trajectory?format=samples")
+    assert page["total"] == 1
+    (row,) = page["rows"]
+    sampled = server.vllm.answers
+    assert row["tokens"] == [*server.vllm.prompt, *sampled[-1].ids]
+    ids = row["tokens"][-row["response_length"] :]
+    trained = [place for place, is_trained in enumerate(row["loss_mask"]) if is_trained]
+    assert [ids[place] for place in trained] == [token for answer in sampled for token in answer.ids]
+    logprobs = [row["rollout_log_probs"][place] for place in trained]
+    assert logprobs == [logprob for answer in sampled for logprob in answer.logprobs]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_a_body_of_10_mb_with_300_tools_is_answered_and_continued(server: Server, path: str) -> None:
+    agent = await server.agent()
+    tools: list[dict[str, Any]] = [tool(number) for number in range(TOOLS)]
+    if path == CHAT:
+        tools = [
+            {"type": "function", "function": {"name": each["name"], "parameters": each["input_schema"]}}
+            for each in tools
+        ]
+    text = "".join(f"{number}: a line of a file\n" for number in range(LARGE_BYTES // 25))
+    messages: list[dict[str, Any]] = [user(text)]
+    assert len(json.dumps([messages, tools])) > LARGE_BYTES
+    answer = await agent.ask(path, messages=messages, tools=tools)
+    assert answer.status_code == 200, answer.text[:1000]
+    rendered, read = server.vllm.prompt, answer.json()
+    said = read["choices"][0]["message"]["content"] if path == CHAT else read["content"]
+    messages += [{"role": "assistant", "content": said}, user("And then?")]
+    assert (await agent.ask(path, messages=messages, tools=tools)).status_code == 200
+    assert server.vllm.was_given
+    tail = len(server.vllm.prompt) - len(rendered) - SAMPLED
+    assert server.vllm.prompt[:-tail] == [*rendered, *server.vllm.answers[0].ids]
+    assert tail < 100
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses"])
+async def test_a_body_over_the_limit_is_refused_in_the_words_of_its_dialect(server: Server, path: str) -> None:
+    agent = await server.agent()
+    answer = await agent.ask(path, messages=[user("x" * SAMPLE_BYTES)])
+    assert answer.status_code == 413
+    error = answer.json()["error"]
+    assert (error["type"] if path == MESSAGES else error["code"]) == "request_too_large"
+    assert f"at most {SAMPLE_BYTES} are accepted" in error["message"]
+
+
+async def test_many_sessions_at_once_are_put_away_and_go_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = asyncio.Semaphore(AT_ONCE)
+    monkeypatch.setattr(live_sessions, "MAX_SESSIONS", KEPT)
+
+    async def begun(number: int) -> tuple[Agent, list[dict[str, Any]]]:
+        async with gate:
+            agent = await server.agent()
+            messages = [user(f"Begin {number}.")]
+            return agent, [*messages, await agent.say(messages), user("Go on.")]
+
+    talks = await asyncio.gather(*map(begun, range(SESSIONS)))
+    lives = [live for agent, _ in talks if (live := server.live(agent)) is not None]
+    assert bytes_held(lives) < SESSION_BYTES * SESSIONS
+    await server.shrink()
+    assert len(server.api.services.agents.live) == KEPT
+    away = [(agent, messages) for agent, messages in talks if server.live(agent) is None]
+    assert len(away) == SESSIONS - KEPT
+
+    for agent, messages in away[:KEPT]:
+        await agent.say(messages)
+        first, second = (await agent.get("/turns"))["rows"]
+        assert second["parent"] == first["id"]
+        prompt = [*first["added_tokens"], *first["sampled_tokens"], *second["added_tokens"]]
+        assert server.vllm.prompt == prompt
+
+    listed = await server.http.get("/api/v1/agent_sessions", params={"limit": 200}, headers=TENANT)
+    more = await server.http.get("/api/v1/agent_sessions", params={"limit": 200, "offset": 200}, headers=TENANT)
+    shown = [session for page in (listed, more) for session in page.json()["sessions"]]
+    assert {session["session_id"] for session in shown} == {agent.id for agent, _ in talks}
+    assert sum(session["turns"] for session in shown) == SESSIONS + KEPT
+    assert sum(session["sampled"] for session in shown) == SAMPLED * (SESSIONS + KEPT)
+
+
+async def test_a_request_that_became_no_turn_counts_as_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_sessions, "MAX_BYTES", 2 * 2**20)
+    agents = [await server.agent() for _ in range(4)]
+    for agent in agents:
+        counted = await agent.ask(COUNT, messages=[user("x" * 2**20)])
+        assert counted.status_code == 200, counted.text
+    await server.shrink()
+    assert [server.live(agent) is not None for agent in agents] == [False, False, False, True]
