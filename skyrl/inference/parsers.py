@@ -2,7 +2,8 @@
 
 A model writes both as text, in the format of its chat template. vLLM turns that text into `tool_calls` and `reasoning`
 with a parser for each format, which it does not choose itself. Families have several formats over the years, so a row
-names the kinds of models and a text that the template has. A model that no row fits has no parser.
+names the kinds of models and a text that the template has. A model that no row fits has no parser. Cohere's models have
+none, because their parsers need a package that vLLM does not install.
 
 Knows the names of vLLM 0.32. Reads files of the model on this machine; imports neither vLLM nor torch.
 """
@@ -18,9 +19,11 @@ from skyrl.base.model_files import template_of
 
 _QWEN = ("qwen2", "qwen3")
 _KIMI = ("kimi_k2", "kimi_linear")
+_GLM = ("glm4_moe", "glm4v_moe", "glm46v", "glm_moe_dsa", "glm5_next")
+_STEP = ("step3p5", "step3p7")
 _DEEPSEEK_CALLS = "tool\u2581calls\u2581begin"
 _DEEPSEEK = ("deepseek_v3", "llama", "qwen2")
-"""DeepSeek-R1 is also distilled into models of the last two kinds."""
+"""DeepSeek-R1 is also distilled into models of the last two kinds, and QwQ, of the last, ends its thoughts alike."""
 
 
 class Format(NamedTuple):
@@ -32,21 +35,37 @@ class Format(NamedTuple):
 
 
 CALLS = (
-    Format((*_QWEN, "nemotron_h"), ("<function=",), "qwen3_coder"),
+    Format((*_QWEN, "nemotron_h", "granite"), ("<function=",), "qwen3_coder"),
+    Format(_STEP, ("<function=",), "step3p5"),
+    Format(("mimo_v2",), ("<function=",), "mimo"),
     Format(_DEEPSEEK, (_DEEPSEEK_CALLS, "```json"), "deepseek_v3"),
     Format(_DEEPSEEK, (_DEEPSEEK_CALLS,), "deepseek_v31"),
     Format((*_QWEN, "llama", "mistral", "smollm3"), ("<tool_call>",), "hermes"),
-    Format(("llama",), ("ipython",), "llama3_json"),
+    Format(("llama4",), ("[func_name1(",), "llama4_pythonic"),
+    Format(("llama4",), ("ipython",), "llama4_json"),
+    Format(("llama", "mllama"), ("[func_name1(",), "pythonic"),
+    Format(("llama", "mllama"), ("ipython",), "llama3_json"),
     Format(("mistral", "ministral", "mixtral"), ("[TOOL_CALLS]",), "mistral"),
     Format(_KIMI, ("<|tool_calls_section_begin|>",), "kimi_k2"),
     Format(("gpt_oss",), ("<|channel|>",), "openai"),
-    Format(("glm4_moe",), ("<arg_key>",), "glm45"),
+    Format(_GLM, ("<arg_key>",), "glm47"),
     Format(("minimax_m2",), ("<minimax:tool_call>",), "minimax_m2"),
+    Format(("minimax_m3",), ("]<]minimax[>[",), "minimax_m3"),
     Format(("olmo3",), ("<function_calls>",), "olmo3"),
     Format(("phi3",), ("<|tool|>",), "phi4_mini_json"),
     Format(("granite",), ("<tool_call>",), "granite4"),
     Format(("granite",), ("<|tool_call|>",), "granite"),
     Format(("gemma3",), ("<start_function_call>",), "functiongemma"),
+    Format(("gemma4",), ("<|tool_call>",), "gemma4"),
+    Format(("seed_oss",), ("<seed:tool_call>",), "seed_oss"),
+    Format(("hunyuan_v1_moe",), ("<tool_calls>",), "hunyuan_a13b"),
+    Format(("ernie4_5",), ("<tool_call>",), "ernie45"),
+    Format(("lfm2",), ("<|tool_call_start|>",), "lfm2"),
+    Format(("lfm2",), ("<|tool_list_start|>",), "lfm2"),
+    Format(("apertus",), ("<|tools_prefix|>",), "apertus"),
+    Format(("longcat_flash",), ("<longcat_tool_call>",), "longcat"),
+    Format(("jamba",), ("<tool_calls>",), "jamba"),
+    Format(("muse_glimmer",), ("<atem:function_calls>",), "muse_glimmer"),
 )
 """Of calls. The first row that fits is taken."""
 THOUGHTS = (
@@ -54,16 +73,34 @@ THOUGHTS = (
     Format(("deepseek_v3",), ("thinking is defined", "</think>"), "deepseek_v3"),
     Format(_DEEPSEEK, ("</think>",), "deepseek_r1"),
     Format(("nemotron_h",), ("<think>",), "nemotron_v3"),
+    Format(_STEP, ("<think>",), "step3p5"),
+    Format(("mimo_v2",), ("<think>",), "mimo"),
     Format(("mistral", "ministral"), ("[THINK]",), "mistral"),
     Format(_KIMI, ("<think>",), "kimi_k2"),
     Format(("gpt_oss",), ("<|channel|>",), "openai_gptoss"),
-    Format(("glm4_moe",), ("<think>",), "glm45"),
+    Format(_GLM, ("<think>",), "glm47"),
     Format(("minimax_m2",), ("<think>",), "minimax_m2"),
+    Format(("minimax_m3",), ("<mm:think>",), "minimax_m3"),
     Format(("olmo3",), ("<think>",), "olmo3"),
+    Format(("granite",), ("<function=", "<think>"), "granite_thinking_parser"),
     Format(("granite",), ("Here is my thought process:",), "granite"),
+    Format(("gemma4",), ("<|channel>",), "gemma4"),
+    Format(("seed_oss",), ("<seed:think>",), "seed_oss"),
+    Format(("hunyuan_v1_moe",), ("<think>",), "hunyuan_a13b"),
+    Format(("ernie4_5",), ("<think>",), "ernie45"),
+    Format(("muse_glimmer",), ("to=self<|message|>",), "muse_glimmer"),
 )
 """Of thoughts, likewise. A parser of thoughts takes an answer without their end for thoughts, so there is none for
 models whose template has no thoughts, such as Qwen3-Instruct-2507."""
+RENDERED_BY_VLLM = {
+    "deepseek_v32": ("deepseek_v32", "deepseek_v3"),
+    "deepseek_v4": ("deepseek_v4", "deepseek_v4"),
+    "deepseek_v41": ("deepseek_v41", "deepseek_v41"),
+    "kimi_k3": ("kimi_k3", "kimi_k3"),
+    "inkling_mm_model": ("inkling", "inkling"),
+}
+"""The parsers of calls and of thoughts for each `model_type` whose chats vLLM renders with code of its own. A template
+says nothing about these, and some of their models have none."""
 
 
 def parser_options(base_model: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +119,8 @@ def parser_options(base_model: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def parsers_of(kind: str, template: str) -> tuple[str | None, str | None]:
     """The parsers of calls and of thoughts, each None if there is none. `kind` is the `model_type` of config.json,
     `template` the text of the chat template. A template without tools has none: its models are not asked to call."""
+    if kind in RENDERED_BY_VLLM:
+        return RENDERED_BY_VLLM[kind]
     if re.search(r"\btools\b", template) is None:
         return None, None
     return _first(CALLS, kind, template), _first(THOUGHTS, kind, template)

@@ -11,8 +11,9 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.inference.parsers import CALLS, THOUGHTS, parser_options, parsers_of
+from skyrl.inference.parsers import CALLS, RENDERED_BY_VLLM, THOUGHTS, parser_options, parsers_of
 from skyrl.inference.vllm_command import vllm_spec
+from tests.architectures.cookbook import listed, model_type_of
 from tests.unit.chat_families import FAMILIES
 
 CALL = "tool\u2581calls\u2581begin"
@@ -27,10 +28,12 @@ def write(directory: Path, kind: str, template: str) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_vllm_has_every_parser_under_its_name() -> None:
+def test_vllm_loads_every_parser_by_its_name() -> None:
     reasoning, tools = import_module("vllm.reasoning"), import_module("vllm.tool_parsers")
-    assert {each.parser for each in CALLS} <= set(tools.ToolParserManager.list_registered())
-    assert {each.parser for each in THOUGHTS} <= set(reasoning.ReasoningParserManager.list_registered())
+    for name in {each.parser for each in CALLS} | {calls for calls, _ in RENDERED_BY_VLLM.values()}:
+        assert tools.ToolParserManager.get_tool_parser(name)
+    for name in {each.parser for each in THOUGHTS} | {thoughts for _, thoughts in RENDERED_BY_VLLM.values()}:
+        assert reasoning.ReasoningParserManager.get_reasoning_parser(name)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,10 @@ def test_vllm_has_every_parser_under_its_name() -> None:
         ("qwen3_5_moe", "<tool_call><function=<think>", ("qwen3_coder", "qwen3")),
         ("qwen3_next", "<tool_call>", ("hermes", None)),
         ("llama", "ipython", ("llama3_json", None)),
+        ("llama", "ipython[func_name1(params_name1=1)]", ("pythonic", None)),
+        ("mllama", "ipython", ("llama3_json", None)),
+        ("llama4", 'ipython{"name": function name}', ("llama4_json", None)),
+        ("llama4", "ipython[func_name1(param1=1)]", ("llama4_pythonic", None)),
         ("llama", "<tool_call>", ("hermes", None)),
         ("llama", f"{CALL}```json</think>", ("deepseek_v3", "deepseek_r1")),
         ("smollm3", "<tool_call>", ("hermes", None)),
@@ -55,14 +62,34 @@ def test_vllm_has_every_parser_under_its_name() -> None:
         ("kimi_k25", "<|tool_calls_section_begin|><think>", ("kimi_k2", "kimi_k2")),
         ("kimi_linear", "<|tool_calls_section_begin|>", ("kimi_k2", None)),
         ("gpt_oss", "<|channel|>", ("openai", "openai_gptoss")),
-        ("glm4_moe", "<arg_key><think>", ("glm45", "glm45")),
+        ("glm4_moe", "<arg_key><think>", ("glm47", "glm47")),
+        ("glm4_moe_lite", "<arg_key><think>", ("glm47", "glm47")),
+        ("glm_moe_dsa", "<tool_call>{name}<arg_key>{key}</arg_key><|assistant|><think>", ("glm47", "glm47")),
+        ("glm5_next", "<tool_call>{name}<arg_key>{key}</arg_key><|assistant|><think>", ("glm47", "glm47")),
         ("minimax_m2", "<minimax:tool_call><think>", ("minimax_m2", "minimax_m2")),
+        ("minimax_m3_vl", "]<]minimax[>[<tool_call><mm:think>", ("minimax_m3", "minimax_m3")),
         ("nemotron_h", "<tool_call><function=<think>", ("qwen3_coder", "nemotron_v3")),
+        ("nemotron_h_omni", "<tool_call><function=<think>", ("qwen3_coder", "nemotron_v3")),
         ("olmo3", "<function_calls><think>", ("olmo3", "olmo3")),
         ("phi3", "<|tool|>", ("phi4_mini_json", None)),
         ("granite", "<|tool_call|>Here is my thought process:", ("granite", "granite")),
         ("granitemoehybrid", "<tool_call>", ("granite4", None)),
+        ("granite", "<tool_call><function=<think>", ("qwen3_coder", "granite_thinking_parser")),
         ("gemma3_text", "<start_function_call>", ("functiongemma", None)),
+        ("gemma4", "<|tool_call>call:<tool_call|><|channel>thought<channel|>", ("gemma4", "gemma4")),
+        ("gemma4_unified", "<|tool_call>call:<tool_call|>", ("gemma4", None)),
+        ("seed_oss", "<seed:tool_call><function=<seed:think>", ("seed_oss", "seed_oss")),
+        ("step3p5", "<tool_call><function=<think>", ("step3p5", "step3p5")),
+        ("step3p7", "<tool_call><function=<think>", ("step3p5", "step3p5")),
+        ("mimo_v2_flash", "<tool_call><function=<think>", ("mimo", "mimo")),
+        ("hunyuan_v1_moe", "<tool_calls>[]</tool_calls><think>", ("hunyuan_a13b", "hunyuan_a13b")),
+        ("ernie4_5_moe", "<tool_call><think>", ("ernie45", "ernie45")),
+        ("lfm2_moe", "<|tool_call_start|>[f(a=1)]<|tool_call_end|>", ("lfm2", None)),
+        ("lfm2", "<|tool_list_start|>", ("lfm2", None)),
+        ("apertus", "<|tools_prefix|>", ("apertus", None)),
+        ("longcat_flash", "<longcat_tool_call>", ("longcat", None)),
+        ("jamba", "<tool_calls>", ("jamba", None)),
+        ("muse_glimmer", "<atem:function_calls>to=self<|message|>", ("muse_glimmer", "muse_glimmer")),
         ("gemma3_text", "", (None, None)),
         ("cohere2", "<|START_ACTION|>", (None, None)),
         ("", "<tool_call>", (None, None)),
@@ -71,6 +98,30 @@ def test_vllm_has_every_parser_under_its_name() -> None:
 def test_a_family_and_its_template_choose_the_parsers(kind: str, marks: str, expected: tuple[str | None, ...]) -> None:
     assert parsers_of(kind, f"{{% if tools %}}{marks}{{% endif %}}") == expected
     assert parsers_of(kind, marks) == (None, None), "the template has no tools"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("deepseek_v32", ("deepseek_v32", "deepseek_v3")),
+        ("deepseek_v4", ("deepseek_v4", "deepseek_v4")),
+        ("deepseek_v41", ("deepseek_v41", "deepseek_v41")),
+        ("kimi_k3", ("kimi_k3", "kimi_k3")),
+        ("inkling_mm_model", ("inkling", "inkling")),
+    ],
+)
+@pytest.mark.parametrize("template", ["", "{% if tools %}<tool_call><think>{% endif %}"])
+def test_a_model_that_vllm_renders_has_its_parsers_whatever_its_template(
+    kind: str, template: str, expected: tuple[str, str]
+) -> None:
+    assert parsers_of(kind, template) == expected
+
+
+def test_every_model_of_the_cookbook_is_of_a_kind_with_a_row() -> None:
+    for model in listed().models:
+        kind = model_type_of(model) or ""
+        calls, thoughts = (any(kind.startswith(each.kinds) for each in rows) for rows in (CALLS, THOUGHTS))
+        assert kind in RENDERED_BY_VLLM or (calls and thoughts), model
 
 
 def test_templates_that_render_tools_are_known_by_their_own_text() -> None:
