@@ -1,9 +1,8 @@
-"""Which parsers a base model gets, by its kind and its template's text. The names are vLLM's own."""
+"""Which parsers a base model gets, by its kind and its template's text."""
 
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ def write(directory: Path, kind: str, template: str) -> Path:
     (directory / "config.json").write_text(json.dumps({"model_type": kind}))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return directory
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_vllm_loads_every_parser_by_its_name() -> None:
-    reasoning, tools = import_module("vllm.reasoning"), import_module("vllm.tool_parsers")
-    for name in {each.parser for each in CALLS} | {calls for calls, _ in RENDERED_BY_VLLM.values()}:
-        assert tools.ToolParserManager.get_tool_parser(name)
-    for name in {each.parser for each in THOUGHTS} | {thoughts for _, thoughts in RENDERED_BY_VLLM.values()}:
-        assert reasoning.ReasoningParserManager.get_reasoning_parser(name)
 
 
 @pytest.mark.parametrize(
