@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,12 @@ class Sampled:
     ids: list[int]
     logprobs: list[float]
 
+    def shown(self, start: int, stop: int) -> dict[str, Any]:
+        """The logprobs of these tokens in vLLM's form."""
+        pairs = zip(self.ids[start:stop], self.logprobs[start:stop], strict=True)
+        named = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+        return {"content": [each | {"bytes": [], "top_logprobs": []} for each in named]}
+
 
 @dataclass
 class ChattingUpstream:
@@ -36,8 +43,11 @@ class ChattingUpstream:
     """The ids of the prompt of the last answer."""
     was_given: bool = False
     """Whether the request had the ids of that prompt, in place of messages."""
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    """A stream waits for this after its first token. It is set at first."""
 
     def __post_init__(self) -> None:
+        self.go_on.set()
         self.upstream.controls[CHAT] = self._chat
         self.upstream.controls[TOKENIZE] = self._count
 
@@ -52,23 +62,36 @@ class ChattingUpstream:
         ids = [*(FIRST + (number + place) % MANY for place in range(SAMPLED - 1)), self.end]
         sampled = Sampled(ids, [-(SAMPLED * number + place + 1) / 1024 for place in range(SAMPLED)])
         self.answers.append(sampled)
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": f"Answer {number}."},
-            "logprobs": {"content": [_logprob(*pair) for pair in zip(ids, sampled.logprobs, strict=True)]},
-            "finish_reason": "stop",
-        }
-        body: dict[str, Any] = {
-            "id": f"chatcmpl-{number}",
-            "object": "chat.completion",
-            "created": 1,
-            "model": asked["model"],
-            "choices": [choice],
-            "usage": {"prompt_tokens": length, "completion_tokens": SAMPLED, "total_tokens": length + SAMPLED},
-        }
+        head: dict[str, Any] = {"id": f"chatcmpl-{number}", "created": 1, "model": asked["model"]}
         if asked.get("return_token_ids"):
-            body["prompt_token_ids"] = self.prompt
-        await reply(200, body)(request, writer)
+            head["prompt_token_ids"] = self.prompt
+        text = f"Answer {number}."
+        if asked.get("stream"):
+            await self._stream(writer, head, sampled, text, length)
+            return
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        choice["logprobs"] = sampled.shown(0, SAMPLED)
+        body = {"object": "chat.completion", "choices": [choice], "usage": _usage(length, SAMPLED)}
+        await reply(200, head | body)(request, writer)
+
+    async def _stream(
+        self, writer: asyncio.StreamWriter, head: dict[str, Any], sampled: Sampled, text: str, length: int
+    ) -> None:
+        """The first token with half of the text; later the other tokens with the rest."""
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        head |= {"object": "chat.completion.chunk"}
+        half = len(text) // 2
+        for content, start, stop, ends in ((text[:half], 0, 1, None), (text[half:], 1, SAMPLED, "stop")):
+            choice = {"index": 0, "delta": {"role": "assistant", "content": content}, "finish_reason": ends}
+            choice["logprobs"] = sampled.shown(start, stop)
+            chunk = head | {"choices": [choice], "usage": _usage(length, stop)}
+            writer.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            await writer.drain()
+            await self.go_on.wait()
+        total = head | {"choices": [], "usage": _usage(length, SAMPLED)}
+        writer.write(f"data: {json.dumps(total)}\n\ndata: [DONE]\n\n".encode())
+        await writer.drain()
+        writer.close()
 
 
 def _rendered(asked: dict[str, Any]) -> list[int]:
@@ -76,5 +99,5 @@ def _rendered(asked: dict[str, Any]) -> list[int]:
     return [1] * (len(text) // CHARACTERS + 1)
 
 
-def _logprob(token: int, logprob: float) -> dict[str, Any]:
-    return {"token": f"token_id:{token}", "logprob": logprob, "bytes": [], "top_logprobs": []}
+def _usage(prompt: int, sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

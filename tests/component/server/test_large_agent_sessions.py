@@ -9,32 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from api_harness import Api, Serve
-from chatting_upstream import SAMPLED, ChattingUpstream
+from agent_world import CHAT, MESSAGES, RESPONSES, TENANT, Agent, Server, agent_server, user
+from api_harness import Serve
+from chatting_upstream import SAMPLED
 from fake_upstream import FakeUpstream
 from growth import bytes_held, lines_run
-from router_world import PromptServer
 
-from skyrl.base.tiny.tools import make
-from skyrl.runtime.processes.listening import listen
 from skyrl.server.agents import live as live_sessions
-from skyrl.server.agents.live import LiveSession
-from skyrl.server.api.app import create_app
 from skyrl.server.api.body import SAMPLE_BYTES
-from skyrl.server.api.whole_request import protocol_with
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.engine_state import publish_training
 
-TENANT = {"X-API-Key": "tml-one"}
-CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
-CONTEXT = 4_000_000
 TURNS, EARLY = 400, 20
 """The turns of a long session, and the number of one of its first."""
 READS_THE_REQUEST = {"Planner.place.<locals>.<genexpr>", "Tree._read", "identical"}
@@ -45,74 +34,10 @@ SESSION_BYTES = 12_000
 """Of a session with one short turn, in memory, at most."""
 
 
-@dataclass(frozen=True)
-class Agent:
-    """A session, and a client with its key."""
-
-    id: str
-    key: str
-    http: httpx.AsyncClient
-
-    async def ask(self, path: str, **fields: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return await self.http.post(path, json={"model": "any", "max_tokens": 9} | fields, headers=headers)
-
-    async def say(self, messages: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """The answer to a chat."""
-        answer = await self.ask(CHAT, messages=messages, **fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["message"]
-
-    async def get(self, path: str = "") -> Any:
-        """The tenant's view of the session."""
-        answer = await self.http.get(f"/api/v1/agent_sessions/{self.id}{path}", headers=TENANT)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-
-@dataclass(frozen=True)
-class Server:
-    """An API process on a real socket, before a server that answers chats."""
-
-    api: Api
-    vllm: ChattingUpstream
-    http: httpx.AsyncClient
-    model: str
-
-    async def agent(self) -> Agent:
-        answer = await self.http.post("/api/v1/agent_sessions", json={"model": self.model}, headers=TENANT)
-        assert answer.status_code == 200, answer.text
-        made = answer.json()
-        return Agent(made["session_id"], made["key"], self.http)
-
-    def live(self, agent: Agent) -> LiveSession | None:
-        return self.api.services.agents.live.peek(agent.id)
-
-    async def shrink(self) -> None:
-        """As it happens every ten seconds."""
-        await self.api.services.agents.live.shrink()
-
-
 @pytest.fixture
 async def server(serve: Serve, database: Database, upstream: FakeUpstream, tmp_path: Path) -> AsyncIterator[Server]:
-    model = tmp_path / "model"
-    make(model, CONTEXT)
-    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=512, max_context=CONTEXT))
-    sockets = listen("127.0.0.1", 0)
-    async with serve(base_model=str(model)) as api:
-        app = create_app(api.services)
-        app.prepare()
-        running = PromptServer(app, drain_s=1, http=protocol_with(app))
-        serving = asyncio.create_task(running.serve(sockets))
-        url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
-            yield Server(api, ChattingUpstream(upstream, end=2), http, str(model))
-        running.should_exit = True
-        await serving
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+    async with agent_server(serve, database, upstream, tmp_path / "model") as server:
+        yield server
 
 
 def tool(number: int) -> dict[str, Any]:
@@ -180,7 +105,7 @@ async def test_a_body_of_10_mb_with_300_tools_is_answered_and_continued(server: 
     assert tail < 100
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_a_body_over_the_limit_is_refused_in_the_words_of_its_dialect(server: Server, path: str) -> None:
     agent = await server.agent()
     answer = await agent.ask(path, messages=[user("x" * SAMPLE_BYTES)])
@@ -227,7 +152,7 @@ async def test_a_request_that_became_no_turn_counts_as_memory(server: Server, mo
     monkeypatch.setattr(live_sessions, "MAX_BYTES", 2 * 2**20)
     agents = [await server.agent() for _ in range(4)]
     for agent in agents:
-        counted = await agent.ask(COUNT, messages=[user("x" * 2**20)])
+        counted = await agent.ask(f"{MESSAGES}/count_tokens", messages=[user("x" * 2**20)])
         assert counted.status_code == 200, counted.text
     await server.shrink()
     assert [server.live(agent) is not None for agent in agents] == [False, False, False, True]
