@@ -60,6 +60,12 @@ class LiveSession:
         """The newest running turn of the same request."""
         return next((turn for turn in reversed(self.running) if self.keys[turn.id] == key), None)
 
+    def is_continued(self, turn: AgentTurn) -> bool:
+        """Whether a turn continues this one: a turn of the tree, or one that is complete and not yet stored."""
+        if self.tree.has_child(turn):
+            return True
+        return any(each.is_complete and each.parent is not None and each.parent.id == turn.id for each in self.running)
+
     def was_delivered(self, turn: AgentTurn) -> bool:
         """A turn that was continued was delivered."""
         return turn.id in self.delivered or self.tree.has_child(turn)

@@ -26,6 +26,8 @@ class RunningTurn:
         """The stored turns, one for each choice, once the answer is complete."""
         self.body: bytes | None = None
         """The whole answer, once it is complete, if the inference server did not stream it."""
+        self.is_complete = False
+        """Whether the answer is complete: it is stored next, and then its end goes to the readers."""
         self._readers = 0
         self._had_readers = False
         self._chunks: list[bytes] = []

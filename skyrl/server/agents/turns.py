@@ -135,6 +135,7 @@ class Turns:
             with TurnSpan(live.session.id, turn.id, own_s) as span:
                 held, body = await self._sampled(turn, answers, plan)
                 turns = self._turns_of(turn, live, plan, answers, key, attempt, began)
+                turn.is_complete = True
                 span.answered(turns)
                 stored = [await self._stored.add(each) for each in turns]
             if [each.id for each in stored] != [each.id for each in turns]:
@@ -245,7 +246,7 @@ def _fork(live: LiveSession, plan: Plan, attempt: int) -> ForkReason | None:
     """Why a turn that ends now does not continue the newest turn: another one may have ended before it."""
     if attempt:
         return "asked_again"
-    if plan.fork is None and plan.parent is not None and live.tree.has_child(plan.parent):
+    if plan.fork is None and plan.parent is not None and live.is_continued(plan.parent):
         return "branch"
     return plan.fork
 
