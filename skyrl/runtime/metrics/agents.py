@@ -67,9 +67,9 @@ class AgentMetrics:
     def repeated(self, dialect: str) -> None:
         self._repeats[dialect].inc()
 
-    def ended(self, reason: EndReason) -> None:
-        """Count the end of a session."""
-        self._ends[reason].inc()
+    def ended(self, reason: EndReason, number: int = 1) -> None:
+        """Count the ends of sessions."""
+        self._ends[reason].inc(number)
 
 
 def _each(counter: Counter, values: Sequence[str]) -> dict[str, Counter]:

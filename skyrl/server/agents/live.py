@@ -16,6 +16,7 @@ from skyrl.server.agents.tree import Tree
 from skyrl.server.openai.errors import OpenAIError
 from skyrl.storage.db.agent_sessions import AgentSessions
 from skyrl.storage.db.agent_turns import AgentTurns
+from skyrl.storage.db.retention import PAUSE_S
 
 MAX_BYTES = 512 * 2**20
 """Of all sessions in memory, beside those with a turn that runs."""
@@ -144,6 +145,14 @@ class LiveSessions:
         if ends:
             self._metrics.ended(reason)
         return ends
+
+    async def end_over(self) -> None:
+        """End the sessions whose time is over or that were idle for too long, whether they are in memory or not. Call
+        it several times a minute."""
+        while (ended := await self._sessions.end_over(time.time())).total():
+            for reason, number in ended.items():
+                self._metrics.ended(reason, number)
+            await asyncio.sleep(PAUSE_S)
 
     def peek(self, session_id: str) -> LiveSession | None:
         """The session, if it is in memory."""

@@ -75,6 +75,7 @@ def _repeated_work(process: ApiProcess) -> list[tuple[str, float, Callable[[], A
         ("noting what was sampled from", SAMPLER_USES_S, services.samplers.write_uses),
         ("noting when agent sessions were used", SAMPLER_USES_S, services.agent_sessions.write_uses),
         ("noting agent sessions with a running turn", AGENT_SESSIONS_S, services.agents.live.note_running),
+        ("ending agent sessions", AGENT_SESSIONS_S, services.agents.live.end_over),
         ("forgetting agent sessions", AGENT_SESSIONS_S, services.agents.live.shrink),
         ("keeping adapters that OpenAI requests use", ADAPTER_USES_S, services.adapter_uses.renew),
         ("looking for dropped adapters", DROPPED_S, services.samplers.forget_dropped),

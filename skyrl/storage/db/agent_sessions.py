@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -93,6 +94,12 @@ class AgentSessions:
         statement = update(sessions).where(open_one).values(ended_at=now, end_reason=reason)
         return await self._writer.transact(lambda c: c.execute(statement).rowcount > 0)
 
+    async def end_over(self, now: float, limit: int = MAX_NAMED) -> Counter[EndReason]:
+        """End at most `limit` open sessions whose time is over or that were idle for too long. Returns how many, by
+        reason: of several processes that do this, one counts a session. Whether a session was idle is known USES_LATE_S
+        later."""
+        return await self._writer.transact(lambda c: _end_over(c, now, limit))
+
     async def reward(self, session_id: str, tenant: str, reward: float) -> bool:
         """Give a session its reward, in place of an earlier one. False if the tenant has no such session."""
         own = and_(sessions.c.id == session_id, sessions.c.tenant == tenant)
@@ -117,14 +124,13 @@ class AgentSessions:
             raise
 
 
-def end_over(connection: Connection, now: float, limit: int = MAX_NAMED) -> int:
-    """End at most `limit` open sessions whose time is over or that were idle for too long. Returns how many. Whether a
-    session was idle is known USES_LATE_S later."""
+def _end_over(connection: Connection, now: float, limit: int) -> Counter[EndReason]:
     over = sessions.c.created_at + sessions.c.limits["seconds"].as_float() <= now
     idle = sessions.c.used_at + sessions.c.limits["idle_s"].as_float() <= now - USES_LATE_S
     found = select(sessions.c.id).where(sessions.c.ended_at.is_(None), or_(over, idle)).limit(limit)
     values = {"ended_at": now, "end_reason": case((over, "time"), else_="idle")}
-    return connection.execute(update(sessions).where(sessions.c.id.in_(found)).values(values)).rowcount
+    ended = update(sessions).where(sessions.c.id.in_(found)).values(values).returning(sessions.c.end_reason)
+    return Counter(connection.execute(ended).scalars())
 
 
 def forget(connection: Connection, ended_before: float) -> int:

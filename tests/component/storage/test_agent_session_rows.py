@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -66,10 +68,6 @@ def session(session_id: str, **fields: Any) -> AgentSession:
         "used_at": NOW,
     }
     return AgentSession(**known | fields)
-
-
-def end_over(database: Database, now: float) -> int:
-    return database.write(lambda c: rows.end_over(c, now))
 
 
 async def test_a_session_is_read_as_it_was_made(sessions: AgentSessions) -> None:
@@ -167,35 +165,36 @@ async def test_uses_are_written_together_and_again_after_a_failure(
     assert used["c"] == NOW
 
 
-async def test_sessions_end_when_their_time_is_over_or_nothing_was_asked(
-    sessions: AgentSessions, database: Database
-) -> None:
+async def test_sessions_end_when_their_time_is_over_or_nothing_was_asked(sessions: AgentSessions) -> None:
     await sessions.create(session("idle"), 9)
     await sessions.create(session("over", created_at=NOW - 1_000, used_at=NOW + 900), 9)
     await sessions.create(session("used", used_at=NOW + 900), 9)
     await sessions.create(session("ended", created_at=NOW - 1_000), 9)
     await sessions.end("ended", "called", NOW)
-    assert end_over(database, NOW + LIMITS.idle_s + rows.USES_LATE_S) == 2
-    assert end_over(database, NOW + LIMITS.idle_s + rows.USES_LATE_S) == 0
+    assert await sessions.end_over(NOW + LIMITS.idle_s + rows.USES_LATE_S) == {"idle": 1, "time": 1}
+    assert await sessions.end_over(NOW + LIMITS.idle_s + rows.USES_LATE_S) == {}
     found = {one.id: one.end_reason for one, _ in (await sessions.page("one", 9, 0))[0]}
     assert found == {"idle": "idle", "over": "time", "used": None, "ended": "called"}
 
 
-async def test_a_use_that_is_not_written_yet_keeps_a_session_from_counting_as_idle(
-    sessions: AgentSessions, database: Database
-) -> None:
+async def test_a_use_that_is_not_written_yet_keeps_a_session_from_counting_as_idle(sessions: AgentSessions) -> None:
     await sessions.create(session("a"), 9)
-    assert end_over(database, NOW + LIMITS.idle_s + rows.USES_LATE_S - 1) == 0
-    assert end_over(database, NOW + LIMITS.idle_s + rows.USES_LATE_S) == 1
+    assert await sessions.end_over(NOW + LIMITS.idle_s + rows.USES_LATE_S - 1) == {}
+    assert await sessions.end_over(NOW + LIMITS.idle_s + rows.USES_LATE_S) == {"idle": 1}
 
 
-async def test_a_sweep_ends_more_sessions_than_one_step_may(
-    sessions: AgentSessions, database: Database, writer: GroupCommitWriter
+async def test_of_two_processes_that_sweep_at_the_same_time_one_ends_a_session(
+    sessions: AgentSessions, migrated_url: str
 ) -> None:
-    number = rows.MAX_NAMED + 3
-    for each in range(number):
-        await sessions.create(session(str(each), created_at=1.0, used_at=1.0), number)
-    await Retention(database, writer, 100.0).sweep()
+    for number in range(20):
+        await sessions.create(session(str(number)), 20)
+    with closing(Database(migrated_url)) as database:
+        writer = GroupCommitWriter(database)
+        others = AgentSessions(database, writer)
+        sweeps = [each.end_over(NOW + LIMITS.seconds, limit=3) for each in (sessions, others) * 4]
+        ended = await asyncio.gather(*sweeps)
+        await writer.close()
+    assert sum(counts["time"] for counts in ended) == 20
     assert (await sessions.page("one", 1, 0, "open"))[1] == 0
 
 
