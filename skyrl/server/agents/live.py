@@ -103,7 +103,7 @@ class LiveSessions:
     ) -> None:
         self._sessions = sessions
         self._turns = turns
-        self._alone = alone
+        self.alone = alone
         self._most_bytes = most_bytes
         self._metrics = metrics
         metrics.watch(lambda: len(self))
@@ -116,7 +116,7 @@ class LiveSessions:
     async def open(self, session_id: str, tenant: str) -> LiveSession:
         """A session, which may have ended; see `check_open`. Raises OpenAIError 404 if there is none."""
         live = self._live.get(session_id)
-        if live is None or not self._alone:
+        if live is None or not self.alone:
             live = await self._read(session_id)
         if live.session.tenant != tenant:
             raise _unknown()
@@ -130,7 +130,7 @@ class LiveSessions:
     async def end_if_over(self, live: LiveSession) -> EndReason | None:
         """End an open session that has reached a limit. Returns which."""
         reason = live.over(time.time(), self._most_bytes)
-        if reason == "idle" and not self._alone:
+        if reason == "idle" and not self.alone:
             return None  # another process may have answered just now; the sweep knows of it
         if reason is not None:
             await self.end(live.session.id, reason)

@@ -69,6 +69,9 @@ class Turns:
             self._metrics.repeated(request.dialect)
             return repeating.repeated(answered, int(fields.get("n") or 1))
         live.check_open()
+        if request.retried and not self.live.alone:
+            # Another process may be at this turn. Nothing is shown before it is known whose answer is stored.
+            fields = fields | {"stream": False}
         plan = await self._planner.plan(live, request, place, fields)
         size = plan.generation.size
         tokens = size.n * ((size.max_tokens or 0) + _added(live, plan))
