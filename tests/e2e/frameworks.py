@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import openai
 
-CASES = [("chat", False), ("chat", True), ("other", False), ("other", True)]
-"""The dialect and whether it is streamed. The other dialect is Responses for openai-agents, Messages for litellm."""
+CASES = [("chat", False), ("other", True)]
+"""The dialect, and whether it is streamed. The other dialect is Responses for openai-agents, Messages for litellm."""
 TASK = "Who watches the river?"
 PLACES = ["north", "south"]
 TURNS = 2

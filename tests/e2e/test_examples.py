@@ -38,6 +38,7 @@ def test_the_grpo_example_compares_its_first_and_last_version(server: DemoServer
     assert float(end) > float(start)
 
 
+@pytest.mark.slow
 def test_the_dpo_example_begins_at_the_reference_and_learns_the_preference(server: DemoServer) -> None:
     losses = numbers(run(server, "dpo.py", "--steps", "4"), "loss")
     assert losses[0] == pytest.approx(0.6931, abs=2e-3), (

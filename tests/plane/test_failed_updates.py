@@ -170,7 +170,7 @@ async def test_groups_that_cannot_be_used_are_refused(workers: list[Worker]) -> 
         pass
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_a_trainer_that_ends_or_hangs_leaves_the_model_as_it_was(
     workers: list[Worker], variants: list[Path], how: signal.Signals
 ) -> None:

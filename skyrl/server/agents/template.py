@@ -13,7 +13,9 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from skyrl.base.config.mixtures import whole_config
 from skyrl.base.model_files import json_of, template_of
+from skyrl.inference.parsers import RENDERED_BY_VLLM
 from skyrl.server.agents.canonical import text_of
 
 _VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -93,7 +95,10 @@ class ChatTemplate:
 
 
 def read_template(base_model: str) -> ChatTemplate | None:
-    """The template of a model; None if it has none on this machine. Raises CannotRender."""
+    """The template of a model; None if it has none on this machine, or if vLLM renders chats of its kind without it.
+    Raises CannotRender."""
+    if whole_config(base_model).get("model_type") in RENDERED_BY_VLLM:
+        return None
     text = template_of(base_model)
     settings = json_of(base_model, "tokenizer_config.json")
     return None if text is None else ChatTemplate(text, special_tokens(settings))

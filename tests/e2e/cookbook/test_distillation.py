@@ -13,7 +13,7 @@ from .agreement import AGREE, divergence
 from .conftest import CHATS, Stored, assert_final_is_kept
 from .workspace import PLACES, QUESTIONS, Run, Workspace
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 LEARNS = ("group_size=4", "max_tokens=16", "learning_rate=3e-3", "lora_rank=32", "max_steps=6")
 PROMPTS = "`allenai/tulu-3-sft-mixture`: rows with `messages`"
@@ -64,7 +64,6 @@ def test_a_student_comes_nearer_to_its_teacher(school: Workspace, student: Run, 
     )
 
 
-@pytest.mark.slow
 def test_a_model_learns_from_what_a_teacher_thought(school: Workspace, stored: Stored) -> None:
     shape = ("renderer_name=qwen3_instruct", "batch_size=4", "max_length=256", "lora_rank=32")
     sizes = ("buffer_size=64", "max_prompts=256", "learning_rate=1e-2", "max_steps=6")
@@ -75,7 +74,6 @@ def test_a_model_learns_from_what_a_teacher_thought(school: Workspace, stored: S
     run.shows("the loss falls", data=REASONING, loss=loss)
 
 
-@pytest.mark.slow
 def test_a_student_comes_nearer_to_the_teacher_of_each_data_set(
     school: Workspace, student: Run, stored: Stored
 ) -> None:

@@ -235,6 +235,13 @@ def test_a_model_without_template_has_no_tails(tmp_path: Path) -> None:
     assert Tails.load(str(tmp_path / "nothing")) is None
 
 
+def test_a_model_whose_chats_vllm_renders_without_the_template_has_no_tails(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, FAMILIES["hermes"])
+    assert Tails.load(str(directory)) is not None
+    (directory / "config.json").write_text('{"model_type": "kimi_k3"}')
+    assert Tails.load(str(directory)) is None
+
+
 def test_a_broken_template_has_no_tails(tmp_path: Path) -> None:
     assert Tails.load(str(write_model(tmp_path, Family("{% for m in messages %}")))) is None
 
