@@ -1,9 +1,9 @@
 """Groups of tests, and the order in which groups start, when pytest-xdist runs tests in several processes.
 
 A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once.
-Five groups are larger: the tests on the servers of tests/fuzz/conftest.py and tests/plane/conftest.py, those on the
-cluster of tests/ray/conftest.py, and two groups on servers of tests/e2e/conftest.py. One group there would take longer
-than all other tests together take in the other processes.
+Six groups are larger: the tests on the servers of tests/fuzz/conftest.py, tests/plane/conftest.py and
+tests/e2e/tools/conftest.py, those on the cluster of tests/ray/conftest.py, and two groups on servers of
+tests/e2e/conftest.py. One group there would take longer than all other tests together take in the other processes.
 
 This module knows only the paths of tests. (pytest-xdist's own groups, `--dist loadgroup`, need marks and write into
 node ids, and pytest 9.2 does not allow that.)
@@ -30,7 +30,6 @@ OWN_SERVERS = frozenset(
     {
         "tests/e2e/test_agent_durability.py",
         "tests/e2e/test_agent_examples.py",
-        "tests/e2e/test_agent_tools.py",
         "tests/e2e/test_base_models.py",
         "tests/e2e/test_cluster_gateways.py",
         "tests/e2e/test_colocated.py",
@@ -43,13 +42,14 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_mixtures.py",
         "tests/e2e/test_postgres.py",
         "tests/e2e/test_replicas.py",
-        "tests/e2e/test_tools.py",
         "tests/e2e/test_two_apis.py",
         "tests/e2e/test_two_trainers.py",
     }
 )
 """Modules of `SHARED_SERVER` that do not use the shared server: each is a group."""
 
+TOOLS = "tests/e2e/tools"
+"""The tests on a server whose model calls tools."""
 FUZZ = "tests/fuzz"
 PLANE = "tests/plane"
 RAY = "tests/ray"
@@ -59,6 +59,7 @@ ORDER = (
     PROGRAMS,
     PLANE,
     RAY,
+    TOOLS,
     *sorted(OWN_SERVERS),
     "tests/faults",
     "tests/release",
@@ -78,7 +79,7 @@ def group_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0]
     if path.startswith(tuple(f"{folder}/" for folder in PROGRAM_FOLDERS)):
         return PROGRAMS
-    for folder in (SHARED_SERVER, FUZZ, PLANE, RAY):
+    for folder in (TOOLS, SHARED_SERVER, FUZZ, PLANE, RAY):
         if path.startswith(f"{folder}/") and path not in OWN_SERVERS:
             return folder
     return path

@@ -95,7 +95,7 @@ def test_a_session_goes_on_after_each_part_was_killed(server: MortalServer) -> N
     assert [turn["fork"] for turn in turns] == [None] * 4
 
 
-@pytest.mark.parametrize("part", ["api", "vllm"])
+@pytest.mark.parametrize("part", ["api", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_a_turn_that_was_interrupted_is_there_once(server: MortalServer, part: str) -> None:
     agent = Agent(server)
     messages = [user("Who watches the river?")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.environments import ROOT
-from tests.grouping import FUZZ, ORDER, OWN_SERVERS, PROGRAMS, SHARED_SERVER, group_of, start_position
+from tests.grouping import FUZZ, ORDER, OWN_SERVERS, PROGRAMS, SHARED_SERVER, TOOLS, group_of, start_position
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from tests.grouping import FUZZ, ORDER, OWN_SERVERS, PROGRAMS, SHARED_SERVER, gr
         ("tests/e2e/sdk/test_matrix.py::test_one", PROGRAMS),
         ("tests/e2e/cookbook/test_download.py::test_one", PROGRAMS),
         ("tests/e2e/test_lifecycle.py::test_one", "tests/e2e/test_lifecycle.py"),
+        ("tests/e2e/tools/test_tools.py::test_one", TOOLS),
         ("tests/fuzz/test_found.py::test_one", FUZZ),
     ],
 )

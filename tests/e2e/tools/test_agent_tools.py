@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,16 @@ import httpx
 import openai
 import pytest
 
-from skyrl.base.tiny import tools
-from skyrl.cli.demo.server import DemoServer
 from skyrl.server.dialects.arguments import as_object
 from tests.environments import ROOT, environment
-from tests.servers import ready
 
+from .conftest import KEY
 from .frameworks import CASES, TURNS
 from .tool_dialects import DIALECTS, PLACES, TASK, Messages, Talk
 
 pytestmark = pytest.mark.vllm
 
-KEY = "tml-tools"
-CONTEXT = 16384
-FRAMEWORKS, PROGRAM = ROOT / "requirements" / "agent-frameworks.txt", ROOT / "tests" / "e2e" / "frameworks.py"
+FRAMEWORKS, PROGRAM = ROOT / "requirements" / "agent-frameworks.txt", Path(__file__).with_name("frameworks.py")
 
 
 @dataclass
@@ -40,19 +35,6 @@ class Session:
     def turns(self) -> list[dict[str, Any]]:
         path = f"{self.url}/api/v1/agent_sessions/{self.id}/turns"
         return httpx.get(path, headers={"X-API-Key": KEY}, trust_env=False, timeout=60).json()["rows"]
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("tools")
-    tools.make(directory / "model", context=2 * CONTEXT)
-    server = DemoServer(
-        directory / "server",
-        *("--base-model", str(directory / "model"), "--served-model-name", "tools"),
-        backend_config={"generator.inference_engine.max_model_len": CONTEXT},
-    )
-    with ready(server) as running:
-        yield running.url
 
 
 @pytest.fixture

@@ -1,22 +1,18 @@
-"""Tools and thinking of a model whose template has both: `skyrl serve` chooses vLLM's parsers without options."""
+"""Tools, thinking and shapes of answers in chat completions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from skyrl.base.tiny import tools
-from skyrl.cli.demo.server import DemoServer
-from tests.servers import ready
+from .conftest import KEY
 
 pytestmark = pytest.mark.vllm
 
-CONTEXT = 4096
 ASKED: list[Any] = [{"role": "user", "content": "Who watches the river?"}]
 LOOK: Any = {
     "type": "function",
@@ -36,15 +32,8 @@ PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    directory = tmp_path_factory.mktemp("tools")
-    (directory / "model").mkdir()
-    tools.make(directory / "model", CONTEXT)
-    server = DemoServer(
-        directory / "server", "--base-model", str(directory / "model"), "--served-model-name", "tiny-tools"
-    )
-    with ready(server):
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-tools", max_retries=0)
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +45,7 @@ def no_spaces(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def ask(client: openai.OpenAI, **given: Any) -> Any:
     """A chat completion without thinking, unless `given` says otherwise."""
     fields = {"messages": ASKED, "max_tokens": 256, "temperature": 0.0, "extra_body": PLAIN} | given
-    return client.chat.completions.create(model="tiny-tools", **fields)
+    return client.chat.completions.create(model="tools", **fields)
 
 
 def test_a_required_call_is_parsed(client: openai.OpenAI, no_spaces: dict[str, int]) -> None:
@@ -110,7 +99,7 @@ def test_a_chat_without_thinking_has_the_shape_that_is_asked_for(
 
 def test_a_completion_has_the_shape_from_its_first_token_though_the_model_may_think(client: openai.OpenAI) -> None:
     answer = client.completions.create(
-        model="tiny-tools",
+        model="tools",
         prompt="<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n",
         max_tokens=16,
         extra_body={"structured_outputs": {"choice": ["heron", "otter"]}},
