@@ -46,15 +46,8 @@ class Command(Generic[T]):
     max_output: int = 65_536
 
     async def __call__(self, session: Session, task: T) -> float | None:
-        process = await asyncio.create_subprocess_exec(
-            *self.argv(task),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=None if self.cwd is None else self.cwd(task),
-            env={**os.environ, **session.environment, **self.environment},
-            start_new_session=True,
-        )
+        environment = {**os.environ, **session.environment, **self.environment}
+        process = await _start(self.argv(task), None if self.cwd is None else self.cwd(task), environment)
         assert process.stdout is not None
         kept = bytearray()
         try:
@@ -68,6 +61,28 @@ class Command(Generic[T]):
         if status:
             raise CommandFailed(f"ended with status {status}", _text(kept))
         return await self.reward(task, Finished(_text(kept)))
+
+
+async def _start(argv: Sequence[str], cwd: Path | None, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    """Start a program in a group of its own. If this is cancelled meanwhile, asyncio would kill the program alone, and
+    not what it has started already."""
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=cwd,
+            env=environment,
+            start_new_session=True,
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with suppress(OSError):  # it could not be started
+            await _kill_group(await starting)
+        raise
 
 
 async def _read(stream: asyncio.StreamReader, kept: bytearray, limit: int) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -75,6 +76,26 @@ async def test_a_cancelled_program_is_killed(tmp_path: Path) -> None:
     running = asyncio.create_task(Command(shell, length)(SESSION, f"sleep 600 & echo $! > {child}; wait"))
     await until(lambda: child.exists() and child.read_text().endswith("\n"))
     running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await ended(int(child.read_text()))
+
+
+async def test_a_program_that_is_cancelled_while_it_starts_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the program runs before asyncio has its pipes."""
+    child, start = tmp_path / "child", asyncio.create_subprocess_exec
+
+    async def slow(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        process = await start(*argv, **options)
+        await until(lambda: child.exists() and child.read_text().endswith("\n"))
+        running.cancel()
+        await asyncio.sleep(0)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    running = asyncio.create_task(Command(shell, length)(SESSION, f"sleep 600 & echo $! > {child}; wait"))
     with pytest.raises(asyncio.CancelledError):
         await running
     await ended(int(child.read_text()))
