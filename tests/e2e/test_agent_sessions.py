@@ -24,7 +24,7 @@ pytestmark = pytest.mark.vllm
 
 KEY = "tml-agents"
 TASK: list[Any] = [{"role": "user", "content": "Who watches the river?"}]
-LONG = 400
+LONG = 1500
 """Tokens of an answer that is still sampled when its client leaves, also on a busy machine: 40 take 0.1 s."""
 
 
