@@ -234,7 +234,7 @@ def _failure(error: Exception, request_id: str) -> RequestError:
         return error
     logger.error("a turn failed", exc_info=error, extra=about_request(request_id))
     if isinstance(error, MalformedAnswer):
-        return OpenAIError("the inference server's answer lacks a part that a turn needs", status=503, final=True)
+        return OpenAIError("the inference server's answer lacks tokens or logprobs", status=503, final=True)
     return RequestError(f"internal error: {type(error).__name__}", status=500)
 
 

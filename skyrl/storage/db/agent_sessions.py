@@ -14,7 +14,6 @@ from skyrl.base.types.agents import AgentLimits, AgentSession
 from skyrl.base.types.weights import WeightsRef
 from skyrl.storage.db.agent_turns import turns
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.deleting import within
 from skyrl.storage.db.futures import MAX_NAMED
 from skyrl.storage.db.tables import AgentSessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -22,7 +21,7 @@ from skyrl.storage.db.writer import GroupCommitWriter
 sessions = AgentSessionRow.__table__  # type: ignore[attr-defined]
 
 SessionState = Literal["open", "ended"]
-FORGET_SESSIONS, FORGET_TURNS = 20, 250
+FORGET_SESSIONS, FORGET_TURNS, FORGET_BYTES = 20, 250, 4 * 2**20
 """The most rows, and bytes of turns, that one step of `forget` deletes."""
 USES_LATE_S = 120.0
 """How old `used_at` may be beyond the last use: each process writes it about once a minute."""
@@ -144,7 +143,14 @@ def forget(connection: Connection, ended_before: float) -> int:
         return 0
     # Neither database reads the content to get its length.
     rows = select(turns.c.n, func.length(turns.c.content)).where(turns.c.session_id.in_(ids)).limit(FORGET_TURNS)
-    if numbers := within(connection.execute(rows).tuples().all()):
+    numbers: list[int] = []
+    total_bytes = 0
+    for number, content_bytes in connection.execute(rows).all():
+        numbers.append(number)
+        total_bytes += content_bytes
+        if total_bytes >= FORGET_BYTES:
+            break
+    if numbers:
         return connection.execute(delete(turns).where(turns.c.n.in_(numbers))).rowcount
     return connection.execute(delete(sessions).where(sessions.c.id.in_(ids))).rowcount
 

@@ -16,12 +16,11 @@ from sqlalchemy import Connection, delete, func, select
 from skyrl.storage.db import agent_sessions, pictures, run_steps
 from skyrl.storage.db.adapter_versions import forget_closed
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.deleting import within
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.tables import ModelRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
-FORGET_ROWS = 250
+FORGET_ROWS, FORGET_BYTES = 250, 4 * 2**20
 VACUUM_PAGES = 250
 """The most rows and bytes that one step deletes, and the most pages that one step gives back."""
 
@@ -66,7 +65,13 @@ def forget(connection: Connection, completed_before: float, limit: int = FORGET_
     size = func.coalesce(func.length(futures.c.body), func.length(futures.c.result), 0)
     old = select(futures.c.n, size).where(futures.c.completed_at < completed_before, ~replayable.exists())
     old = old.order_by(futures.c.completed_at).limit(limit)
-    numbers = within(connection.execute(old).tuples().all())
+    numbers: list[int] = []
+    total_bytes = 0
+    for number, row_bytes in connection.execute(old).all():
+        numbers.append(number)
+        total_bytes += row_bytes
+        if total_bytes >= FORGET_BYTES:
+            break
     if numbers:
         connection.execute(delete(futures).where(futures.c.n.in_(numbers)))
     return len(numbers)

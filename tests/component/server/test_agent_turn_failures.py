@@ -101,7 +101,7 @@ async def test_an_answer_that_lacks_something_is_no_turn(api: Api, upstream: Fak
     failed = await agent.ask()
     assert (failed.status_code, failed.json()["error"]["message"]) == (
         503,
-        "the inference server's answer lacks a part that a turn needs",
+        "the inference server's answer lacks tokens or logprobs",
     )
     assert await agent.turns() == []
     upstream.controls[CHAT] = answer_of()

@@ -19,7 +19,6 @@ from skyrl.storage.db import agent_sessions as rows
 from skyrl.storage.db.agent_sessions import AgentSessions, Counts
 from skyrl.storage.db.agent_turns import AgentTurns, turns
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.deleting import FORGET_BYTES
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.retention import Retention
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -223,7 +222,7 @@ async def test_long_turns_are_deleted_in_smaller_steps(
 ) -> None:
     kept = AgentTurns(database, writer)
     await sessions.create(session("old"), 9)
-    experts = os.urandom(FORGET_BYTES // 2)
+    experts = os.urandom(rows.FORGET_BYTES // 2)
     for attempt in range(5):
         await kept.add(turn(1, id=f"t{attempt}", session_id="old", attempt=attempt, routed_experts=experts))
     await sessions.end("old", "called", NOW)

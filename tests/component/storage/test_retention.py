@@ -20,7 +20,6 @@ from skyrl.storage.db import database as database_module
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.deleting import FORGET_BYTES
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.migrate import migrate
 from skyrl.storage.db.retention import Retention
@@ -174,7 +173,7 @@ async def test_other_writers_run_between_two_steps(
 
 async def test_a_step_deletes_few_rows_if_they_are_large(database: Database, writer: GroupCommitWriter) -> None:
     """Training commands keep their bodies, and deleting a long body takes long."""
-    commands, bytes_each = 10, FORGET_BYTES // 4
+    commands, bytes_each = 10, retention.FORGET_BYTES // 4
     record(database, commands, None)
     ended = {"status": "done", "completed_at": time.time() - LONG_AGO, "body": b"b" * bytes_each}
     database.write(lambda c: c.execute(update(rows.futures).values(ended)))
