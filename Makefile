@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 5
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-gpu gpu-wheels test-postgres check lint format types imports docs compat architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs compat architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -61,14 +61,20 @@ test-agents: setup
 # SKYRL_TEST_DEVICE=cpu runs them on a CPU, as a rehearsal.
 GPU_PY ?= $(PY)
 test-gpu:
-	$(GPU_PY) -m pytest tests/gpu
+	$(GPU_PY) -m pytest -v -r s tests/gpu
 
-# The small packages that the GPU tests need besides torch, transformers and peft, as wheels for another machine
+# The figures of a run (its $SKYRL_TEST_FIGURES) as the table of docs/gpu.md: make gpu-table FIGURES=figures.jsonl
+gpu-table: setup
+	$(PY) -m tests.gpu.table $(FIGURES)
+
+# The small packages that the GPU tests need besides torch, transformers and peft, as wheels for another machine.
+# GPU_WHEELS=requirements/gpu.txt: all of a GPU server, vLLM and torch included.
 GPU_PYTHON ?= 3.12
+GPU_WHEELS ?= requirements/gpu-tests.txt
 gpu-wheels:
 	python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
 	  $(foreach n,28 27 17 12 5,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 \
-	  --platform manylinux1_x86_64 -d build/gpu-wheels -r requirements/gpu-tests.txt
+	  --platform manylinux1_x86_64 -d build/gpu-wheels -r $(GPU_WHEELS)
 
 # All tests except those of SQLite, on a PostgreSQL that the tests start: make test-postgres TESTS="tests/e2e -k samples"
 test-postgres: setup

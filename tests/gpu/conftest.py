@@ -1,12 +1,18 @@
-"""Skips the GPU tests on machines without a GPU, and prints their figures at the end."""
+"""Skips the GPU tests on machines without a GPU, sets their order, and prints and writes what they find at once."""
 
 from __future__ import annotations
 
+import datetime
 import os
+import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.gpu.figures import FIGURES
+from tests.gpu.order import place_of
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS is first used
 HERE = Path(__file__).parent
@@ -34,15 +40,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+    places = iter(sorted(gpu_tests, key=lambda item: place_of(item.nodeid)))
+    items[:] = [next(places) if HERE in item.path.parents else item for item in items]
+    if gpu_tests and reason is None:
+        FIGURES.add(**_machine())
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    import sys
+def _machine() -> dict[str, str]:
+    import torch
 
-    support = sys.modules.get("tests.gpu.support")
-    if support is not None and support.FIGURES:
-        terminalreporter.section("figures")
-        terminalreporter.write_line(support.report())
+    where = "a CPU (rehearsal)" if DEVICE == "cpu" else torch.cuda.get_device_name()
+    return {
+        "where": where,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "day": datetime.date.today().isoformat(),
+    }
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """After each GPU test: its outcome into the file of figures, and its figures onto the terminal."""
+    if "tests/gpu/" not in report.nodeid or report.when == "teardown" or not FIGURES.lines:
+        return
+    if report.when == "call" or report.skipped or report.failed:
+        name = report.nodeid.rpartition("tests/gpu/")[2]
+        FIGURES.add(test=name, outcome=report.outcome, seconds=round(report.duration, 1))
+    if told := FIGURES.untold():
+        print("", *told, sep="\n", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture(scope="session")

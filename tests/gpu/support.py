@@ -1,10 +1,8 @@
-"""Helpers for the GPU tests: the device, base models with random weights, backends, distances, and figures."""
+"""Helpers for the GPU tests: the device, base models with random weights, backends, and distances."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,6 @@ from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
 REHEARSAL = DEVICE == "cpu"
-FIGURES: dict[str, Any] = {}
-"""Measured values by name. The run prints them at its end, and writes them to $SKYRL_TEST_FIGURES as JSON."""
-
 _COMMON: dict[str, Any] = {
     "model_type": "qwen3",
     "initializer_range": 0.06,
@@ -164,14 +159,3 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def wait() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-
-
-def report() -> str:
-    where = torch.cuda.get_device_name() if DEVICE == "cuda" else "rehearsal on a CPU: no figures of a GPU"
-    lines = [where, f"torch {torch.__version__}, python {sys.version.split()[0]}"]
-    lines += [
-        f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in FIGURES.items()
-    ]
-    if target := os.environ.get("SKYRL_TEST_FIGURES"):
-        Path(target).write_text(json.dumps({"where": where, "torch": torch.__version__} | FIGURES, indent=1) + "\n")
-    return "\n".join(lines)

@@ -8,10 +8,12 @@ import pytest
 
 from benchmarks import trainer
 from benchmarks.trainer_rows import FULL
-from tests.gpu.support import DEVICE, FIGURES, NUMERICS, build
+from tests.gpu.figures import FIGURES, Column
+from tests.gpu.support import DEVICE, NUMERICS, build
 
 pytest.importorskip("peft", reason="needs PEFT (pip install peft)")
 ROWS = ("tenants-16", "tenants-64")
+COLUMNS: dict[str, Column] = {"peft": "beside", "skyrl": "alone", "skyrl-merged": "merged"}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -23,4 +25,5 @@ def test_the_smallest_rows_are_measured(name: str, bases: Path) -> None:
     assert [result["way"] for result in found] == list(ways)
     for result in found:
         assert result["logprob_gap"] < (0.1 if DEVICE == "cuda" else 1e-3)
-        FIGURES[f"{name}, {result['way']}, tokens/s"] = result["tokens_per_s"]
+        if column := COLUMNS.get(result["way"]):
+            FIGURES.record(f"the small model, {row.what}: tokens/s", result["tokens_per_s"], column)

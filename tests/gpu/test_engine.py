@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.support import DEVICE, FIGURES
+from tests.gpu.figures import FIGURES, Column
+from tests.gpu.support import DEVICE
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -76,12 +77,14 @@ def test_training_continues_after_the_engine_is_killed(tmp_path: Path, merge: bo
         process.stdout.close()
         lines_after = run(directory, merge=merge, snapshot_interval_s=interval_s)
         assert lines_after[:6] == lines_before, "results that were given stay the same"
-        case = f"replay, {'merged' if merge else 'alone'}, {'snapshots' if interval_s < 1 else 'log only'}"
+        case = f"after SIGKILL, {'snapshots' if interval_s < 1 else 'command log only'}"
+        column: Column = "merged" if merge else "alone"
         same = same_files(tmp_path / "steady" / "out", directory / "out")
-        FIGURES[f"{case}: the same bits"] = same
-        FIGURES[f"{case}: greatest relative difference of a loss"] = largest_difference(lines_after, steady)
+        FIGURES.record(f"{case}: the same bits", same, column)
+        difference = largest_difference(lines_after, steady)
+        FIGURES.record(f"{case}: greatest relative difference of a loss", difference, column)
         assert same or merge or DEVICE == "cuda"
-        assert largest_difference(lines_after, steady) < BOUND
+        assert difference < BOUND
 
 
 def test_a_device_fault_ends_the_engine_and_after_two_deaths_the_command_is_skipped(tmp_path: Path) -> None:
@@ -99,7 +102,8 @@ def test_a_device_fault_ends_the_engine_and_after_two_deaths_the_command_is_skip
     assert "the engine died 2 times while it ran this command" in poison
     lines_after = [line for line in lines if "poison" not in line]
     steady = run(tmp_path / "steady")
-    FIGURES["device fault: greatest relative difference of a loss afterwards"] = largest_difference(lines_after, steady)
-    assert largest_difference(lines_after, steady) < BOUND
+    difference = largest_difference(lines_after, steady)
+    FIGURES.record("after a device fault: greatest relative difference of a loss", difference)
+    assert difference < BOUND
     if DEVICE != "cuda":
         assert [line["loss"] for line in lines_after] == [line["loss"] for line in steady]

@@ -20,7 +20,8 @@ from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, OutOfMemory, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from tests.failures import FailingOperation
-from tests.gpu.support import DEVICE, FIGURES, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
+from tests.gpu.figures import FIGURES, Column
+from tests.gpu.support import DEVICE, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
 
 MIB = 2**20
 STEP = AdamParams(learning_rate=1e-3, weight_decay=0.1, grad_clip_norm=1.0)
@@ -104,8 +105,7 @@ def test_a_step_that_runs_out_of_memory_anywhere_changes_nothing(bases: Path) ->
             assert _equal(_copy_of(backend, "m"), before)
             continue
         break
-    FIGURES["step: bytes of one buffer"] = buffer_bytes
-    FIGURES["step: lacks of memory survived"] = failures
+    FIGURES.record("an optimizer step: lacks of memory survived", failures)
     assert failures >= 3
     if backend._adapters["m"].step == 1:
         backend.optim_step("m", STEP)
@@ -151,7 +151,7 @@ def test_a_pass_without_memory_for_its_layers_runs_again_and_recomputes_them(bas
         ok(backend.run([_train("m", 1, *[SEQUENCE] * 8)]))
     assert len(recomputed) == 1, "asked once, then forced"
     assert recomputation._recomputes
-    FIGURES["recomputed after a lack of memory, not from the start"] = not recomputed[0]
+    FIGURES.record("layers are recomputed after a lack of memory, not from the start", not recomputed[0])
 
 
 def _timed(work: Callable[[], object], times: int) -> float:
@@ -172,11 +172,11 @@ def test_memory_after_passes_and_steps_is_bounded_and_speed_is_recorded(
     bases: Path, tmp_path: Path, merge: bool
 ) -> None:
     """Four models; one large pass and many small ones. Times have no bound and are recorded as figures."""
-    name = "merged" if merge else "alone"
+    name: Column = "merged" if merge else "alone"
     times = 3 if REHEARSAL else 5
     started = time.perf_counter()
     backend = backend_on(build(LARGE, bases), merge=merge, budget=8 * SEQUENCE)
-    FIGURES[f"{name}: seconds to load"] = time.perf_counter() - started
+    FIGURES.record("seconds to load", time.perf_counter() - started, name)
     for number in range(4):
         backend.create_model(f"m{number}", LoraSpec(32, 32.0, number))
     large = [_train("m0", 1, *[SEQUENCE] * 8)]
@@ -184,22 +184,23 @@ def test_memory_after_passes_and_steps_is_bounded_and_speed_is_recorded(
     ok(backend.run(large))
     wait()
     before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-    with nullcontext() if REHEARSAL else _peak(f"{name}: MiB at most in a pass of {8 * SEQUENCE} tokens"):
+    with nullcontext() if REHEARSAL else _peak(f"one pass of {8 * SEQUENCE} tokens, MiB at most", name):
         seconds = _timed(lambda: ok(backend.run(large)), times)
-    FIGURES[f"{name}: tokens per second, one pass of {8 * SEQUENCE}"] = 8 * SEQUENCE / seconds
+    FIGURES.record(f"one pass of {8 * SEQUENCE} tokens, tokens/s", 8 * SEQUENCE / seconds, name)
     seconds = _timed(lambda: ok(backend.run(small)), times)
-    FIGURES[f"{name}: tokens per second, 16 passes of 128 of four models"] = 16 * 128 / seconds
+    FIGURES.record("16 passes of 128 tokens of four models, tokens/s", 16 * 128 / seconds, name)
     step_s = []
     for number in range(4):
         wait()
         started = time.perf_counter()
         backend.optim_step(f"m{number}", STEP)
         step_s.append(time.perf_counter() - started)
-    FIGURES[f"{name}: seconds of a step"] = sorted(step_s)[2]
+    FIGURES.record("an optimizer step of rank 32, seconds", sorted(step_s)[2], name)
     started = time.perf_counter()
     backend.save_state("m0", tmp_path)
-    FIGURES[f"{name}: seconds to save a state of rank 32"] = time.perf_counter() - started
-    FIGURES[f"{name}: MiB of a state of rank 32"] = sum(file.stat().st_size for file in tmp_path.iterdir()) / MIB
+    FIGURES.record("saving a state of rank 32, seconds", time.perf_counter() - started, name)
+    state_mib = sum(file.stat().st_size for file in tmp_path.iterdir()) / MIB
+    FIGURES.record("a state of rank 32, MiB", state_mib, name)
     if DEVICE == "cuda":  # since `before`, the backend allocated three gradients and four pairs of moments
         held = sum(
             moments.nbytes
@@ -212,7 +213,7 @@ def test_memory_after_passes_and_steps_is_bounded_and_speed_is_recorded(
 
 
 @contextmanager
-def _peak(name: str) -> Any:
+def _peak(what: str, column: Column) -> Any:
     torch.cuda.reset_peak_memory_stats()
     yield
-    FIGURES[name] = torch.cuda.max_memory_allocated() / MIB
+    FIGURES.record(what, torch.cuda.max_memory_allocated() / MIB, column)

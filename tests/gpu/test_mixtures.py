@@ -23,9 +23,9 @@ from skyrl.training.backends.torch_lora.expert_product import (
 )
 from skyrl.training.backends.torch_lora.text_part import model_class
 from tests import families
+from tests.gpu.figures import FIGURES
 from tests.gpu.support import (
     DEVICE,
-    FIGURES,
     NUMERICS,
     backend_on,
     build,
@@ -149,8 +149,8 @@ def test_merged_passes_of_a_mixture_are_as_close_to_float32_as_separate_ones(bas
         gradients[kind] = {name: gradient_of(backend, name, tmp_path / kind / name) for name in specs}
     for name in specs:
         alone, merged = (distance(gradients[kind][name], gradients["exact"][name]) for kind in ("alone", "merged"))
-        FIGURES[f"mixture, {name}: gradient's distance from float32, alone"] = alone
-        FIGURES[f"mixture, {name}: gradient's distance from float32, merged"] = merged
+        FIGURES.record(f"mixture, {name}: gradient's distance from float32", alone)
+        FIGURES.record(f"mixture, {name}: gradient's distance from float32", merged, "merged")
         assert 1e-4 < alone < 0.3
         assert merged < SLACK * alone
 
@@ -175,7 +175,7 @@ def test_a_familys_gradients_in_bfloat16_are_near_those_in_float32(bases: Path, 
             data = texts(1, families.VOCAB, 90, 31)
             (result,) = ok(backend.run([_train("m", data)]))
             largest = float((flat(result) - _stock_logprobs(path, data)).abs().max())
-            FIGURES[f"{family}: largest difference of a logprob in float32"] = largest
+            FIGURES.record(f"{family}: largest difference of a logprob in float32", largest)
             assert largest < 1e-3
             backend.optim_step("m", AdamParams(learning_rate=1e-2))
             start.mkdir()
@@ -185,7 +185,7 @@ def test_a_familys_gradients_in_bfloat16_are_near_those_in_float32(bases: Path, 
         ok(backend.run([_train("m", _with_experts(texts(2, families.VOCAB, 90, 31), mixture))]))
         gradients[dtype] = gradient_of(backend, "m", tmp_path / str(dtype))
     found = distance(gradients[torch.bfloat16], gradients[torch.float32])
-    FIGURES[f"{family}: gradient's distance from float32"] = found
+    FIGURES.record(f"{family}: gradient's distance from float32", found)
     assert 1e-4 < found < ROUGH.get(family, 0.3)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from tests.gpu.figures import FIGURES
 from tests.gpu.support import (
     ARCHITECTURES,
     DEVICE,
-    FIGURES,
     NUMERICS,
     backend_on,
     build,
@@ -100,8 +100,8 @@ def test_gradients_are_as_close_to_float32_as_those_of_peft(architecture: str, b
         ok(backend.run([_train("m", data)]))
         errors[dtype] = distance(gradient_of(backend, "m", tmp_path / str(dtype)), gradients[FLOAT32])
     peft = distance(gradients[BFLOAT16], gradients[FLOAT32])
-    FIGURES[f"{architecture}: gradient's distance from float32, PEFT in bfloat16"] = peft
-    FIGURES[f"{architecture}: gradient's distance from float32, ours in bfloat16"] = errors[BFLOAT16]
+    FIGURES.record(f"{architecture}: gradient's distance from float32", peft, "beside")
+    FIGURES.record(f"{architecture}: gradient's distance from float32", errors[BFLOAT16])
     assert errors[FLOAT32] < 1e-4
     assert 1e-4 < peft < 0.3
     assert errors[BFLOAT16] < SLACK * peft
@@ -133,10 +133,9 @@ def test_losses_of_a_training_run_stay_as_close_to_float32_as_those_of_peft(base
         name: max(abs(one - exact) / exact for one, exact in zip(losses[name], losses["float32"], strict=True))
         for name in ("bfloat16", "ours")
     }
-    FIGURES["12 steps: greatest relative difference of the loss from float32, PEFT in bfloat16"] = differences[
-        "bfloat16"
-    ]
-    FIGURES["12 steps: greatest relative difference of the loss from float32, ours in bfloat16"] = differences["ours"]
+    what = "12 steps: greatest relative difference of the loss from float32"
+    FIGURES.record(what, differences["bfloat16"], "beside")
+    FIGURES.record(what, differences["ours"])
     assert losses["ours"][-1] < 0.8 * losses["ours"][0]
     assert differences["ours"] < SLACK * differences["bfloat16"] + 5e-3
 
@@ -156,8 +155,8 @@ def test_packed_attention_agrees_with_transformers(architecture: str, bases: Pat
         (result,) = ok(backend.run([TrainingPass("m", data, "cross_entropy", backward=False)]))
         logprobs[dtype] = flat(result)
     stock_error, packed_error = (float((one - exact).square().mean().sqrt()) for one in (rounded, logprobs[BFLOAT16]))
-    FIGURES[f"{architecture}: logprobs' distance from float32 (RMS), transformers in bfloat16"] = stock_error
-    FIGURES[f"{architecture}: logprobs' distance from float32 (RMS), packed in bfloat16"] = packed_error
+    FIGURES.record(f"{architecture}: logprobs' distance from float32 (RMS)", stock_error, "beside")
+    FIGURES.record(f"{architecture}: logprobs' distance from float32 (RMS)", packed_error)
     torch.testing.assert_close(logprobs[FLOAT32], exact, atol=2e-4, rtol=1e-4)
     assert stock_error > 1e-4
     assert packed_error < SLACK * stock_error
@@ -190,16 +189,16 @@ def test_merged_passes_are_as_close_to_float32_as_separate_ones(bases: Path, tmp
         gradients[name] = {rank: gradient_of(backend, f"r{rank}", tmp_path / name / str(rank)) for rank in ranks}
     same = all(torch.equal(one, other) for one, other in zip(logprobs["alone"], logprobs["again"], strict=True))
     same &= all(distance(gradients["again"][rank], gradients["alone"][rank]) == 0 for rank in ranks)
-    FIGURES["passes alone, run twice: the same bits"] = same
+    FIGURES.record("passes alone, run twice: the same bits", same)
     assert same or DEVICE == "cuda"
     for rank in ranks:
         alone, merged = (distance(gradients[name][rank], gradients["exact"][rank]) for name in ("alone", "merged"))
-        FIGURES[f"rank {rank}: gradient's distance from float32, alone"] = alone
-        FIGURES[f"rank {rank}: gradient's distance from float32, merged"] = merged
+        FIGURES.record(f"rank {rank}: gradient's distance from float32", alone)
+        FIGURES.record(f"rank {rank}: gradient's distance from float32", merged, "merged")
         assert 1e-4 < alone < 0.3
         assert merged < SLACK * alone
     pairs = [torch.cat(logprobs[name]) - torch.cat(logprobs["exact"]) for name in ("alone", "merged")]
     alone, merged = (float(error.square().mean().sqrt()) for error in pairs)
-    FIGURES["logprobs' distance from float32 (RMS), alone"] = alone
-    FIGURES["logprobs' distance from float32 (RMS), merged"] = merged
+    FIGURES.record("ranks 1, 8, 32: logprobs' distance from float32 (RMS)", alone)
+    FIGURES.record("ranks 1, 8, 32: logprobs' distance from float32 (RMS)", merged, "merged")
     assert merged < SLACK * alone

@@ -16,7 +16,8 @@ from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams
 from skyrl.training.backends.torch_lora.text_part import model_class
 from tests.families import make_family
-from tests.gpu.support import DEVICE, FIGURES, backend_on, distance, flat, gradient_of, ok
+from tests.gpu.figures import FIGURES
+from tests.gpu.support import DEVICE, backend_on, distance, flat, gradient_of, ok
 from tests.gpu.test_numerics import SLACK
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -61,8 +62,8 @@ def test_pictures_train_as_with_transformers_and_peft(family: str, tmp_path: Pat
     torch.testing.assert_close(logprobs[f"ours {FLOAT32}"], logprobs[exact], atol=1e-3, rtol=0)
     assert distance(gradients[f"ours {FLOAT32}"], gradients[exact]) < 1e-3
     ours, peft = (distance(gradients[f"{who} {BFLOAT16}"], gradients[exact]) for who in ("ours", "peft"))
-    FIGURES[f"pictures, {family}: gradient's distance from float32, PEFT in bfloat16"] = peft
-    FIGURES[f"pictures, {family}: gradient's distance from float32, ours in bfloat16"] = ours
+    FIGURES.record(f"pictures, {family}: gradient's distance from float32", peft, "beside")
+    FIGURES.record(f"pictures, {family}: gradient's distance from float32", ours)
     assert ours < SLACK * peft
 
 

@@ -1,0 +1,32 @@
+"""The order of the GPU tests: a run that is cut off after any minute has found what was most worth knowing.
+
+Each place names a test's path below tests/gpu, perhaps with the beginning of its name.
+"""
+
+from __future__ import annotations
+
+ORDER = (
+    "test_numerics.py::test_gradients_are_as_close_to_float32_as_those_of_peft[qwen3]",  # is it right at all
+    "test_numerics.py::test_merged_passes",
+    "test_attention.py",
+    "test_speed.py::test_06b_beside_peft",
+    "test_speed.py::test_how_long_the_device_computes",
+    "test_speed.py",
+    "test_memory.py::test_memory_after_passes",
+    "test_memory.py::test_a_pass_without_memory",
+    "test_numerics.py",
+    "test_mixtures.py",
+    "test_pictures.py",
+    "test_quantized.py",
+    "test_memory.py",
+    "test_engine.py",  # starts processes: the longest
+    "test_benchmark.py",
+    "test_prompt_logprobs.py",  # needs vLLM
+)
+
+
+def place_of(nodeid: str) -> int:
+    """The place of a test in `ORDER`: the longest entry that its id begins with. Others come last."""
+    name = nodeid.rpartition("tests/gpu/")[2]
+    fitting = [entry for entry in ORDER if name.startswith(entry)]
+    return ORDER.index(max(fitting, key=len)) if fitting else len(ORDER)

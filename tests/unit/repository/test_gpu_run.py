@@ -1,0 +1,61 @@
+"""A run of the GPU tests: their order, and the table of what a run has found before it was cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.figures import Figures
+from tests.gpu.order import ORDER, place_of
+from tests.gpu.table import BEGIN, END, NotAFile, read, section, with_section
+
+TESTS = Path(__file__).parents[2] / "gpu"
+PAGE = Path(__file__).parents[3] / "docs/gpu.md"
+
+
+def test_each_place_of_the_order_is_a_test_and_each_file_has_a_place() -> None:
+    for entry in ORDER:
+        file, _, name = entry.partition("::")
+        assert f"def {name.partition('[')[0]}" in (TESTS / file).read_text(), entry
+    for file in TESTS.glob("test_*.py"):
+        assert place_of(f"tests/gpu/{file.name}::test_any") < len(ORDER), file.name
+
+
+def test_numerics_come_first_and_the_longest_entry_decides() -> None:
+    gradients = "tests/gpu/test_numerics.py::test_gradients_are_as_close_to_float32_as_those_of_peft"
+    places = [
+        f"{gradients}[qwen3]",
+        "tests/gpu/test_speed.py::test_06b_beside_peft[grpo-4x16]",
+        f"{gradients}[qwen3.5]",
+    ]
+    assert [place_of(test) for test in places] == sorted(place_of(test) for test in places)
+    assert len({place_of(test) for test in places}) == 3
+
+
+def test_a_run_that_was_cut_off_gives_the_rows_until_then(tmp_path: Path) -> None:
+    figures = Figures(tmp_path / "figures.jsonl")
+    figures.add(where="NVIDIA H100", torch="2.11.0", cuda="13.0", python="3.12.3", day="2026-11-27")
+    figures.record("32 × 256: tokens/s", 8315.4)
+    figures.record("32 × 256: tokens/s", 6180.2, "beside")
+    figures.add(test="test_speed.py::test_06b_beside_peft", outcome="passed", seconds=40.0)
+    figures.record("the same bits", False)
+    figures.add(test="test_engine.py::test_x", outcome="failed", seconds=1.0)
+    assert figures.target is not None
+    with figures.target.open("a") as file:
+        file.write('{"at_s": 95.0, "what": "half a li')
+    with figures.target.open() as file:
+        made = section(read(file))
+    assert "on NVIDIA H100, 2026-11-27: torch 2.11.0, CUDA 13.0, Python 3.12.3" in made
+    assert "1 failed, 1 passed." in made
+    assert "Failed: `test_engine.py::test_x`." in made
+    assert "| 32 × 256: tokens/s | 8,315 |  | 6,180 |" in made
+    assert "| the same bits | no |  |  |" in made
+    page = with_section(PAGE.read_text(), made)
+    assert with_section(page, made) == page
+    assert page.index(BEGIN) < page.index("8,315") < page.index(END)
+
+
+def test_a_file_without_a_machine_is_refused() -> None:
+    with pytest.raises(NotAFile, match="no line names the machine"):
+        section([{"at_s": 1.0, "what": "x", "column": "alone", "value": 1}])
