@@ -140,6 +140,7 @@ class PeftWay:
 
         self._device = plain_device(threads)
         dtype = base_dtype(self._device)
+        self._mixed = dtype == torch.bfloat16
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         self._base = loaded.to(self._device).eval().requires_grad_(False)
         self._packed = packed
@@ -172,7 +173,7 @@ class PeftWay:
                     betas=(STEP.beta1, STEP.beta2),
                     eps=STEP.eps,
                     weight_decay=STEP.weight_decay,
-                    fused=self._device.type == "cuda",
+                    fused=self._mixed,
                 )
             )
 
@@ -206,7 +207,7 @@ class PeftWay:
         for first, last in self._micro_batches([len(datum.tokens) for datum in each.data]):
             data = each.data[first:last]
             rows += self._rows([len(datum.tokens) for datum in data])
-            with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._mixed):
                 lp = (self._packed_logprobs if self._packed else self._padded_logprobs)(data)
             inputs = {
                 name: torch.from_numpy(np.concatenate([datum.loss_inputs[name] for datum in data])).to(self._device)

@@ -39,7 +39,7 @@ def attend(
     """
     assert not (causal and mask is not None)
     if softcap is None and sinks is None:
-        if mask is not None and query.device.type == "cuda":
+        if mask is not None and wants_all_heads(query.device):
             key, value = for_all_heads(key, query.shape[1]), for_all_heads(value, query.shape[1])
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -61,6 +61,11 @@ def attend(
         else:
             parts.append(_explicit(*arguments))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def wants_all_heads(device: torch.device) -> bool:
+    """Whether masked attention is given keys and values of every head: see `for_all_heads`."""
+    return device.type == "cuda"
 
 
 def for_all_heads(states: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,123 @@
+"""Counts the operations that a training step starts on its device, and how often it waits for the device.
+
+Runs on a CPU. Knows torch's operations. Knows nothing of batches or tables.
+
+Counted is each operation that torch's dispatcher gives to the device's kernels, below autograd, in forward and in
+backward: products, elementwise operations, sums, copies between dtypes or layouts. One of them is one launch on CUDA,
+or a few. Views, empty tensors and questions about shapes launch nothing, so they are not counted. Copies from the host
+to the device are counted apart (`uploads`): on a CPU they do nothing. `waits`: how often the host waits for the device
+to finish: where it reads a number or an array, asks for places that are not zero, or ends a command.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NO_LAUNCH = {
+    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"),
+    *("detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "set_", "resize_", "record_stream"),
+    *("is_same_size", "_has_compatible_shallow_copy_type", "_local_scalar_dense"),
+}
+"""Operations that start nothing on a device: they make a view or memory, or answer from the shape. The last one reads a
+number; the host waits for it, and the copy of four bytes is not counted."""
+_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_consecutive", "_unique2"}
+
+
+class Operations(TorchDispatchMode):
+    """Inside, counts operations, uploads and waits by the phase in which they start. Not for several threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, Counter[str]] = {}
+        """By phase, how often each operation has started, by name; and `uploads` and `waits`."""
+        self.uploads: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self._phases = ["other"]
+        self._host = _HostCopies(self)
+
+    def __enter__(self) -> Operations:
+        self._host.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._host.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _WAITS or (name == "index" and _has_mask(args[1])):
+            self.waits[self._phases[-1]] += 1
+        if not func.is_view and name not in _NO_LAUNCH:
+            self.counts.setdefault(self._phases[-1], Counter())[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what starts inside under this name; a phase inside another one is counted apart."""
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+
+    def waited(self, *arguments: Any) -> None:
+        """One more wait; the arguments are those of a function in whose place this one is called."""
+        self.waits[self._phases[-1]] += 1
+
+    def uploaded(self) -> None:
+        self.uploads[self._phases[-1]] += 1
+
+    def totals(self) -> dict[str, int]:
+        """Operations by phase, and `uploads` and `waits` of all phases."""
+        found = {phase: counts.total() for phase, counts in self.counts.items()}
+        return found | {"uploads": self.uploads.total(), "waits": self.waits.total()}
+
+
+def _has_mask(indices: Any) -> bool:
+    """Whether one of an index's tensors is a mask: then torch asks where it is true."""
+    return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in indices)
+
+
+class _HostCopies(TorchFunctionMode):
+    """Notices copies between host and device by the calls that make them: on a CPU they reach no kernel."""
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cpu:
+            self._operations.waited()
+        elif func in (Tensor.to, torch.tensor) and any(
+            isinstance(each, torch.device) for each in (*args[1:], *kwargs.values())
+        ):
+            self._operations.uploaded()
+        return func(*args, **kwargs)
+
+
+def in_phase(operations: Operations, phase: str, owner: Any, name: str) -> Any:
+    """A patch: calls of `owner.name` are counted in this phase."""
+    function: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with operations.phase(phase):
+            return function(*args, **kwargs)
+
+    return patch.object(owner, name, counted)

@@ -1,0 +1,192 @@
+"""Counts the operations that a micro-batch and an optimizer step start on a GPU, for a PEFT loop and for the backend.
+
+Usage: python -m benchmarks.operations [--rows ROW ...] [--most NUMBER] [--out FILE]
+
+On a GPU each operation costs the host 5 to 100 microseconds, and a GPU that is quicker waits (docs/gpu.md). The counts
+need no GPU: a small model with Qwen3's structure runs on the CPU, in bfloat16 with CUDA's branches (`operation_counts`
+says what is counted). Shapes do not change the counts; numbers of layers, sequences' lengths that differ, and tenants
+do. The part of a layer is half the difference between a model of four and one of two layers; the rest is the part of a
+micro-batch. The PEFT loop trains one tenant at a time, so its counts are those of one tenant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks import machine, trainer_ways
+from benchmarks.operation_counts import Operations, in_phase
+from benchmarks.table import aligned, number
+from benchmarks.trainer_rows import MIXED_RANKS, RANK, BatchRow, Shape
+from benchmarks.trainer_ways import PeftWay, SkyrlWay
+from skyrl.training.backends.torch_lora import attention, attention_kernels, backend, device, model, packed_model
+
+_UNIFORM = Shape(1, 4, (0, 0), (32, 32))
+_GRPO = Shape(2, 8, (64, 64), (12, 24))
+ROWS = (
+    BatchRow("uniform", "4 × 32", _UNIFORM),
+    BatchRow("uniform-8", "8 tenants, each 1 × 32", replace(_UNIFORM, samples=1), (RANK,) * 8),
+    BatchRow("uniform-ranks", "the same with ranks of 4 to 32", replace(_UNIFORM, samples=1), MIXED_RANKS * 2),
+    BatchRow("grpo", "2 groups × 8, prompt 64, answers 12–24", _GRPO),
+    BatchRow("grpo-8", "8 tenants, each 1 group × 8", replace(_GRPO, groups=1), (RANK,) * 8),
+)
+WAYS = ("peft", "skyrl")
+PHASES = ("forward", "backward", "bookkeeping", "optimizer")
+"""`bookkeeping`: masks, tensors of indices, losses, metrics, and the sum of gradients."""
+COUNTED = (*PHASES, "uploads", "waits")
+
+
+def make_small(directory: Path, layers: int) -> str:
+    """Qwen3's layers with a hidden size of 64, and a vocabulary of 256. Returns the path."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Inside, this process computes on the CPU with CUDA's dtypes, and takes CUDA's branches."""
+    with ExitStack() as stack:
+        for module in (model, trainer_ways):
+            stack.enter_context(patch.object(module, "base_dtype", lambda device: torch.bfloat16))
+        stack.enter_context(patch.object(backend, "SHARED_ROWS_ON_CPU", trainer_ways.BUDGET))
+        stack.enter_context(patch.object(attention_kernels, "wants_all_heads", lambda device: True))
+        yield
+
+
+@contextmanager
+def counting() -> Iterator[Operations]:
+    """Counts by the phases of a step: those of the backend and those of a PEFT loop."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    operations = Operations()
+    phases: list[tuple[str, Any, str]] = [
+        ("forward", packed_model.PackedModel, "forward"),
+        ("forward", modeling_qwen3.Qwen3ForCausalLM, "forward"),
+        ("bookkeeping", attention, "_mask"),
+        ("bookkeeping", modeling_qwen3, "create_causal_mask"),
+        ("backward", torch.autograd, "grad"),
+        ("backward", torch.Tensor, "backward"),
+        ("optimizer", backend, "adamw_step"),
+        ("optimizer", torch.optim.AdamW, "step"),
+    ]
+    with ExitStack() as stack:
+        for phase, owner, name in phases:
+            stack.enter_context(in_phase(operations, phase, owner, name))
+        for module in (device, trainer_ways):
+            stack.enter_context(patch.object(module, "synchronize", operations.waited))
+        with operations.phase("bookkeeping"), operations:
+            yield operations
+
+
+def count(way: str, path: str, row: BatchRow, names: bool = False) -> Counter[str]:
+    """The operations of one step of all passes by phase, with `uploads` and `waits`. The optimizer's are those of one
+    tenant. `names`: as "phase: operation" instead."""
+    passes = row.passes(256)
+    with as_on_cuda():
+        made = SkyrlWay(path, 1, merge=len(passes) > 1) if way == "skyrl" else PeftWay(path, 1, packed=False)
+        made.start(passes if way == "skyrl" else passes[:1])
+        try:
+            made.step()  # later steps have moments, and what the first one measures
+            with counting() as operations:
+                made.step()
+        finally:
+            made.close()
+    if names:
+        return Counter({f"{phase}: {name}": n for phase, of in operations.counts.items() for name, n in of.items()})
+    found = Counter(operations.totals())
+    if way == "skyrl":
+        found["optimizer"] //= len(passes)
+    return found
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one way and row. `layer`: of one layer; `rest`: of a micro-batch without its layers, and of the optimizer's
+    step of one tenant."""
+
+    row: str
+    way: str
+    layer: dict[str, float]
+    rest: dict[str, float]
+
+    @property
+    def of_layer(self) -> float:
+        """Operations of one layer, forward and backward."""
+        return sum(self.layer[phase] for phase in PHASES)
+
+
+def counts(paths: Sequence[str], row: BatchRow, way: str) -> Counts:
+    """paths: of the same model with two and with four layers."""
+    two, four = (count(way, path, row) for path in paths)
+    layer = {name: (four[name] - two[name]) / 2 for name in COUNTED}
+    return Counts(row.name, way, layer, {name: two[name] - 2 * layer[name] for name in COUNTED})
+
+
+def table(found: Sequence[Counts]) -> str:
+    lines = [["batch, way", *(f"{name} of a layer" for name in PHASES[:3]), "layer", "÷ peft", "rest:", *COUNTED]]
+    of_peft = {each.row: each.of_layer for each in found if each.way == "peft"}
+    for each in found:
+        ratio = each.of_layer / of_peft[each.row] if each.row in of_peft else None
+        cells = [*(each.layer[name] for name in PHASES[:3]), each.of_layer, ratio]
+        rest = [f"{each.rest[name]:.0f}" for name in COUNTED]
+        lines.append([f"{each.row}, {each.way}", *map(number, cells), "", *rest])
+    return aligned(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.operations",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW", help=", ".join(names))
+    parser.add_argument("--most", type=int, default=0, help="also show the most frequent operations (default: none)")
+    parser.add_argument("--out", type=Path, default=Path("out/operations.json"), help="file for the counts")
+    options = parser.parse_args()
+    found: list[Counts] = []
+    with TemporaryDirectory(prefix="skyrl-operations-") as directory:
+        paths = [make_small(Path(directory) / str(layers), layers) for layers in (2, 4)]
+        for row in (row for row in ROWS if row.name in options.rows):
+            for way in WAYS:
+                found.append(counts(paths, row, way))
+                if options.most:
+                    two, four = (count(way, path, row, names=True) for path in paths)
+                    four.subtract(two)
+                    print(
+                        row.name, way, *(f"  {name} {n / 2:g}" for name, n in four.most_common(options.most)), sep="\n"
+                    )
+    print(table(found))
+    facts = machine.facts()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    results = [vars(each) for each in found]
+    options.out.write_text(json.dumps({"facts": facts, "results": results}, indent=1) + "\n")
+    print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()
