@@ -19,7 +19,7 @@ from tinker import types
 from benchmarks.processes import parts_of
 from benchmarks.stage import NullUpstream
 from benchmarks.trainer_rows import TenantPass
-from benchmarks.trainer_ways import COMPUTED, STEP, Trained, joined
+from benchmarks.trainer_ways import BUDGET, COMPUTED, STEP, Trained, joined
 from skyrl.cli.demo.server import DemoServer
 from skyrl.training.backends.base import Datum
 
@@ -35,9 +35,8 @@ class ServerWay:
         flags = ("--external-inference-url", upstream.url, "--base-model", model)
         config = state / "config.toml"
         config.write_text(f"threads = {threads}\n")
-        self._server = DemoServer(
-            state, "--config", str(config), *flags, backend_config={"trainer.merge_passes": merge}
-        )
+        settings = {"trainer.merge_passes": merge, "trainer.micro_batch_tokens": BUDGET}
+        self._server = DemoServer(state, "--config", str(config), *flags, backend_config=settings)
         self._server.start()
         self._stack.callback(self._server.stop)
         self._server.wait_ready()

@@ -71,7 +71,7 @@ class SkyrlWay:
     """The backend without a server. Passes run one after the other, or with `merge` together."""
 
     def __init__(self, model: str, threads: int, *, merge: bool, config: dict[str, Any] | None = None) -> None:
-        settings: dict[str, Any] = {"trainer.merge_passes": merge, **(config or {})}
+        settings = {"trainer.merge_passes": merge, "trainer.micro_batch_tokens": BUDGET, **(config or {})}
         loaded = load_config({"base_model": model, "threads": threads, "backend_config": settings})
         self._backend = TorchLoraBackend(loaded)
         self._merge = merge

@@ -74,6 +74,7 @@ class HistoryBackend:
 
     limits = ModelLimits(vocab_size=512, max_context=16)
     repeats_exactly = True
+    micro_batch_tokens = 4096
 
     def __init__(self, step: Callable[[], None], *, merges_passes: bool) -> None:
         self.merges_passes = merges_passes

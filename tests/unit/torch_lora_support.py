@@ -109,7 +109,7 @@ def make_ranks(
     architecture: str = "qwen3",
     *,
     path: str | None = None,
-    micro_batch_tokens: int = 48,
+    micro_batch_tokens: int | None = 48,
     merge: bool = False,
     timeout_s: float = 60.0,
     rank_class: type[Rank] = Rank,

@@ -1,4 +1,4 @@
-"""Where the engine's time goes, by phase, and how long its recoveries take."""
+"""Where the engine's time goes, by phase, how large its micro-batches are, and how long its recoveries take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from skyrl.base.types.kinds import SAVES, Kind
 
@@ -30,6 +30,8 @@ class PhaseMetrics:
         about = "Time that the engine has spent in each phase; saves and loads run beside the others."
         busy = Counter("skyrl_engine_busy_seconds", about, ["phase"], registry=registry)
         self._busy = {phase: busy.labels(phase) for phase in PHASES}
+        about = "Tokens that a micro-batch of the trainer has at most."
+        self._micro_batch = Gauge("skyrl_micro_batch_tokens", about, registry=registry)
         about = "Time from the last heartbeat of an engine that died until its successor trains."
         self._recovery = Histogram("skyrl_recovery_seconds", about, buckets=RECOVERY_BOUNDS, registry=registry)
 
@@ -40,6 +42,10 @@ class PhaseMetrics:
             yield
         finally:
             self._busy[phase].inc(time.perf_counter() - began)
+
+    def micro_batch_tokens(self, tokens: int) -> None:
+        """The bound of the trainer that has been started."""
+        self._micro_batch.set(tokens)
 
     def recovered(self, died_at: float) -> None:
         """`died_at` is in seconds since the epoch."""

@@ -47,6 +47,25 @@ def host_bytes(root: Path = Path("/")) -> float:
     return 1024.0 * (_number(meminfo, "MemTotal:") + swap)
 
 
+def limit_bytes(root: Path = Path("/")) -> float:
+    """What this process may use at most, whatever others use now: the host's memory without swap space, within the
+    limits of this process's cgroups."""
+    total = 1024.0 * _number((root / "proc/meminfo").read_text(), "MemTotal:")
+    return min([total, *_limits_of_cgroups(root)])
+
+
+def _limits_of_cgroups(root: Path) -> Iterator[float]:
+    """The limits of this process's cgroup, and of each cgroup above it."""
+    for mount, path, limit_file, _, _ in _cgroups(root):
+        for group in (path, *path.parents):
+            try:
+                limit = (root / mount / group.relative_to("/") / limit_file).read_text().strip()
+            except OSError:
+                continue
+            if limit != "max":
+                yield int(limit)
+
+
 def _left_by_cgroups(root: Path) -> Iterator[float]:
     """What is left of the limit of this process's cgroup, and of each cgroup above it. Inactive pages of files count as
     left, because the kernel takes them back."""

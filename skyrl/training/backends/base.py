@@ -136,6 +136,11 @@ class Backend(Protocol):
     def limits(self) -> ModelLimits: ...
 
     @property
+    def micro_batch_tokens(self) -> int:
+        """How many tokens a micro-batch has at most, where common prefixes count once."""
+        ...
+
+    @property
     def merges_passes(self) -> bool:
         """Whether passes of several models in one `run` share the base model's work."""
         ...

@@ -93,8 +93,9 @@ class _Base:
         tracing: CommandTracing,
     ) -> Self:
         threads = EngineThreads(FILES_AT_ONCE)
+        metrics.phases.micro_batch_tokens(backend.micro_batch_tokens)
         # Twice the micro-batch: enough to fill one, and small enough that every model's turn comes soon.
-        scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
+        scheduler = Scheduler(2 * backend.micro_batch_tokens * BYTES_PER_TOKEN)
         snapshots = Snapshots(config, database, backend)
         settlement = Settlement(database, api, metrics.commands)
         scope = config.role.scope

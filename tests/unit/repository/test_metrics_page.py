@@ -108,6 +108,7 @@ def test_the_board_chooses_base_models_by_their_label_where_all_series_have_it()
 
 LEFT_OUT = {
     "skyrl_build_info",
+    "skyrl_micro_batch_tokens",
     "skyrl_middleware_requests_total",
     "skyrl_router_worker_requests_total",
     "skyrl_router_worker_routable",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes
+from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes, limit_bytes
 
 
 def _host(root: Path, cgroup: str) -> Path:
@@ -44,6 +44,17 @@ def test_all_memory_is_that_of_the_host_and_its_swap_space(tmp_path: Path) -> No
         meminfo.write("SwapTotal:       1000 kB\n")
     assert host_bytes(root) == 10_000 * 1024
     assert host_bytes() > free_host_bytes()
+
+
+def test_the_limit_is_what_there_is_whatever_is_used_of_it(tmp_path: Path) -> None:
+    root = _host(tmp_path, "0::/skyrl.service/trainer\n")
+    group = root / "sys/fs/cgroup"
+    assert limit_bytes(root) == 9000 * 1024, "no cgroup has limits"
+    _limit(group / "skyrl.service", "1000000", used=999_999)
+    _limit(group / "skyrl.service/trainer", "max")
+    assert limit_bytes(root) == 1_000_000
+    _limit(group / "skyrl.service/trainer", "900000", used=5)
+    assert limit_bytes(root) == 900_000
 
 
 def test_the_least_of_all_limits_from_the_own_cgroup_to_the_highest_one_counts(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,12 @@ from torch_lora_support import (
 from skyrl.training.backends.base import Backend, InvalidRequest, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora import logprobs as logprobs_module
 from skyrl.training.backends.torch_lora import recomputation
+from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.rank import Rank
+from skyrl.training.backends.torch_lora.row_budget import RowBudget
+from skyrl.training.backends.torch_lora.row_probe import measure_row
 from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from skyrl.training.backends.torch_lora.sharding import reshard
 
 SPECS = {
     "all": spec(8, 1),
@@ -338,6 +342,22 @@ def test_each_micro_batch_gathers_the_same_parameters_once(ranks: Ranks) -> None
     ):
         ok(backend.run(queue))
         assert backend._group.call("count") == [expected, expected]
+
+
+class UnequalRank(Rank):
+    """Rank 1 has memory for fewer rows. Each measures a row, as on CUDA."""
+
+    def _row_budget(self, targets: Sequence[Target]) -> RowBudget:
+        measure_row(self._base, targets)
+        reshard(self._base.packed)
+        return RowBudget(4096 >> self._rank, "a test")
+
+
+def test_ranks_measure_a_row_together_and_take_the_smallest_budget(ranks: Ranks) -> None:
+    backend = ranks(2, rank_class=UnequalRank, micro_batch_tokens=None)
+    assert backend.micro_batch_tokens == 2048
+    backend.create_model("m", spec())
+    ok(backend.run([train("m", sft(0, 40, 40))]))
 
 
 def test_each_rank_holds_its_part_of_the_parameters(ranks: Ranks) -> None:

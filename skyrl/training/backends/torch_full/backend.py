@@ -32,6 +32,8 @@ from skyrl.training.backends.torch_lora import checks
 from skyrl.training.backends.torch_lora.device import command_on, failure_of, prepare_device
 from skyrl.training.backends.torch_lora.losses import served_losses
 from skyrl.training.backends.torch_lora.routed_experts import with_sorted_experts
+from skyrl.training.backends.torch_lora.row_budget import BudgetSettings
+from skyrl.training.backends.torch_lora.row_probe import measure_row
 from skyrl.training.backends.torch_lora.running import RunningPass, slices_of
 from skyrl.training.backends.torch_lora.state_snapshots import StateSnapshots
 
@@ -48,7 +50,6 @@ class TorchFullBackend(StateSnapshots):
 
     def __init__(self, config: ServerConfig) -> None:
         trainer = config.backend_config.trainer
-        self._budget = trainer.micro_batch_tokens
         self._device = prepare_device(config.threads)
         self._model = FullModel(
             config.base_model_path,
@@ -56,6 +57,10 @@ class TorchFullBackend(StateSnapshots):
             gradient_checkpointing=trainer.gradient_checkpointing,
             pictures=takes_pictures(config),
         )
+        budget = BudgetSettings.of(config)
+        if budget.measures_on(self._device):
+            measure_row(self._model.base, ())
+        self._budget = budget.chosen([budget.of_model(self._model.base.packed)])
         self._limits = self._model.base.limits(config)
         self._losses = served_losses(config.losses.stable_reinforce)
         self._trained: tuple[str, FullParameters] | None = None
@@ -63,6 +68,10 @@ class TorchFullBackend(StateSnapshots):
     @property
     def limits(self) -> ModelLimits:
         return self._limits
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self._budget
 
     @property
     def repeats_exactly(self) -> bool:

@@ -86,6 +86,7 @@ class FullRank(RankBase):
             self._device.type,
             base.packed.mixture,
             base.sight,
+            self._row_budget(()),
             shapes,
             sharded.in_files,
             type(model).__name__,

@@ -35,6 +35,8 @@ from skyrl.training.backends.torch_lora.passes import run_micro_batch
 from skyrl.training.backends.torch_lora.probe import kinds_of, random_adapter
 from skyrl.training.backends.torch_lora.projections import trained_targets
 from skyrl.training.backends.torch_lora.routed_experts import with_sorted_experts
+from skyrl.training.backends.torch_lora.row_budget import BudgetSettings
+from skyrl.training.backends.torch_lora.row_probe import measure_row
 from skyrl.training.backends.torch_lora.running import Running, RunningPass, slices_of
 from skyrl.training.backends.torch_lora.state_snapshots import StateSnapshots
 
@@ -56,14 +58,11 @@ class TorchLoraBackend(StateSnapshots):
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        self._budget = config.backend_config.trainer.micro_batch_tokens
         self._max_rank = config.backend_config.lora.max_lora_rank
         self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
         self._device = prepare_device(config.threads)
         merge = config.backend_config.trainer.merge_passes
         self._merge = self._device.type == "cuda" if merge is None else merge
-        shared_rows = self._budget if self._device.type == "cuda" else min(self._budget, SHARED_ROWS_ON_CPU)
-        self._shared_rows = shared_rows if self._merge else 1
         self._base = load_base_model(
             config.base_model_path,
             self._device,
@@ -71,6 +70,12 @@ class TorchLoraBackend(StateSnapshots):
             mlp_of_mixtures=self._train_mlp_of_mixtures == "train",
             pictures=takes_pictures(config),
         )
+        budget = BudgetSettings.of(config)
+        if budget.measures_on(self._device):
+            measure_row(self._base, self._base.targets)
+        self._budget = budget.chosen([budget.of_model(self._base.packed)])
+        shared_rows = self._budget if self._device.type == "cuda" else min(self._budget, SHARED_ROWS_ON_CPU)
+        self._shared_rows = shared_rows if self._merge else 1
         self._limits = self._base.limits(config)
         self._losses = served_losses(config.losses.stable_reinforce)
         self._adapters: dict[str, Adapter] = {}
@@ -78,6 +83,10 @@ class TorchLoraBackend(StateSnapshots):
     @property
     def limits(self) -> ModelLimits:
         return self._limits
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self._budget
 
     @property
     def merges_passes(self) -> bool:

@@ -23,6 +23,7 @@ from skyrl.training.backends.torch_lora.metrics import Tally
 from skyrl.training.backends.torch_lora.plan import Plan
 from skyrl.training.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankSettings
 from skyrl.training.backends.torch_lora.routed_experts import with_sorted_experts
+from skyrl.training.backends.torch_lora.row_budget import BudgetSettings
 from skyrl.training.backends.torch_lora.running import not_finite, result_of
 from skyrl.training.backends.torch_lora.state_snapshots import StateSnapshots
 
@@ -37,6 +38,7 @@ def rank_settings(config: ServerConfig) -> RankSettings:
         config.backend_config.lora.train_mlp_of_mixtures == "train",
         trainer.rank_timeout_s,
         takes_pictures(config),
+        BudgetSettings.of(config),
     )
 
 
@@ -50,7 +52,6 @@ class BackendOverRanks(StateSnapshots):
         """
         self._group = group
         self._path = config.base_model_path
-        self._budget = config.backend_config.trainer.micro_batch_tokens
         self._losses = served_losses(config.losses.stable_reinforce)
         try:
             facts: list[BaseFacts] = results_of(group.call("load"))
@@ -58,6 +59,7 @@ class BackendOverRanks(StateSnapshots):
             group.close()
             raise
         self._on_cpu = all(each.device == "cpu" for each in facts)
+        self._budget = BudgetSettings.of(config).chosen([each.budget for each in facts])
         max_model_len = config.backend_config.inference.max_model_len
         max_context = facts[0].max_context
         context = min(max_context, max_model_len or max_context)
@@ -68,6 +70,10 @@ class BackendOverRanks(StateSnapshots):
     @property
     def limits(self) -> ModelLimits:
         return self._limits
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self._budget
 
     def check(self, training_pass: TrainingPass) -> None:
         self._require(training_pass.model_id)

@@ -65,7 +65,8 @@ class Rank(RankBase):
         """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
         base = self._load_model(frozen(mlp_of_mixtures=self._settings.mlp_of_mixtures)).base
         mixture, targets = base.packed.mixture, tuple(base.targets)
-        return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, base.sight, targets)
+        budget = self._row_budget(targets)
+        return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, base.sight, budget, targets)
 
     def create(self, model_id: str, spec: LoraSpec, targets: Sequence[Target]) -> None:
         """Add an adapter, with initial weights drawn from its seed. Raises Agreed with OutOfMemory."""

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from skyrl.base.pictures.sight import Sight
 from skyrl.training.backends.base import Datum, Mixture
+from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.collectives import Agreed, agree, sendable
 from skyrl.training.backends.torch_lora.device import failure_of, prepare_device
 from skyrl.training.backends.torch_lora.logprobs import Targets
@@ -32,8 +33,10 @@ from skyrl.training.backends.torch_lora.packing import pack_alone
 from skyrl.training.backends.torch_lora.passes import MicroBatch, by_datum, look_at, loss_of
 from skyrl.training.backends.torch_lora.plan import Piece
 from skyrl.training.backends.torch_lora.recomputation import Setting
+from skyrl.training.backends.torch_lora.row_budget import BudgetSettings, RowBudget
+from skyrl.training.backends.torch_lora.row_probe import measure_row
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
-from skyrl.training.backends.torch_lora.sharding import ModelForm, ShardedModel, load_sharded_model
+from skyrl.training.backends.torch_lora.sharding import ModelForm, ShardedModel, load_sharded_model, reshard
 from skyrl.training.backends.torch_lora.vision import Seen
 
 
@@ -49,17 +52,19 @@ class RankSettings:
     mlp_of_mixtures: bool
     timeout_s: float
     pictures: bool
+    budget: BudgetSettings
 
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """What the engine needs to know of the base model."""
+    """What the engine needs to know of the base model, and of the memory that this rank has."""
 
     vocab_size: int
     max_context: int
     device: str
     mixture: Mixture | None
     sight: Sight | None
+    budget: RowBudget
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,14 @@ class RankBase:
         )
         self._base = self._model.base
         return self._model
+
+    def _row_budget(self, targets: Sequence[Target]) -> RowBudget:
+        """What this rank's memory allows. `targets`: as for `measure_row`."""
+        settings, packed = self._settings.budget, self._base.packed
+        if settings.measures_on(self._device):
+            measure_row(self._base, targets)
+            reshard(packed)
+        return settings.of_model(packed, ranks=self._ranks)
 
     def memory(self) -> dict[str, int]:
         """`parameters` of the base model on this rank, of `all_parameters`. In bytes: this process's peak of resident

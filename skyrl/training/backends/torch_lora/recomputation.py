@@ -82,6 +82,14 @@ class Recomputation:
         """Whether the backward of the micro-batch whose forward runs now computes the layers again."""
         return self._recomputes and torch.is_grad_enabled()
 
+    @property
+    def bytes_of_row(self) -> float:
+        """What a row keeps for its backward: as measured, and guessed before that. With setting True: the inputs of all
+        layers, and what one layer computes again."""
+        if self._setting is not True:
+            return self._per_row
+        return _input_bytes(self._layers) + self._per_row / len(self._layers)
+
     @contextmanager
     def of_micro_batch(self, rows: int, copies: int = 0, leaves: Sequence[Tensor] = ()) -> Iterator[None]:
         """The forward of a micro-batch runs inside. `copies`: of rows of keys and values, behind shared prefixes.
@@ -95,7 +103,7 @@ class Recomputation:
         if self._recomputes:
             with self._recomputed():
                 yield
-        elif self._setting == "auto" and self._tells(rows, copies):
+        elif self._tells(rows, copies):
             with _kept_bytes(leaves) as kept:
                 yield
             of_row = sum(kept.values()) / rows
@@ -118,7 +126,7 @@ class Recomputation:
         from the start with as much free memory as now, but at most to `LEARNED_AT_ONCE` times what it was."""
         if self._setting != "auto" or not self._able or self._recomputes or self._forced:
             return False
-        enough = 1.01 * max(FREE_ANYHOW, SHARE * self._free()) / rows
+        enough = 1.01 * max(FREE_ANYHOW, SHARE * self.free()) / rows
         self._per_row = max(self._per_row, min(enough, LEARNED_AT_ONCE * self._per_row))
         return True
 
@@ -138,9 +146,10 @@ class Recomputation:
         if not self._able:
             return False
         needed = rows * self._per_row
-        return self._anywhere(needed > FREE_ANYHOW and needed > SHARE * self._free())
+        return self._anywhere(needed > FREE_ANYHOW and needed > SHARE * self.free())
 
-    def _free(self) -> float:
+    def free(self) -> float:
+        """Bytes of the device, or this rank's share of the host's, that new work can have now."""
         if self._device.type == "cuda":
             unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             return torch.cuda.mem_get_info(self._device)[0] + unused
@@ -156,6 +165,12 @@ class Recomputation:
         finally:
             for layer in self._layers:
                 layer.training = False
+
+
+def _input_bytes(layers: Sequence[nn.Module]) -> int:
+    """Bytes of a row of the inputs of all layers, which have the width of their first linear layer's input."""
+    first = [next(module for module in layer.modules() if isinstance(module, nn.Linear)) for layer in layers]
+    return sum(each.in_features * each.weight.element_size() for each in first)
 
 
 def _product_bytes(layers: Sequence[nn.Module]) -> int:

@@ -1,0 +1,103 @@
+"""How many rows a micro-batch may have, where the configuration does not say it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from torch_lora_support import base_path, make_backend, make_full, ok, sft, spec, train
+
+from skyrl.base.config.loading import load_config
+from skyrl.training.backends.torch_full.backend import TorchFullBackend
+from skyrl.training.backends.torch_lora import recomputation, row_budget
+from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.row_budget import ON_CPU, ON_CUDA, BudgetSettings, RowBudget, rows_within
+from skyrl.training.backends.torch_lora.row_probe import measure_row
+
+
+def _unset(**trainer: Any) -> Any:
+    settings = {f"trainer.{key}": value for key, value in trainer.items()}
+    return load_config({"base_model": base_path(), "backend_config": settings})
+
+
+def _of(backend: Any) -> recomputation.Recomputation:
+    return (backend._base if hasattr(backend, "_base") else backend._model.base).packed.recomputation
+
+
+def test_the_rows_are_the_largest_power_of_two_that_keeps_its_share_of_the_memory() -> None:
+    of_row = 1e6
+    needed = 16_384 * of_row / ON_CUDA.share
+    assert rows_within(1.001 * needed, of_row, ON_CUDA) == 16_384
+    assert rows_within(0.999 * needed, of_row, ON_CUDA) == 8192
+    assert rows_within(1e15, of_row, ON_CUDA) == 65_536
+    assert rows_within(-1.0, of_row, ON_CUDA) == 4096, "smaller ones would only be slower: layers are recomputed"
+    assert rows_within(1e15, of_row, ON_CPU) == 4096
+    assert rows_within(0.0, of_row, ON_CPU) == 1024
+
+
+def test_a_full_micro_batch_of_the_gpus_budget_is_not_recomputed_while_half_of_the_rest_is_free() -> None:
+    """A third of the memory is less than half of what is left when adapters have taken a fourth of it."""
+    assert ON_CUDA.share < recomputation.SHARE * 0.75
+
+
+def test_a_given_number_is_obeyed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert make_backend(micro_batch_tokens=48).micro_batch_tokens == 48
+    assert "a micro-batch has at most 48 rows (trainer.micro_batch_tokens)" in caplog.text
+
+
+@pytest.mark.parametrize("backend_class", [TorchLoraBackend, TorchFullBackend])
+def test_on_a_cpu_the_number_follows_the_memory_that_there_is_and_not_what_is_free_now(
+    backend_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that starts again after a crash cuts its passes at the same places."""
+    caplog.set_level(logging.INFO)
+    config = _unset(full_finetuning=backend_class is TorchFullBackend)
+    backend = backend_class(config)
+    assert backend.micro_batch_tokens == 4096
+    parameters = list((backend._base if hasattr(backend, "_base") else backend._model.base).packed.parameters())
+    of_model = (4 if backend_class is TorchLoraBackend else 16) * sum(each.numel() for each in parameters)
+    needed = 2048 * _of(backend).bytes_of_row / ON_CPU.share
+    monkeypatch.setattr(row_budget, "limit_bytes", lambda: of_model + 1.001 * needed)
+    monkeypatch.setattr(recomputation, "free_host_bytes", lambda: 0.0)
+    assert backend_class(config).micro_batch_tokens == 2048
+    assert "a micro-batch has at most 2048 rows (about 0.01 MB a row, 0.1 GB" in caplog.text
+    monkeypatch.setattr(row_budget, "limit_bytes", lambda: of_model + 0.999 * needed)
+    assert backend_class(config).micro_batch_tokens == 1024
+
+
+def test_layers_that_are_always_recomputed_keep_less_for_a_row() -> None:
+    kept, recomputed = (_of(make_backend(gradient_checkpointing=value)).bytes_of_row for value in (False, True))
+    inputs = 2 * 4 * 48
+    """Of two layers."""
+    assert recomputed == inputs + kept / 2
+
+
+@pytest.mark.parametrize("make", [make_backend, make_full])
+@pytest.mark.parametrize("setting", ["auto", False])
+def test_the_probe_finds_what_a_row_of_training_keeps_and_changes_nothing(make: Any, setting: Any) -> None:
+    backend, other = (make(micro_batch_tokens=4096, gradient_checkpointing=setting) for _ in range(2))
+    base = backend._base if hasattr(backend, "_base") else backend._model.base
+    measure_row(base, base.targets if make is make_backend else ())
+    results = []
+    for each in (backend, other):
+        each.create_model("m", spec(8) if make is make_backend else spec(0))
+        results.append(ok(each.run([train("m", sft(0, 64, 64, 64, 64))])))
+    assert _of(backend).bytes_of_row == pytest.approx(_of(other).bytes_of_row, rel=0.02)
+    assert [each.metrics for each in results[0]] == [each.metrics for each in results[1]]
+
+
+def test_the_smallest_budget_of_several_is_chosen() -> None:
+    settings = BudgetSettings.of(_unset())
+    assert settings.chosen([RowBudget(4096, "rank 0"), RowBudget(2048, "rank 1")]) == 2048
+
+
+def test_a_vllm_on_the_same_gpu_keeps_its_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it still starts, when its memory looks free."""
+    monkeypatch.setattr(row_budget.torch.cuda, "device_count", lambda: 1)
+    assert BudgetSettings.of(_unset()).of_samplers == 0.5
+    assert BudgetSettings.of(_unset(**{"placement.colocate_all": True})).of_samplers == 0
+    assert BudgetSettings.of(_unset(**{"placement.colocate_all": True})).takes_turns
+    monkeypatch.setattr(row_budget.torch.cuda, "device_count", lambda: 2)
+    assert BudgetSettings.of(_unset()).of_samplers == 0, "vLLM has the second one"
