@@ -102,6 +102,8 @@ class TrainerConfig(Strict):
     With `gradient_checkpointing` a micro-batch keeps only the inputs of the decoder layers, and computes the layers
     again in its backward. "auto": only if its activations would take more than half of the free memory.
 
+    With `keep_quantized` the trainer's weights of a quantized release keep the bits that they have in its files.
+
     A rank that waits `rank_timeout_s` for another rank, or does not answer the engine for so long, counts as dead. Then
     all ranks are started again. Loading the base model and one micro-batch must take less time."""
 
@@ -111,6 +113,7 @@ class TrainerConfig(Strict):
     micro_batch_tokens: int | None = Field(None, ge=16)
     merge_passes: bool | None = None
     gradient_checkpointing: bool | Literal["auto"] = "auto"
+    keep_quantized: bool = Field(False, strict=True)
     rank_timeout_s: float = Field(300.0, gt=0)
 
 

@@ -92,6 +92,7 @@ BACKEND_KEYS = {
     "generator.inference_engine.tensor_parallel_size",
     "trainer.gradient_checkpointing",
     "trainer.full_finetuning",
+    "trainer.keep_quantized",
     "trainer.merge_passes",
     "trainer.micro_batch_tokens",
     "trainer.placement.colocate_all",
@@ -289,6 +290,14 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
         (
             {"inference_host": "10.0.0.1", "inference_api_key": "k" * 16, "backend_config": FULL},
             "configuration: inference_host: with trainer.full_finetuning no gateway can sample",
+        ),
+        (
+            {"backend_config": FULL | {"trainer.keep_quantized": True}},
+            "configuration: trainer.keep_quantized: with trainer.full_finetuning weights change, and quantized ones",
+        ),
+        (
+            {"backend_config": {"trainer.placement.policy_num_cpu_ranks": 2, "trainer.keep_quantized": True}},
+            "configuration: trainer.keep_quantized: ranks divide the weights of the device's dtype, and no quantized",
         ),
         ({"prot": 1}, "configuration: unknown key 'prot'; the nearest known one is 'port'"),
     ],

@@ -69,6 +69,7 @@ class TorchLoraBackend(StateSnapshots):
             gradient_checkpointing=config.backend_config.trainer.gradient_checkpointing,
             mlp_of_mixtures=self._train_mlp_of_mixtures == "train",
             pictures=takes_pictures(config),
+            keep_quantized=config.backend_config.trainer.keep_quantized,
         )
         budget = BudgetSettings.of(config)
         if budget.measures_on(self._device):

@@ -16,6 +16,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging
 
+from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.model_config import (
     LOADING_ERRORS,
     ModelConfig,
@@ -34,20 +35,34 @@ _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 then be in memory twice."""
 
 
-def load_model(path: str, dtype: torch.dtype, *, model_class: Any = None, safetensors_only: bool = False) -> Any:
+def load_model(
+    path: str,
+    dtype: torch.dtype,
+    *,
+    model_class: Any = None,
+    safetensors_only: bool = False,
+    keep_quantized: bool = False,
+) -> Any:
     """transformers' model in main memory, with weights of `dtype` (some layers ask for float32). `model_class`: the
     class of transformers; None for the causal language model of config.json.
 
     Weights that are quantized in the files are computed as they are read; nothing of the model or its configuration
-    says that they were. Takes the memory of the model, and of the largest layer's experts or tensor.
+    says that they were. With `keep_quantized` they become `QuantizedWeight`s instead. Takes the memory of the model,
+    and of the largest layer's experts or tensor.
 
-    Raises ConfigError: files are missing or damaged, or config.json and the files do not belong together."""
+    Raises ConfigError: files are missing or damaged, or config.json and the files do not belong together; or nothing
+    is quantized that `keep_quantized` could keep."""
     described = read_config(path)
+    if keep_quantized and described.format is None:
+        raise ConfigError(
+            f"trainer.keep_quantized: {path} is not quantized: write a quantized release of it with skyrl quantize, "
+            "and give that as base_model"
+        )
     chosen = class_of(path, described.config) if model_class is None else model_class
     files = weight_files(path)
     if not files:
         return _load_pickled(path, described, chosen, dtype, safetensors_only=safetensors_only)
-    with StoredWeights(path, files, described.format, dtype) as stored:
+    with StoredWeights(path, files, described.format, dtype, keep_quantized=keep_quantized) as stored:
         tied = check_weights(path, described.config, chosen, stored)
         weights = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
         try:

@@ -152,14 +152,15 @@ def load_base_model(
     gradient_checkpointing: Setting,
     mlp_of_mixtures: bool = False,
     pictures: bool = True,
+    keep_quantized: bool = False,
 ) -> BaseModel:
     """The whole model on one device. `mlp_of_mixtures`: see `PackedModel`. `pictures`: whether a model that sees keeps
-    its vision tower.
+    its vision tower. `keep_quantized`: whether weights stay quantized that are quantized in the files.
 
     Raises ConfigError: the path has no causal language model (`load_model`), or the model has layers that adapters
     cannot train, position embeddings that depend on the batch, or other logits on packed rows than in transformers.
     """
-    model = load_model(path, base_dtype(device))
+    model = load_model(path, base_dtype(device), keep_quantized=keep_quantized)
     tower = make_tower(path, detach_vision(model), device, pictures=pictures)
     model.to(device).eval().requires_grad_(False)
     align(model.parameters())

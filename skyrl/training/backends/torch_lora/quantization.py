@@ -1,4 +1,5 @@
-"""The formats of quantized releases that the trainer reads: block FP8, MXFP4, and INT4 packed by compressed-tensors.
+"""The formats of quantized releases that the trainer reads: block FP8, MXFP4, and integers of 4 or 8 bits that
+compressed-tensors has packed.
 
 Each class names the stored tensors that make one weight, and computes the weight from them, in parts that bound the
 memory. Knows config.json's `quantization_config` and numbers. Knows nothing of files or of models' layers.
@@ -6,6 +7,7 @@ memory. Knows config.json's `quantization_config` and numbers. Knows nothing of 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from torch import Tensor
 
 PART = 2**18
 """Elements that are computed at a time: 1 MiB in float32. With 16 MiB, the allocator kept up to 0.4 GB."""
+PART_ON_GPU = 2**25
+"""The same on a GPU, where each part starts about eight kernels. 128 MiB in float32."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of E2M1 by their four bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
 
@@ -38,9 +42,14 @@ class Format(ABC):
 
         Raises ValueError if they do not fit together."""
 
-    @abstractmethod
     def read(self, parts: Sequence[Any], rows: range, dtype: torch.dtype) -> Tensor:
         """These rows of the weight: computed in float32, and rounded once to `dtype`. `parts`: as for `shape`."""
+        return self.compute(parts[0], parts[1], self.shape(parts), rows, dtype)
+
+    @abstractmethod
+    def compute(self, numbers: Any, factors: Any, shape: Sequence[int], rows: range, dtype: torch.dtype) -> Tensor:
+        """As `read`, of a weight of this `shape`, or of equal weights in a stack [weights, *shape]. numbers, factors:
+        stored tensors, of files or on a device, where the rows are computed."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +72,34 @@ class BlockFp8(Format):
             raise ValueError(f"blocks of {self.rows} x {self.columns} of {weight} have factors {grid}, not {scale}")
         return weight
 
-    def read(self, parts: Sequence[Any], rows: range, dtype: torch.dtype) -> Tensor:
-        weight, scale = parts
-        shape = weight.get_shape()
-        out = torch.empty(len(rows), *shape[1:], dtype=dtype)
+    def compute(self, numbers: Any, factors: Any, shape: Sequence[int], rows: range, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(rows), *shape[1:], dtype=dtype, device=_device(numbers))
         if len(shape) == 2:
-            self._fill(out, weight, scale, rows)
-        else:
-            for place, row in enumerate(rows):
-                self._fill(out[place], weight[row : row + 1][0], scale[row : row + 1][0], range(shape[1]))
+            self._fill(out, numbers, factors, rows)
+            return out
+        for part in _parts(rows, math.prod(shape[1:]), out.device):
+            chosen, place = slice(part.start, part.stop), part.start - rows.start
+            of_numbers, of_factors = numbers[chosen], factors[chosen]
+            if len(part) == 1:
+                self._fill(out[place], of_numbers[0], of_factors[0], range(shape[1]))
+            else:
+                out[place : place + len(part)] = self._products(of_numbers, of_factors, 0)
         return out
 
-    def _fill(self, out: Tensor, weight: Any, scale: Any, rows: range) -> None:
+    def _fill(self, out: Tensor, numbers: Any, factors: Any, rows: range) -> None:
         """Compute these rows of a matrix."""
-        for part in _parts(rows, out.shape[1]):
-            above = part.start // self.rows
-            factors = scale[above : (part.stop - 1) // self.rows + 1].float()
-            factors = factors.repeat_interleave(self.rows, 0)[part.start - above * self.rows :][: len(part)]
-            factors = factors.repeat_interleave(self.columns, 1)[:, : out.shape[1]]
-            values = _decode(weight[part.start : part.stop], torch.float8_e4m3fn).mul_(factors)
-            out[part.start - rows.start : part.stop - rows.start] = values
+        for part in _parts(rows, out.shape[1], out.device):
+            above, place = part.start // self.rows, part.start - rows.start
+            of_part = factors[above : (part.stop - 1) // self.rows + 1]
+            skipped = part.start - above * self.rows
+            out[place : place + len(part)] = self._products(numbers[part.start : part.stop], of_part, skipped)
+
+    def _products(self, numbers: Tensor, factors: Tensor, skipped: int) -> Tensor:
+        """The numbers [..., rows, columns] times the factors of their blocks, float32. `skipped`: rows of the first
+        block that come before the numbers."""
+        rows, columns = numbers.shape[-2:]
+        wide = factors.float().repeat_interleave(self.rows, -2)[..., skipped : skipped + rows, :]
+        return _decode(numbers, torch.float8_e4m3fn).mul_(wide.repeat_interleave(self.columns, -1)[..., :columns])
 
 
 @dataclass(frozen=True)
@@ -102,27 +119,33 @@ class Mxfp4(Format):
             raise ValueError(f"blocks {blocks} and powers {scales} do not fit together")
         return [blocks[0], blocks[2] * 32, blocks[1]]
 
-    def read(self, parts: Sequence[Any], rows: range, dtype: torch.dtype) -> Tensor:
-        blocks, scales = parts
-        out = torch.empty(len(rows), *self.shape(parts)[1:], dtype=dtype)
-        pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)]).view(torch.int64).view(-1)
-        for place, expert in enumerate(rows):
-            bytes_of, power_of = blocks[expert : expert + 1][0], scales[expert : expert + 1][0]
-            height, width = out.shape[2], out.shape[1]
-            for part in _parts(range(height), width):
-                chosen = slice(part.start, part.stop)
-                values = pairs.index_select(0, bytes_of[chosen].int().view(-1)).view(torch.float32)
-                values = values.view(len(part), -1, 32).mul_(_decode(power_of[chosen], torch.float8_e8m0fnu)[..., None])
-                out[place, :, chosen] = values.view(len(part), width).T
+    def compute(self, numbers: Any, factors: Any, shape: Sequence[int], rows: range, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(rows), *shape[1:], dtype=dtype, device=_device(numbers))
+        pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)]).to(out.device)
+        pairs = pairs.view(torch.int64).view(-1)
+        width, height = shape[1:]
+        for part in _parts(rows, width * height, out.device):
+            chosen, place = slice(part.start, part.stop), part.start - rows.start
+            bytes_of, power_of, of_experts = numbers[chosen], factors[chosen], out[place : place + len(part)]
+            for part_rows in _parts(range(height), width * len(part), out.device):
+                some = slice(part_rows.start, part_rows.stop)
+                values = pairs.index_select(0, bytes_of[:, some].int().view(-1)).view(torch.float32)
+                powers = _decode(power_of[:, some], torch.float8_e8m0fnu)[..., None]
+                values = values.view(*powers.shape[:-1], 32).mul_(powers)
+                of_experts[:, :, some] = values.view(len(part), -1, width).transpose(1, 2)
         return out
 
 
 @dataclass(frozen=True)
-class PackedInt4(Format):
-    """compressed-tensors' `pack-quantized`: eight numbers from -8 to 7 in an int32, the lowest bits first, and a factor
-    for each group of columns of a row. `group_sizes`: how many columns a group may have; 0 for all of the row."""
+class PackedInt(Format):
+    """compressed-tensors' `pack-quantized`: integers of 4 or 8 bits in an int32, the lowest bits first, and a factor
+    for each group of columns of a row. An integer is stored with half of its range added: 0 for -8 or -128.
+
+    `group_sizes`: how many columns a group may have; 0 for all of the row. `widths`: how many bits an integer may
+    have."""
 
     group_sizes: tuple[int, ...]
+    widths: tuple[int, ...] = (4,)
     suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
     dtypes = (("I32",), ("F32", "BF16", "F16"), ("I64", "I32"))
 
@@ -142,21 +165,31 @@ class PackedInt4(Format):
             if shape
             else []
         )
-        if not shape or packed != [shape[0], -(-shape[1] // 8)] or scale not in grids:
+        if (
+            not shape
+            or packed not in [[shape[0], -(-shape[1] * bits // 32)] for bits in self.widths]
+            or (scale not in grids)
+        ):
             raise ValueError(
                 f"packed numbers {packed} and factors {scale} do not make {shape} in groups of {self.group_sizes}"
             )
         return shape
 
-    def read(self, parts: Sequence[Any], rows: range, dtype: torch.dtype) -> Tensor:
-        packed, scale, _ = parts
-        width = self.shape(parts)[1]
-        out = torch.empty(len(rows), width, dtype=dtype)
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-        for part in _parts(rows, width):
-            numbers = (packed[part.start : part.stop][..., None] >> shifts).bitwise_and_(15).sub_(8)
-            factors = scale[part.start : part.stop].float()
-            values = numbers.view(len(part), -1)[:, :width].reshape(*factors.shape, -1) * factors[..., None]
+    def compute(self, numbers: Any, factors: Any, shape: Sequence[int], rows: range, dtype: torch.dtype) -> Tensor:
+        width = shape[-1]
+        if len(shape) == 3:
+            chosen = slice(rows.start, rows.stop)
+            flat = range(len(rows) * shape[1])
+            made = self.compute(numbers[chosen].flatten(0, 1), factors[chosen].flatten(0, 1), shape[1:], flat, dtype)
+            return made.view(len(rows), *shape[1:])
+        out = torch.empty(len(rows), width, dtype=dtype, device=_device(numbers))
+        for part in _parts(rows, width, out.device):
+            packed = numbers[part.start : part.stop]
+            bits = next(bits for bits in self.widths if packed.shape[1] == -(-width * bits // 32))
+            shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=out.device)
+            integers = (packed[..., None] >> shifts).bitwise_and_(2**bits - 1).sub_(2 ** (bits - 1))
+            of_groups = factors[part.start : part.stop].float()
+            values = integers.view(len(part), -1)[:, :width].reshape(*of_groups.shape, -1) * of_groups[..., None]
             out[part.start - rows.start : part.stop - rows.start] = values.view(len(part), width)
         return out
 
@@ -173,7 +206,7 @@ def format_of(described: Mapping[str, Any], model_type: str) -> Format:
                 raise ValueError(f"quant_method is mxfp4, which is known of gpt_oss alone, and not of {model_type}")
             return Mxfp4()
         case "compressed-tensors":
-            return _packed_int4(described)
+            return _packed_int(described)
         case other:
             raise ValueError(f"quant_method is {other!r}, and the trainer reads fp8, mxfp4 and compressed-tensors")
 
@@ -186,7 +219,7 @@ def _block_fp8(described: Mapping[str, Any]) -> Format:
     return BlockFp8(*block)
 
 
-def _packed_int4(described: Mapping[str, Any]) -> Format:
+def _packed_int(described: Mapping[str, Any]) -> Format:
     packed = "pack-quantized"
     _demand(
         described,
@@ -199,6 +232,7 @@ def _packed_int4(described: Mapping[str, Any]) -> Format:
         },
     )
     sizes: set[int] = set()
+    widths: set[int] = set()
     groups = described.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError("config_groups is empty")
@@ -209,7 +243,7 @@ def _packed_int4(described: Mapping[str, Any]) -> Format:
         _demand(
             weights,
             {
-                "num_bits": (4,),
+                "num_bits": (4, 8),
                 "type": ("int",),
                 "symmetric": (True,),
                 "strategy": ("group", "channel"),
@@ -222,7 +256,8 @@ def _packed_int4(described: Mapping[str, Any]) -> Format:
         if not isinstance(size, int) or size < 0:
             raise ValueError(f"{field}.weights.group_size is {size!r}, and the trainer reads a number of columns")
         sizes.add(size)
-    return PackedInt4(tuple(sorted(sizes)))
+        widths.add(weights["num_bits"])
+    return PackedInt(tuple(sorted(sizes)), tuple(sorted(widths)))
 
 
 def _demand(described: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
@@ -234,14 +269,19 @@ def _demand(described: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]],
             raise ValueError(f"{name} is {found!r}, and the trainer reads {readable}")
 
 
+def _device(stored: Any) -> torch.device:
+    """Where slices of a stored tensor are: those of files are read into main memory."""
+    return stored.device if isinstance(stored, Tensor) else torch.device("cpu")
+
+
 def _decode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers of eight bits in float32, by a table: on a CPU a sixth of the time of torch's conversion."""
-    table = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    table = torch.arange(256, dtype=torch.uint8).view(dtype).float().to(numbers.device)
     return table.index_select(0, numbers.view(torch.uint8).int().view(-1)).view(numbers.shape)
 
 
-def _parts(rows: range, width: int) -> Iterator[range]:
+def _parts(rows: range, width: int, device: torch.device) -> Iterator[range]:
     """`rows` in ranges of at most PART elements, or one row."""
-    step = max(1, PART // max(1, width))
+    step = max(1, (PART if device.type == "cpu" else PART_ON_GPU) // max(1, width))
     for start in range(rows.start, rows.stop, step):
         yield range(start, min(start + step, rows.stop))

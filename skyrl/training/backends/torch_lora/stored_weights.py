@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, cannot_load, one_line
 from skyrl.training.backends.torch_lora.quantization import Format
+from skyrl.training.backends.torch_lora.quantized_weights import Piece, QuantizedWeight
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = {
@@ -64,12 +65,14 @@ def _find(path: str, name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A weight that is computed when it is read. Has the methods of safetensors' slices."""
+    """A weight that is computed when it is read. Has the methods of safetensors' slices. `kept`: where all of it is
+    read, it becomes a `QuantizedWeight`."""
 
     format: Format
     name: str
     parts: Sequence[Any]
     dtype: torch.dtype
+    kept: bool
 
     def get_shape(self) -> list[int]:
         return self.format.shape(self.parts)
@@ -79,6 +82,9 @@ class _Quantized:
 
     def __getitem__(self, rows: Any) -> Tensor:
         """`rows`: a slice of the first dimension, or an ellipsis."""
+        if self.kept and rows is ...:
+            numbers, factors = (part[:] for part in self.parts[:2])
+            return QuantizedWeight([Piece(self.format, numbers, factors, tuple(self.get_shape()))], self.dtype)
         chosen = slice(None) if rows is ... else rows
         return self.format.read(self.parts, range(self.get_shape()[0])[chosen], self.dtype)
 
@@ -88,12 +94,16 @@ class StoredWeights:
 
     Has the methods of one opened file of safetensors. Close it after the last tensor."""
 
-    def __init__(self, path: str, files: Sequence[Path], form: Format | None, dtype: torch.dtype) -> None:
-        """`dtype`: that of the weights that are quantized in the files.
+    def __init__(
+        self, path: str, files: Sequence[Path], form: Format | None, dtype: torch.dtype, *, keep_quantized: bool = False
+    ) -> None:
+        """`dtype`: that of the weights that are quantized in the files. `keep_quantized`: such a weight becomes a
+        `QuantizedWeight` where all of it is read.
 
         Raises ConfigError: a file is damaged or shorter than its header says, or a tensor is stored in another way than
         `form`, the format that config.json states."""
         self._path = path
+        self._keep_quantized = keep_quantized
         self._readers: dict[str, Any] = {}
         self._quantized: dict[str, _Quantized] = {}
         self._opened = ExitStack()
@@ -152,7 +162,8 @@ class StoredWeights:
                 raise cannot_load(
                     self._path, f"the files hold {name} as {dtypes[name]}, and the trainer reads {' or '.join(known)}"
                 )
-        weight = _Quantized(form, form.name(stem), [self._readers.pop(name).get_slice(name) for name in names], dtype)
+        parts = [self._readers.pop(name).get_slice(name) for name in names]
+        weight = _Quantized(form, form.name(stem), parts, dtype, self._keep_quantized)
         try:
             weight.get_shape()
         except ValueError as error:

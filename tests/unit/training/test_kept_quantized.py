@@ -1,0 +1,131 @@
+"""Weights that stay quantized in the trainer's memory compute the same bits as weights computed at loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch_lora_support import assert_same, make_backend, ok, saved, sft, spec, train
+
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.server import ConfigError
+from skyrl.training.backends.base import AdamParams
+from skyrl.training.backends.registry import create_backend
+from skyrl.training.backends.torch_lora.loading import load_model
+from skyrl.training.backends.torch_lora.quantized_weights import QuantizedWeight, held_bytes
+from tests.families import make_family
+from tests.quantized import FP8, INT4, MXFP4, Stored, block_fp8, int4, mxfp4, quantize
+
+LATENT = {"q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 96}
+"""Blocks of 128 end inside of an expert's rows and columns."""
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[str, Tensor], Stored]]] = {
+    "dense-fp8": ("qwen3", WIDE, FP8, block_fp8()),
+    "dense-int4": ("qwen3", WIDE, INT4, int4()),
+    "mixture-fp8": ("qwen3-moe", WIDE, FP8, block_fp8(torch.bfloat16)),
+    "latent-mixture-int4": ("deepseek-v3", WIDE | LATENT | {"head_dim": None}, INT4, int4(torch.float32)),
+    "fused-mixture-mxfp4": ("gpt-oss", {}, MXFP4, mxfp4),
+}
+STEP = AdamParams(learning_rate=1e-2)
+
+
+def release(case: str, directory: Path) -> str:
+    family, shape, config, stored = CASES[case]
+    return quantize(make_family(family, directory, **shape), directory / "release", config, stored)
+
+
+def trained(path: str, out: Path, **settings: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    """Metrics and logprobs of two steps, and the adapter after them."""
+    flat = {f"trainer.{key}": value for key, value in settings.items()}
+    backend: Any = create_backend("fsdp", load_config({"base_model": path, "backend_config": flat}))
+    backend.create_model("m", spec(4, 1))
+    seen: list[Any] = []
+    for step in range(2):
+        (result,) = ok(backend.run([train("m", sft(step, 12, 30, 9))]))
+        seen += [result.metrics, [logprobs.tolist() for logprobs in result.logprobs], backend.optim_step("m", STEP)]
+    adapter = saved(backend, "m", out)
+    backend.close()
+    return seen, adapter
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_gives_the_same_bits_as_on_weights_computed_at_loading(case: str, tmp_path: Path) -> None:
+    path = release(case, tmp_path)
+    expected, adapter = trained(path, tmp_path / "computed")
+    kept, kept_adapter = trained(path, tmp_path / "kept", keep_quantized=True)
+    assert kept == expected
+    assert_same(kept_adapter, adapter)
+
+
+@pytest.mark.parametrize("case", ["dense-int4", "fused-mixture-mxfp4"])
+def test_recomputed_layers_and_merged_passes_give_the_same_bits_too(case: str, tmp_path: Path) -> None:
+    path, settings = release(case, tmp_path), {"gradient_checkpointing": True, "merge_passes": True}
+    expected, adapter = trained(path, tmp_path / "computed", **settings)
+    kept, kept_adapter = trained(path, tmp_path / "kept", keep_quantized=True, **settings)
+    assert kept == expected
+    assert_same(kept_adapter, adapter)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_computed_at_loading_and_take_the_bits_of_the_files(case: str, tmp_path: Path) -> None:
+    path = release(case, tmp_path)
+    kept, computed = load_model(path, torch.float32, keep_quantized=True), load_model(path, torch.float32)
+    kept.requires_grad_(False)
+    bits = 0.0
+    for (name, ours), theirs in zip(kept.named_parameters(), computed.parameters(), strict=True):
+        assert ours.shape == theirs.shape
+        if not isinstance(ours, QuantizedWeight):
+            assert torch.equal(ours, theirs), name
+            continue
+        assert torch.equal(ours.whole(), theirs), name
+        bits = max(bits, 8 * held_bytes([ours]) / ours.numel())
+    assert 4 < bits < 9, "4 or 8 bits for a number, and some for factors"
+    experts = [each for name, each in kept.named_parameters() if ".experts." in name and each.ndim == 3]
+    assert all(isinstance(each, QuantizedWeight) for each in experts), "the experts of all cases are quantized"
+
+
+def test_nothing_of_the_size_of_a_weight_is_kept_for_the_backward(tmp_path: Path) -> None:
+    """Beside quantized weights, only activations: all have the micro-batch's 40 rows."""
+    path = release("dense-int4", tmp_path)
+    settings = {"trainer.keep_quantized": True, "trainer.gradient_checkpointing": False}
+    backend: Any = create_backend("fsdp", load_config({"base_model": path, "backend_config": settings}))
+    backend.create_model("m", spec(4, 1))
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        ok(backend.run([train("m", sft(0, 40))]))
+    smallest = min(each.numel() for each in backend._base.packed.parameters() if isinstance(each, QuantizedWeight))
+    quantized = [each for each in kept if isinstance(each, QuantizedWeight)]
+    assert len(quantized) >= 14, "seven projections of two layers"
+    large = [each.shape for each in kept if not isinstance(each, QuantizedWeight) and each.numel() >= smallest]
+    heads = backend._base.packed.lm_head.base.weight.shape
+    assert all(shape == heads or 40 in shape for shape in large), large
+
+
+def test_a_quantized_weight_is_never_changed(tmp_path: Path) -> None:
+    model = load_model(release("dense-int4", tmp_path), torch.float32, keep_quantized=True)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weight, QuantizedWeight)
+    for change in (lambda: weight.data.zero_(), lambda: weight.data.add_(1.0), lambda: weight.data.copy_(weight)):
+        with pytest.raises(RuntimeError, match="would change a quantized weight"):
+            change()
+    assert torch.equal(weight.t().contiguous(), weight.whole().t())
+    assert torch.equal(weight[3:5] + 1, weight.whole()[3:5] + 1), "other operations get its numbers"
+    assert weight.to(torch.bfloat16).dtype == torch.bfloat16
+    moved = weight.to("meta")
+    assert isinstance(moved, QuantizedWeight)
+    assert moved.pieces[0].numbers.device.type == "meta"
+
+
+def test_a_model_that_is_not_quantized_is_refused_by_the_keys_name() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer.keep_quantized: .* is not quantized: .* skyrl quantize"):
+        make_backend(keep_quantized=True)
