@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, SidecarError, VllmAway, VllmBroke
 from skyrl.inference.sidecar.facts import WeightVersion
@@ -119,20 +119,23 @@ class Updates:
             if not request.stage_only:
                 self._check_in_flight(change)
             source = (request.model_path, change.version, change.partial, change.checksums)
+            seconds: dict[str, float] = {}
             if request.stage_only or self._staged_from != source:  # a trainer that starts again may write anew
-                await self._stage(request)
+                seconds = await self._stage(request)
             if request.stage_only:
                 self._staged_from = source
-                return await self._state("Read and checked; the same request without stage_only applies it.", False)
+                done = "Read and checked; the same request without stage_only applies it."
+                return await self._state(done, seconds, applied=False)
             self._staged_from = None
             try:
-                frozen = await self._apply(change, from_disk=True)
+                applied = await self._apply(change, from_disk=True)
             except BadRequest:
                 await self._weights.call("discard")
                 raise
-            return await self._answer(change, frozen)
+            return await self._answer(change, applied, seconds)
 
-    async def _stage(self, request: FromDisk) -> None:
+    async def _stage(self, request: FromDisk) -> dict[str, float]:
+        """The seconds of its stages."""
         self._forget_staged()
         arguments = {
             "directory": request.model_path,
@@ -140,7 +143,7 @@ class Updates:
             "checksums": request.change.checksums,
             "partial": request.change.partial,
         }
-        await self._weights.job("read", arguments, self._settings.update_s)
+        return _longest(await self._weights.job("read", arguments, self._settings.update_s))
 
     def _forget_staged(self) -> None:
         """Whatever begins now replaces what vLLM has staged."""
@@ -192,14 +195,16 @@ class Updates:
             )
             lacks = max(rank["missing"] for rank in received)
             if not any(rank["new"] for rank in received):
-                return await self._state(f"received {len(bucket.names)} tensors, which the model has already", False)
+                known = f"received {len(bucket.names)} tensors, which the model has already"
+                return await self._state(known, _longest(received), applied=False)
             if lacks and not change.partial:
                 self._unfinished = (
                     f"{lacks} tensors of the update are missing, such as {', '.join(received[0]['some'])}"
                 )
-                return await self._state(f"received {len(bucket.names)} tensors; {lacks} are still to come", False)
-            frozen = await self._apply(change, from_disk=False)
-            return await self._answer(change, frozen)
+                more = f"received {len(bucket.names)} tensors; {lacks} are still to come"
+                return await self._state(more, _longest(received), applied=False)
+            applied = await self._apply(change, from_disk=False)
+            return await self._answer(change, applied, _longest(received))
 
     async def set_version(self, version: str, *, abort_all: bool) -> None:
         """Name the weights that vLLM has. Raises SidecarError."""
@@ -268,9 +273,9 @@ class Updates:
             "with the mode retract, or with the mode in_place and flush_cache false"
         )
 
-    async def _apply(self, change: Change, *, from_disk: bool) -> int:
-        """Put what is staged into the model, flush, name the version. Returns how many requests were frozen. Raises
-        SidecarError; `trouble` says whether the model was touched."""
+    async def _apply(self, change: Change, *, from_disk: bool) -> _Applied:
+        """Put what is staged into the model, flush, name the version. Raises SidecarError; `trouble` says whether the
+        model was touched."""
         hold = await self._enter_hold()
         try:
             if change.abort_all:
@@ -278,14 +283,15 @@ class Updates:
             if from_disk:
                 self._check_in_flight(change)
             frozen = self._in_flight.running
-            await self._change_model(change, frozen)
+            seconds = await self._change_model(change, frozen)
             self._trouble = None
             hold.stays_paused = change.keep_pause
         finally:
             await self._leave_hold(hold)
-        return frozen
+        return _Applied(frozen, seconds)
 
-    async def _change_model(self, change: Change, frozen: int) -> None:
+    async def _change_model(self, change: Change, frozen: int) -> dict[str, float]:
+        """The seconds of its stages."""
         version = change.version or await self._version.get()
         before, self._trouble = self._trouble, "an update has not ended"
         try:
@@ -318,6 +324,7 @@ class Updates:
         self._was_updated = True
         with contextlib.suppress(SidecarError):
             self._updated_start = (await self._vllm.health()).start
+        return _longest(ranks)
 
     async def _break(self, reason: str) -> None:
         """Remember it in vLLM too, for the next sidecar."""
@@ -363,10 +370,30 @@ class Updates:
         self._trouble = trouble
         await self._leave_hold(hold)
 
-    async def _answer(self, change: Change, frozen: int) -> dict[str, Any]:
+    async def _answer(self, change: Change, applied: _Applied, seconds: dict[str, float]) -> dict[str, Any]:
         moved = "" if change.version is None else f" Weight version updated to {change.version}."
-        return await self._state(f"Succeeded to update model weights.{moved}", True) | {"num_paused_requests": frozen}
+        message, seconds = f"Succeeded to update model weights.{moved}", seconds | applied.seconds
+        return await self._state(message, seconds, applied=True) | {"num_paused_requests": applied.frozen}
 
-    async def _state(self, message: str, applied: bool) -> dict[str, Any]:
+    async def _state(self, message: str, seconds: dict[str, float], *, applied: bool) -> dict[str, Any]:
         version = await self._version.get()
-        return {"success": True, "message": message, "applied": applied, "weight_version": version}
+        rounded = {stage: round(value, 4) for stage, value in seconds.items()}
+        return {
+            "success": True, "message": message, "applied": applied, "weight_version": version, "seconds": rounded
+        }  # fmt: skip
+
+
+class _Applied(NamedTuple):
+    """`frozen`: how many requests were in flight. `seconds`: of the stages of the step that changed the model."""
+
+    frozen: int
+    seconds: dict[str, float]
+
+
+def _longest(ranks: Ranks) -> dict[str, float]:
+    """The seconds of each stage, of the rank that took longest for it."""
+    found: dict[str, float] = {}
+    for rank in ranks:
+        for stage, value in rank.get("seconds", {}).items():
+            found[stage] = max(value, found.get(stage, 0.0))
+    return found

@@ -1,15 +1,31 @@
 """Calls to the worker extension inside vLLM, which stages, applies and checks weights. Each rank answers each call.
 
+The first call goes through vLLM's engine, and so do those that the engine must not run beside. All others go to the
+sockets that the workers have opened, or through the engine where these cannot be reached.
+
 Knows the extension's calls; knows nothing of SGLang's routes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
-from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, SidecarError, VllmBroke, VllmInterrupted
+from skyrl.inference.sidecar.errors import (
+    BadRequest,
+    Busy,
+    NotOffered,
+    SidecarError,
+    VllmAway,
+    VllmBroke,
+    VllmInterrupted,
+)
 from skyrl.inference.sidecar.vllm import Vllm
+from skyrl.inference.sidecar.worker_lines import LinesBroken, ask_all
+from skyrl.inference.vllm_plugin.weights.line import ENGINE_CALLS
+
+logger = logging.getLogger(__name__)
 
 METHOD = "skyrl_weights"
 NO_EXTENSION = (
@@ -17,7 +33,9 @@ NO_EXTENSION = (
     "`skyrl rollout` starts it so"
 )
 FIRST_POLL_S, LAST_POLL_S = 0.005, 0.2
-"""Between two questions for the state of a job. Each question waits for the engine's present step."""
+"""Between two questions for the state of a job through the engine. Each waits for the engine's present step."""
+WAIT_S = 1.0
+"""How long a worker that is asked without the engine waits for the end of a job."""
 
 Ranks = list[dict[str, Any]]
 
@@ -28,6 +46,8 @@ class VllmWeights:
     def __init__(self, vllm: Vllm, call_s: float) -> None:
         self._vllm = vllm
         self._call_s = call_s
+        self._lines: tuple[str, ...] = ()
+        """Where the workers of the present vLLM answer without its engine; empty if that is not known."""
 
     async def call(self, name: str, arguments: dict[str, Any] | None = None, timeout_s: float | None = None) -> Ranks:
         """The answer of each rank. Raises BadRequest when a rank refuses, Busy when another call still runs,
@@ -41,9 +61,22 @@ class VllmWeights:
         self, name: str, arguments: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> Ranks:
         """As `call`, for a caller that must know which ranks refused: those have `ok` false."""
-        body = {"method": METHOD, "args": [name, arguments or {}]}
+        timeout_s = timeout_s or self._call_s
+        if self._lines and name not in ENGINE_CALLS:
+            waits = {"wait_s": WAIT_S} if name == "job" else {}  # through the engine it would stop the engine
+            try:
+                return await ask_all(self._lines, name, (arguments or {}) | waits, timeout_s)
+            except LinesBroken as error:
+                logger.info("vLLM's workers are asked through the engine: %s", error)
+                self._lines = ()
+            except TimeoutError:
+                raise VllmAway(f"a worker of vLLM did not answer {name} within {timeout_s:g} s") from None
+        return await self._through_engine(name, arguments or {}, timeout_s)
+
+    async def _through_engine(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Ranks:
+        body = {"method": METHOD, "args": [name, arguments]}
         try:
-            answer = await self._vllm.call("POST", "/collective_rpc", body, timeout_s or self._call_s)
+            answer = await self._vllm.call("POST", "/collective_rpc", body, timeout_s)
         except VllmInterrupted as error:
             if METHOD in error.message:
                 raise NotOffered(NO_EXTENSION) from error
@@ -51,6 +84,8 @@ class VllmWeights:
         ranks = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, dict) for rank in ranks):
             raise VllmBroke("vLLM's /collective_rpc answered no results")
+        lines = tuple(rank["line"] for rank in ranks if rank.get("line"))
+        self._lines = lines if len(lines) == len(ranks) else ()
         return ranks
 
     async def job(self, name: str, arguments: dict[str, Any] | None, timeout_s: float) -> Ranks:
@@ -73,8 +108,9 @@ class VllmWeights:
             ranks = await self.call("job", {"number": number})
             if not any(rank.get("running") for rank in ranks):
                 return ranks
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_POLL_S)
+            if not self._lines:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LAST_POLL_S)
 
     async def _stop(self) -> None:
         try:

@@ -36,7 +36,7 @@ def written(path: Path, header: object, data: bytes = b"") -> None:
 
 def test_every_kind_of_tensor_is_read_as_it_was_written(tmp_path: Path) -> None:
     save_file(KINDS, tmp_path / "model.safetensors")
-    read = dict(tensors(entries(tmp_path), never))
+    read = dict(tensors(entries(tmp_path), never, torch.empty))
     assert read.keys() == KINDS.keys()
     for name, tensor in KINDS.items():
         assert read[name].dtype == tensor.dtype
@@ -126,10 +126,10 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
     found = entries(tmp_path)
     harm(path)
     with pytest.raises(WeightsError, match=message):
-        list(tensors(found, never))
+        list(tensors(found, never, torch.empty))
 
 
 def test_reading_ends_once_it_is_stopped(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "model.safetensors")
     answers = iter([False, True])
-    assert len(list(tensors(entries(tmp_path), lambda: next(answers)))) == 1
+    assert len(list(tensors(entries(tmp_path), lambda: next(answers), torch.empty))) == 1

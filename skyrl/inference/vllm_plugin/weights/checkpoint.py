@@ -64,9 +64,11 @@ def entries(directory: Path) -> dict[str, Entry]:
     return found
 
 
-def tensors(found: dict[str, Entry], stopped: Callable[[], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read the tensors into memory of their own, in the order of the files. Ends early once `stopped()` is true. Raises
-    WeightsError when a file is gone or shorter than its header says."""
+def tensors(
+    found: dict[str, Entry], stopped: Callable[[], bool], empty: Callable[..., torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the tensors into memory that `empty(shape, dtype=)` gives, in the order of the files. Ends early once
+    `stopped()` is true. Raises WeightsError when a file is gone or shorter than its header says."""
     for file in dict.fromkeys(entry.file for entry in found.values()):
         try:
             with open(file, "rb", buffering=0) as stream:
@@ -74,7 +76,7 @@ def tensors(found: dict[str, Entry], stopped: Callable[[], bool]) -> Iterator[tu
                     if entry.file == file:
                         if stopped():
                             return
-                        yield name, _read(stream, name, entry)
+                        yield name, _read(stream, name, entry, empty(entry.shape, dtype=entry.dtype))
         except OSError as error:
             raise WeightsError(f"{file}: {error.strerror or error}") from error
 
@@ -125,8 +127,7 @@ def _entries_of(file: Path) -> Iterator[tuple[str, Entry]]:
         raise WeightsError(f"{file} is not a safetensors file: {error!r}") from error
 
 
-def _read(stream: BinaryIO, name: str, entry: Entry) -> torch.Tensor:
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+def _read(stream: BinaryIO, name: str, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return tensor
     target = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))

@@ -41,9 +41,9 @@ class Job:
     def stop(self) -> None:
         self._stop.set()
 
-    def state(self) -> dict[str, Any]:
+    def state(self, wait_s: float) -> dict[str, Any]:
         """Raises the job's error."""
-        if self.running:
+        if not self._ended.wait(wait_s):
             return {"running": True}
         if self._error is not None:
             raise WeightsError(*self._error)
@@ -85,11 +85,12 @@ class Jobs:
         if self._last is not None and self._last.running:
             raise WeightsError(f"{self._last.name} still runs", 409)
 
-    def state(self, number: int) -> dict[str, Any]:
-        """Raises WeightsError: the job's own, or because the job is not known."""
+    def state(self, number: int, wait_s: float = 0.0) -> dict[str, Any]:
+        """Waits up to `wait_s` for the job's end. Raises WeightsError: the job's own, or because the job is not
+        known."""
         if self._last is None or self._last.number != number:
             raise WeightsError(f"there is no job {number}; vLLM may have been started again", 500)
-        return self._last.state()
+        return self._last.state(wait_s)
 
     def stop(self) -> None:
         """Ask a job that runs to end early. Its state says when it has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 from skyrl.inference.vllm_plugin.weights.forms import Form, forms_of, number_of, plain, plain_expert, ready
+from skyrl.inference.vllm_plugin.weights.stages import Stages
 from skyrl.inference.vllm_plugin.weights.staging import Needed, is_finite, named
 from skyrl.weights.digests import digests
 
@@ -84,22 +85,22 @@ class ServedModel:
         except Exception as error:
             raise WeightsError(f"the files of {self._checkpoint} are not on this machine: {error}", 501) from error
 
-    def apply(self, tensors: Mapping[str, torch.Tensor], *, full: bool) -> None:
+    def apply(self, tensors: Mapping[str, torch.Tensor], *, full: bool) -> dict[str, float]:
         """Put checked tensors into the model. The engine must not run meanwhile. `full`: they are all that the model
-        needs; then every element of the model is proved to be new. Raises Broken."""
+        needs; then every element of the model is proved to be new. Returns the seconds of each stage. Raises Broken."""
         parameters = dict(self._parameters())
+        took = Stages()
         try:
             with torch.no_grad():
                 if full:
-                    for parameter in parameters.values():
-                        if parameter.is_floating_point():
-                            parameter.fill_(torch.nan)
-                self._load(tensors, keep=not full)
-                old = [name for name, parameter in parameters.items() if not is_finite(parameter)]
+                    took.of("clear", _clear, parameters.values())
+                took.of("load", self._load, tensors, keep=not full)
+                old = took.of("prove", _not_finite, parameters)
         except Exception as error:
             raise Broken(f"{str(error) or type(error).__name__}") from error
         if old:
             raise Broken(f"the new tensors did not reach {named(old)}")
+        return took.seconds
 
     def _load(self, tensors: Mapping[str, torch.Tensor], *, keep: bool) -> None:
         """With `keep`, the elements that `tensors` lacks stay. Layers that vLLM keeps in another form are loaded one
@@ -178,6 +179,16 @@ class ServedModel:
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name.replace(LORA_INFIX, ""), tensor) for name, tensor in self._model.named_buffers())
+
+
+def _clear(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            parameter.fill_(torch.nan)
+
+
+def _not_finite(parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name, parameter in parameters.items() if not is_finite(parameter)]
 
 
 @contextmanager

@@ -1,14 +1,17 @@
 """The calls about weights that one vLLM worker answers. One worker is one rank: a vLLM with tensor parallelism has
 several, and each answers each call.
 
-Calls return at once. What takes time is a job; the caller asks for its state. Order of an update from disk: `read`,
-`job` until it has ended, `apply`. From a group: `join`, then for each bucket `receive`, and `apply` after the last.
+Calls return at once. What takes time is a job; the caller asks for its state. Calls come from the engine, between two
+of its steps, or at any time from the worker's line. Order of an update from disk: `read`, `job` until it has ended,
+`apply`. From a group: `join`, then for each bucket `receive`, and `apply` after the last.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,13 +22,14 @@ from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs
 from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
-from skyrl.inference.vllm_plugin.weights.staging import SHOWN, Staged, named
+from skyrl.inference.vllm_plugin.weights.plan import elements, plan_of
+from skyrl.inference.vllm_plugin.weights.stages import Stages
+from skyrl.inference.vllm_plugin.weights.staging import SHOWN, Needed, Staged, named
+from skyrl.inference.vllm_plugin.weights.staging_memory import StagingMemory
 from skyrl.weights.digests import checksum
 
 logger = logging.getLogger("vllm.skyrl_plugin")
 
-FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
 MOST_GROUPS = 8
 """Of trainers that ended without a word, a group is left each time."""
 
@@ -64,6 +68,7 @@ class Receiver:
         self._prepare = prepare
         self._jobs = Jobs()
         self._staged: Staged | None = None
+        self._memory = StagingMemory()
         self._groups: dict[str, Group] = {}
         self._failed: dict[str, str] = {}
         """Groups that can no longer be used, and why."""
@@ -71,6 +76,7 @@ class Receiver:
         """The group that a running job receives from."""
         self._snapshot: dict[str, str] | None = None
         self._broken: str | None = None
+        self._one_at_a_time = threading.Lock()
         self._calls: dict[str, Callable[..., dict[str, Any]]] = {
             "state": self.state,
             "job": self._jobs.state,
@@ -91,8 +97,10 @@ class Receiver:
 
     def answer(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """`{"ok": true, ...}`, or `{"ok": false, "error", "status"}`."""
+        waits = call in ("job", "stop")  # and they change nothing here
         try:
-            return {"ok": True, **self._calls[call](**arguments)}
+            with nullcontext() if waits else self._one_at_a_time:
+                return {"ok": True, **self._calls[call](**arguments)}
         except WeightsError as error:
             return {"ok": False, "error": str(error), "status": error.status}
 
@@ -121,10 +129,10 @@ class Receiver:
     def read(
         self, directory: str, version: str | None, checksums: dict[str, str] | None, partial: bool
     ) -> dict[str, Any]:
-        """Stage a checkpoint of this machine. The job ends with `tensors` and `bytes`."""
+        """Stage a checkpoint of this machine. The job ends with `tensors`, `bytes` and `seconds` of each stage."""
         needed = self._model.needed()
         self._jobs.check_idle()
-        self._staged = None
+        self._forget()
 
         def work(job: Job) -> dict[str, Any]:
             found = entries(Path(directory))
@@ -137,13 +145,17 @@ class Receiver:
                 raise WeightsError(f"checksums: {directory} has no {named(unknown)}")
             own = {name: entry for name, entry in found.items() if name not in needed.optional}
             tied = {name: entry for name, entry in found.items() if name in needed.optional}
-            for name, tensor in chain(tensors(own, job.stopped), tensors(tied, job.stopped)):
-                staged.add(needed, name, tensor, (checksums or {}).get(name), self._model.has_embedding)
+            took = Stages()
+            each = chain(*(tensors(part, job.stopped, self._memory.empty) for part in (own, tied)))
+            while (read := took.of("read", next, each, None)) is not None:
+                name, tensor = read
+                given = (checksums or {}).get(name)
+                took.of("check", staged.add, needed, name, tensor, given, self._model.has_embedding)
             self._staged = staged
             if job.stopped():  # asked after the line above: a stop in between must not leave anything staged
                 self._staged = None
                 raise WeightsError("reading was stopped")
-            return {"tensors": len(staged.tensors), "bytes": staged.bytes}
+            return {"tensors": len(staged.tensors), "bytes": staged.bytes, "seconds": took.seconds}
 
         return {"job": self._start("reading the new weights", work)}
 
@@ -160,7 +172,7 @@ class Receiver:
             raise WeightsError(
                 f"rank_offset: this rank would be {rank}, in a group of {world_size} with the trainer at 0"
             )
-        self._staged = None
+        self._forget()
 
         def work(job: Job) -> dict[str, Any]:
             try:
@@ -184,7 +196,7 @@ class Receiver:
     def leave_group(self, name: str) -> dict[str, Any]:
         """Also forgets what was staged. Raises WeightsError for a group that is not there."""
         self._jobs.check_idle()
-        self._staged = None
+        self._forget()
         known = self._failed.pop(name, None)
         group = self._groups.pop(name, None)
         if group is None and known is None:
@@ -195,8 +207,9 @@ class Receiver:
 
     def receive(self, group: str, **bucket: Any) -> dict[str, Any]:
         """Stage one bucket: rank 0 broadcasts each tensor in this order. The job ends with `missing`, the number of
-        tensors that a full update still needs, and the names of some. After an error the whole update must be sent
-        again. A tensor that the model cannot take is received all the same, so that the trainer does not hang.
+        tensors that a full update still needs, the names of some, and the `seconds` of each stage. After an error the
+        whole update must be sent again. A tensor that the model cannot take is received all the same, so that the
+        trainer does not hang.
 
         A group whose bucket is not received whole has failed: what the trainer sent for it would be taken for tensors
         of the next bucket."""
@@ -221,34 +234,35 @@ class Receiver:
             raise WeightsError(f"the group {group!r} has failed ({self._failed[group]}); form it again")
         if group not in self._groups:
             raise WeightsError(f"group_name: there is no group {group!r}; call /init_weights_update_group first")
-        plan = _plan(names, dtypes, shapes)
+        plan = plan_of(names, dtypes, shapes)
         total = sum(tensor_bytes for *_, tensor_bytes in plan)
-        most = 2 * sum(_numel(shape) for shape in needed.shapes.values()) * 8
+        most = 2 * sum(elements(shape) for shape in needed.shapes.values()) * 8
         if total > most:
             raise WeightsError(f"shapes: a bucket of {total} bytes is more than this model can have")
         if self._staged is None or (self._staged.tensors and self._staged.version != version):
             if self._staged is not None:
                 logger.warning("an update to %r was not finished: it is forgotten", self._staged.version)
+            self._forget()
             self._staged = Staged(version)
         staged, members = self._staged, self._groups[group]
 
         def work(job: Job) -> dict[str, Any]:
             wrong: WeightsError | None = None
             received = False
+            took = Stages()
             try:
                 for name, dtype, shape, _ in plan:
                     if job.stopped() or self._groups.get(group) is not members:
                         raise WeightsError(f"the update was stopped before {name}")
                     try:
-                        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-                        members.broadcast(tensor)
+                        tensor = took.of("receive", self._received, members, staged, needed, name, dtype, shape)
                     except Exception as error:
                         why = str(error) or type(error).__name__
                         raise WeightsError(f"the group {group!r} failed at {name}: {why}") from error
                     try:
                         if wrong is None:
                             given = (checksums or {}).get(name)
-                            staged.add(needed, name, tensor.cpu(), given, self._model.has_embedding)
+                            took.of("check", staged.add, needed, name, tensor, given, self._model.has_embedding)
                     except WeightsError as error:
                         wrong = error
                 received = True
@@ -272,10 +286,29 @@ class Receiver:
                 "some": missing[:SHOWN],
                 "bytes": staged.bytes,
                 "new": bool(staged.tensors),
+                "seconds": took.seconds,
             }
 
         self._receiving = members
         return {"job": self._start("receiving a bucket", work)}
+
+    def _received(
+        self, group: Group, staged: Staged, needed: Needed, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """The next tensor of the group, in main memory. A name that is sent again takes no more of the staging
+        memory."""
+        again = name in staged.tensors or name not in needed.shapes
+        empty = torch.empty if again else self._memory.empty
+        if self._device.type == "cpu":
+            group.broadcast(tensor := empty(shape, dtype=dtype))
+            return tensor
+        group.broadcast(arrived := torch.empty(shape, dtype=dtype, device=self._device))
+        return empty(shape, dtype=dtype).copy_(arrived)
+
+    def _forget(self) -> None:
+        """Drop what is staged. No job may run."""
+        self._staged = None
+        self._memory.reuse()
 
     def _fail(self, name: str, why: str) -> None:
         """A group can no longer be used. A job that receives from it closes it at its end."""
@@ -290,7 +323,7 @@ class Receiver:
 
     def apply(self, partial: bool) -> dict[str, Any]:
         """Put what is staged into the model. The engine stops until this returns. A full update also repairs a broken
-        model. `broken` in the answer: the model is now neither old nor new."""
+        model. `broken` in the answer: the model is now neither old nor new; `seconds`: of each stage."""
         self._jobs.check_idle()
         staged = self._staged
         if staged is None or not staged.tensors:
@@ -301,14 +334,18 @@ class Receiver:
         if missing and self._broken is not None:
             raise WeightsError(f"the model is broken ({self._broken}): it needs all its tensors")
         self._staged = None
+        seconds: dict[str, float] = {}
         try:
-            self._model.apply(staged.tensors, full=not missing)
+            seconds = self._model.apply(staged.tensors, full=not missing)
         except Broken as broken:
             self._broken = f"an update failed while it changed the model: {broken}"
             logger.error("%s", self._broken)
         else:
             self._broken = None
-        return {"broken": self._broken, "tensors": len(staged.tensors), "bytes": staged.bytes}
+        answer = {"broken": self._broken, "tensors": len(staged.tensors), "bytes": staged.bytes, "seconds": seconds}
+        del staged
+        self._memory.reuse()
+        return answer
 
     def mark_broken(self, reason: str) -> dict[str, Any]:
         self._broken = reason
@@ -359,29 +396,3 @@ class Receiver:
             return work(job)
 
         return self._jobs.start(name, prepared)
-
-
-def _plan(
-    names: list[str], dtypes: list[str], shapes: list[list[int]]
-) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
-    if not len(names) == len(dtypes) == len(shapes):
-        raise WeightsError(
-            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: the numbers must be equal"
-        )
-    if len(set(names)) != len(names):
-        raise WeightsError("names: a name occurs twice")
-    plan = []
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        short = dtype.removeprefix("torch.")
-        if short not in FLOATS + INTEGERS:
-            raise WeightsError(f"dtypes: {dtype!r} is not a dtype of torch")
-        kind: torch.dtype = getattr(torch, short)
-        plan.append((name, kind, tuple(shape), _numel(shape) * kind.itemsize))
-    return plan
-
-
-def _numel(shape: list[int] | tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

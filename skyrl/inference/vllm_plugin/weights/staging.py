@@ -84,13 +84,13 @@ class Staged:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is infinite or not a number. A sum shows it with one pass and no memory; a sum that overflows
-    is looked at again."""
+    """Whether no element is infinite or not a number. A sum in the tensor's own dtype shows it with one pass and no
+    memory: for another dtype torch converts a copy first. A sum that overflows is looked at again."""
     if not tensor.dtype.is_floating_point:
         return True
     if tensor.dtype.itemsize == 1:
         return bool(torch.isfinite(tensor.to(torch.float32)).all())
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+    return bool(torch.isfinite(tensor.sum())) or all(bool(torch.isfinite(one)) for one in tensor.aminmax())
 
 
 def _fits(tensor: torch.Tensor, largest: float) -> bool:

@@ -6,6 +6,7 @@ vLLM makes this class a base of its worker class, and imports this module before
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
 from skyrl.inference.vllm_plugin.weights.forms import keep_projections
+from skyrl.inference.vllm_plugin.weights.line import Line
 from skyrl.inference.vllm_plugin.weights.model import ServedModel
 from skyrl.inference.vllm_plugin.weights.receiver import Receiver
+
+logger = logging.getLogger("vllm.skyrl_plugin")
 
 if current_platform.is_cpu():
     # oneDNN packs linear layers and drops their tensors: then an update changes only the other layers, silently.
@@ -34,11 +38,17 @@ class WeightUpdates:
     device: torch.device
 
     def skyrl_weights(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Answer one call of `Receiver`."""
+        """Answer one call of `Receiver`. `line`: where calls that need no engine are answered, too; null if that cannot
+        be opened."""
         receiver = self.__dict__.get("_skyrl_receiver")
         if receiver is None:
             receiver = self.__dict__["_skyrl_receiver"] = self._skyrl_new_receiver()
-        return receiver.answer(call, arguments)
+            try:
+                self.__dict__["_skyrl_line"] = Line(receiver.answer)
+            except OSError as error:
+                logger.warning("all calls about weights wait for the engine: %s", error)
+        line = self.__dict__.get("_skyrl_line")
+        return receiver.answer(call, arguments) | {"line": None if line is None else line.address}
 
     def _skyrl_new_receiver(self) -> Receiver:
         from skyrl.weights.process_group import join
