@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import trainer
+from benchmarks.operation_counts import Operations
 from benchmarks.trainer_rows import FULL, SMALL
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import TrainingPass
@@ -72,16 +73,44 @@ def test_how_long_the_device_computes(tokens: int, bases: Path) -> None:
         assert 0 < device_s < 2 * seconds
 
 
+def test_a_micro_batch_of_the_size_that_is_chosen_fits_without_recomputed_layers(bases: Path) -> None:
+    backend = backend_on(build(LARGE, bases), budget=None)
+    backend.create_model("m", LoraSpec(32, 32.0, 1))
+    rows = backend.micro_batch_tokens
+    FIGURES.record("a micro-batch has at most so many tokens", rows)
+    recomputation = backend._base.packed.recomputation
+    assert recomputation is not None
+    free = recomputation.free()
+    held = 0
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    length = min(1024, LARGE["max_position_embeddings"])
+    started = time.perf_counter()
+    ok(backend.run([TrainingPass("m", texts(1, LARGE["vocab_size"], *[length] * (rows // length)), "cross_entropy")]))
+    wait()
+    FIGURES.record("such a micro-batch: tokens/s of the first pass", rows / (time.perf_counter() - started))
+    assert not recomputation._recomputes
+    if DEVICE == "cuda":
+        used = torch.cuda.max_memory_allocated() - held
+        FIGURES.record("such a micro-batch: part of the free memory at most (the rule: 1/3 and logits)", used / free)
+        FIGURES.record("such a micro-batch: bytes of a row, by the rule", int(recomputation.bytes_of_row))
+        FIGURES.record("such a micro-batch: bytes of a row, at the peak", int(used / rows))
+        assert used < free
+
+
 def _work_of(run: Callable[[], None]) -> tuple[int, float]:
-    """Kernels and copies of the device, and their seconds. On a CPU: operations of torch that call no other."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE == "cuda" else [])]
-    with profile(activities=activities, acc_events=True) as profiled:
+    """Kernels and copies of the device, and their seconds. In a rehearsal the operations that `benchmarks.operations`
+    counts."""
+    if DEVICE == "cpu":
+        with Operations() as operations:
+            run()
+        return sum(counts.total() for counts in operations.counts.values()), 0.0
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled:
         run()
     events = profiled.events() or []
-    if DEVICE == "cuda":
-        kernels = [event for event in events if "CUDA" in str(event.device_type) and not event.is_user_annotation]
-        return len(kernels), sum(event.self_device_time_total for event in kernels) / 1e6
-    return sum(event.name.startswith("aten::") and not event.cpu_children for event in events), 0.0
+    kernels = [event for event in events if "CUDA" in str(event.device_type) and not event.is_user_annotation]
+    return len(kernels), sum(event.self_device_time_total for event in kernels) / 1e6
 
 
 def _waits_of(run: Callable[[], None]) -> int:
