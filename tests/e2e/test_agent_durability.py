@@ -82,6 +82,7 @@ def chained(turns: list[dict[str, Any]]) -> bool:
     return all(turn["parent"] == before["id"] for before, turn in zip(turns, turns[1:], strict=False))
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_after_each_part_was_killed(server: MortalServer) -> None:
     agent = Agent(server)
     messages = [user("Who watches the river?")]

@@ -159,6 +159,7 @@ def test_all_commands_of_a_page_run(page: str, terminal: Terminal) -> None:
     run_page(page, terminal)
 
 
+@pytest.mark.slow
 def test_the_page_moves_a_server_to_postgresql(terminal: Terminal, postgresql: str, postgres: PostgresServer) -> None:
     run_page("docs/operating/postgresql.md", terminal, postgres.execute)
 

@@ -17,7 +17,7 @@ from ..conftest import ALIAS, ClientFactory
 from .conftest import Stored
 from .workspace import KEY, Run, Workspace
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 DOWNLOAD = """
 import sys

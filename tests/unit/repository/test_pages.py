@@ -4,6 +4,7 @@ key exists, also in blocks that no test runs.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
@@ -41,6 +42,7 @@ def skyrl_commands(line: str) -> list[list[str]]:
     return [words[i + 1 : end] for i, end in zip(starts, ends, strict=True)]
 
 
+@functools.cache
 def _root() -> Any:
     return typer.main.get_command(app)
 
