@@ -1,4 +1,5 @@
-"""The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, status, usage, db, demo, doctor, version."""
+"""The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, status, usage, db, demo, doctor, quantize,
+version."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import typer
 
 from skyrl import __version__
 from skyrl.cli import db, keys, quotas
+from skyrl.cli.quantize import quantize
 from skyrl.cli.rollout import RolloutCommand, rollout
 from skyrl.cli.router import RouterCommand, router
 from skyrl.cli.sidecar import sidecar
@@ -31,6 +33,7 @@ app.command(cls=RolloutCommand)(rollout)
 app.command()(sidecar)
 app.command()(status)
 app.command()(usage)
+app.command()(quantize)
 
 
 @app.command(cls=SkyrlFlags)

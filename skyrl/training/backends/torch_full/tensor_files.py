@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from skyrl.training.backends.torch_lora.stored_weights import PLAIN
 
-_NAMES = {dtype: name for name, dtype in PLAIN.items()}
+_NAMES = {dtype: name for name, dtype in PLAIN.items()} | {torch.int32: "I32"}
 _ALIGNMENT = 8
 Shapes = Mapping[str, tuple[int, ...]]
 

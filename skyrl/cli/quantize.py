@@ -1,0 +1,48 @@
+"""`skyrl quantize`: a model in 4 or 8 bits, as a release that trainer and vLLM both load.
+
+The work is a process of its own: commands import no trainer.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Bits(StrEnum):
+    FOUR = "4"
+    EIGHT = "8"
+
+
+class GroupSize(StrEnum):
+    """Those that vLLM has kernels for."""
+
+    SMALL = "32"
+    MEDIUM = "64"
+    LARGE = "128"
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Directory or hub name of a model that is not quantized.")],
+    out: Annotated[Path, typer.Argument(help="Directory for the release: new or empty.")],
+    bits: Annotated[Bits, typer.Option(help="8 bits: vLLM needs a GPU to serve them.")] = Bits.FOUR,
+    group_size: Annotated[
+        GroupSize, typer.Option(help="Columns of a row that share a factor. Smaller is nearer to the model.")
+    ] = GroupSize.LARGE,
+) -> None:
+    """Round a model's large matrices to the nearest integers, and write them with the rest of the model."""
+    command = [
+        sys.executable,
+        "-m",
+        "skyrl.training.backends.quantizing",
+        model,
+        str(out),
+        bits.value,
+        group_size.value,
+    ]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
