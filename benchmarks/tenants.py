@@ -17,7 +17,9 @@ seconds are those of the run of A beside B. The reached share is the bound over 
 possible speed-up is A then B over the bound.
 
 The bound leaves out that a loop is a chain: a step needs its own samples, and a sample the update before it. The chain
-by itself is the wall time of a tenant alone (`slower alone` of the two).
+by itself is the wall time of a tenant alone (`chain_s` is that of the slower one). `schedule_s` takes both into
+account: the shortest time of any schedule of two such chains (`benchmarks.best_schedule`). `of_schedule` is that over
+the measured wall time.
 
 A line for each run says where its time went: the shares of the wall time in which the busiest threads of trainer and
 vLLM want a core, and in which so many of all working threads do. While no thread wants a core, all wait for timers,
@@ -44,6 +46,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import best_schedule
 from benchmarks.machine import facts
 from benchmarks.processes import busy_seconds, cpu_seconds, processes_of, thread_seconds
 from skyrl.cli.demo.rl import Settings
@@ -125,7 +128,7 @@ def _wants_core(stat: Path) -> bool:
 class Spent:
     """One run. Seconds: its wall time, the CPU time of each part, and that of the busiest thread of each part.
     `idle_s` is the time of all cores without work, `foreign_s` the CPU time of other programs. `wanted` and `wanting`:
-    the shares of `Gaps.shares`."""
+    the shares of `Gaps.shares`. `sample_s` and `train_s`: the times of each step, if one tenant ran alone."""
 
     wall_s: float
     cpu_s: Mapping[str, float]
@@ -134,6 +137,8 @@ class Spent:
     foreign_s: float = 0.0
     wanted: Mapping[str, float] = field(default_factory=dict[str, float])
     wanting: Mapping[str, float] = field(default_factory=dict[str, float])
+    sample_s: Sequence[float] = ()
+    train_s: Sequence[float] = ()
 
 
 def bound(run: Spent, cores: int) -> float:
@@ -150,19 +155,33 @@ def compared(alone: Sequence[Spent], beside: Spent, cores: int) -> dict[str, flo
     return {"then_s": then_s, "beside_s": beside_s, "bound_s": bound_s, "chain_s": max(walls)} | ratios
 
 
+def scheduled(alone: Sequence[Spent], beside: Spent, cores: int) -> dict[str, float]:
+    """Seconds of the shortest schedule of two tenants, and the share that the run beside each other reaches of it. What
+    a tenant takes outside of its steps, as for creating its model, counts as the begin of its first phase."""
+    first, second = map(_chain, alone)
+    seconds = best_schedule.shortest(first, second, cores)
+    return {"schedule_s": seconds, "of_schedule": seconds / beside.wall_s}
+
+
+def _chain(run: Spent) -> list[best_schedule.Phase]:
+    before_s = run.wall_s - sum(run.sample_s) - sum(run.train_s)
+    sample_s = [run.sample_s[0] + before_s, *run.sample_s[1:]]
+    return best_schedule.phases(sample_s, run.train_s, run.busiest_thread_s["trainer"], sum(run.cpu_s.values()))
+
+
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
 class Scene:
-    """The server, and a process for each tenant."""
+    """The server, with `flags`, and a process for each tenant."""
 
-    def __init__(self, stack: ExitStack, base_models: int) -> None:
+    def __init__(self, stack: ExitStack, base_models: int, flags: Sequence[str] = ()) -> None:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-tenants-")))
         entries = [{"base_model": "tiny", "served_model_names": [f"tiny-{name}"]} for name in TENANTS]
         several = ("--base-models", json.dumps(entries)) if base_models == len(TENANTS) else ()
         self._base_model = {name: f"tiny-{name}" if several else "tiny" for name in TENANTS}
-        self._server = DemoServer(state / "state", *several, backend_config=CONFIG)
+        self._server = DemoServer(state / "state", *several, *flags, backend_config=CONFIG)
         stack.callback(self._server.stop)
         self._server.start()
         self._tenants: dict[str, Tenant] = {}
@@ -215,7 +234,8 @@ class Scene:
         self._working = [thread for part in ours.values() for thread, seconds in part.items() if seconds >= WORKING_S]
         idle = (os.cpu_count() or CORES) * wall - busy
         foreign = max(0.0, busy - sum(used.values()))
-        return Spent(wall, used, busiest, idle, foreign, *gaps.shares())
+        steps = (runs[0].sample_s, runs[0].train_s) if len(runs) == 1 else ()
+        return Spent(wall, used, busiest, idle, foreign, *gaps.shares(), *steps)
 
     def _cpu(self) -> dict[str, float]:
         return {part: sum(cpu_seconds(pid) for pid in pids) for part, pids in self._pids.items()}
@@ -238,7 +258,8 @@ def measure(rounds: int, settings: Settings, base_models: int) -> list[dict[str,
             for names in order if number % 2 == 0 else reversed(order):
                 runs[names] = scene.run(names, settings)
                 print(line(names, runs[names]), flush=True)
-            result = compared([runs[ALONE_A], runs[ALONE_B]], runs[BESIDE], CORES)
+            alone, beside = [runs[ALONE_A], runs[ALONE_B]], runs[BESIDE]
+            result = compared(alone, beside, CORES) | scheduled(alone, beside, CORES)
             found.append(result | {"runs": {"+".join(names): asdict(run) for names, run in runs.items()}})
     return found
 

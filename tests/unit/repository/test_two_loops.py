@@ -1,0 +1,96 @@
+"""The shortest schedule of two loops, and the states of tenants from spans. No process is started."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from benchmarks.best_schedule import Phase, phases, shortest
+from benchmarks.collector import Span, spans_of
+from benchmarks.tenants import Spent, scheduled
+from benchmarks.timeline import Interval, intervals, shares, together
+
+
+def loop(steps: int, sample_s: float, train_s: float, cores: float = 1.0) -> list[Phase]:
+    return [Phase(sample_s, cores, False), Phase(train_s, cores, True)] * steps
+
+
+def test_two_loops_that_need_no_core_of_each_other_take_as_long_as_one_and_a_phase() -> None:
+    """They sample and train in turns. One of them waits once for the trainer, at the begin."""
+    assert shortest(loop(5, 0.5, 0.5), loop(5, 0.5, 0.5), 2) == pytest.approx(5.5)
+
+
+def test_the_trainer_is_the_bound_where_training_takes_longer() -> None:
+    assert shortest(loop(5, 0.2, 0.8), loop(5, 0.2, 0.8), 2) == pytest.approx(0.2 + 10 * 0.8)
+
+
+def test_loops_that_want_more_cores_than_there_are_run_slower() -> None:
+    both = shortest(loop(1, 1.0, 0.0, cores=1.5), loop(1, 1.0, 0.0, cores=1.5), 2)
+    assert both == pytest.approx(1.5)
+    assert shortest(loop(1, 1.0, 0.0, cores=3.0), loop(1, 1.0, 0.0, cores=3.0), 2) == pytest.approx(2.0), "in turns"
+
+
+def test_of_unequal_loops_the_longer_one_is_a_bound() -> None:
+    assert shortest(loop(1, 0.1, 0.1), loop(4, 0.5, 0.5), 2) == pytest.approx(4.0)
+
+
+def test_the_cpu_time_that_the_trainer_does_not_take_belongs_to_sampling() -> None:
+    assert (
+        phases([1.0, 1.0], [0.5, 0.5], trainer_cpu_s=0.9, cpu_s=3.3)
+        == [
+            Phase(1.0, 1.2, False),
+            Phase(0.5, 0.9, True),
+        ]
+        * 2
+    )
+
+
+def test_the_share_of_the_shortest_schedule_includes_what_a_tenant_takes_before_its_steps() -> None:
+    alone = [Spent(1.5, {"all": 1.5}, {"trainer": 0.5}, sample_s=[0.5], train_s=[0.5])] * 2
+    found = scheduled(alone, Spent(2.5, {}, {}), 2)
+    assert found == pytest.approx({"schedule_s": 2.0, "of_schedule": 0.8})
+
+
+def span(process: str, name: str, trace: str, began: float, ended: float, **attributes: str) -> Span:
+    named = {f"skyrl.{key}": value for key, value in attributes.items()}
+    return Span(process, name, trace.encode(), began, ended, named)
+
+
+def test_a_tenant_has_one_state_at_each_moment() -> None:
+    one = [
+        span("api-0", "asample", "1", 0.0, 0.1, tenant="a", kind="EXTERNAL"),
+        span("api-0", "forward", "1", 0.0, 2.0),
+        span("api-0", "record", "2", 2.5, 2.6, tenant="a", kind="FORWARD_BACKWARD"),
+        span("engine", "queue", "2", 2.5, 3.0),
+        span("engine", "run", "2", 3.0, 4.0),
+        span("engine", "queue", "3", 3.5, 4.5),
+        span("api-0", "record", "3", 3.5, 3.6, tenant="a", kind="OPTIM_STEP"),
+        span("api-0", "forward", "4", 0.0, 9.0),  # a tenant that is not known
+    ]
+    (states,) = intervals(one)
+    assert states == [
+        Interval(0.0, 2.0, "samples"),
+        Interval(2.0, 2.5, "away"),
+        Interval(2.5, 3.0, "queues"),
+        Interval(3.0, 4.0, "trains"),
+        Interval(4.0, 4.5, "queues"),
+    ]
+    assert shares(states)["samples"] == pytest.approx(2.0 / 4.5)
+
+
+def test_the_states_of_two_tenants_are_paired_while_both_run() -> None:
+    one = [Interval(0.0, 2.0, "samples"), Interval(2.0, 3.0, "trains")]
+    other = [Interval(1.0, 2.5, "trains"), Interval(2.5, 4.0, "queues")]
+    expected = {("trains", "samples"): 1.0, ("trains", "trains"): 0.5, ("trains", "queues"): 0.5}
+    assert together(one, other) == pytest.approx(expected)
+
+
+def test_spans_are_read_from_the_protocol() -> None:
+    request = ExportTraceServiceRequest()
+    resource = request.resource_spans.add()
+    sender = resource.resource.attributes.add(key="service.instance.id")
+    sender.value.string_value = "engine"
+    sent = resource.scope_spans.add().spans.add(name="run", trace_id=b"t")
+    sent.start_time_unix_nano, sent.end_time_unix_nano = 1_500_000_000, 2_000_000_000
+    sent.attributes.add(key="skyrl.tenant").value.string_value = "abc"
+    assert spans_of(request.SerializeToString()) == [Span("engine", "run", b"t", 1.5, 2.0, {"skyrl.tenant": "abc"})]
