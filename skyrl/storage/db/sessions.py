@@ -14,6 +14,8 @@ from skyrl.base.types.ids import new_session_id
 from skyrl.storage.db import audit
 from skyrl.storage.db.batched_rows import BatchedRows
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import MAX_NAMED
+from skyrl.storage.db.silence import SilenceWatch
 from skyrl.storage.db.tables import ModelRow, SamplingSessionRow, SessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.notify.peers import PeerNotifier
@@ -25,15 +27,16 @@ samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 DEFAULT_PROJECT = "default"
 """The project of sessions that were not put into a project."""
 
-LONG_LOOK_S = 20.0
-"""If the time between two calls of `look` is longer, calls have failed or the process was stopped. Sessions are not
-counted as silent for that time."""
+COMPARE_S = 60.0
+"""How often `look` compares all sessions in memory with the database, in case a notice was lost."""
 
 _INSERT = insert(sessions)
-_ACTIVE = select(sessions.c.id, sessions.c.tenant, sessions.c.heartbeat_at, sessions.c.project_id).where(
-    sessions.c.status == "active"
+_IS_ACTIVE = sessions.c.status == literal_column("'active'")
+_OLD = select(sessions.c.id, sessions.c.tenant, sessions.c.heartbeat_at).where(
+    _IS_ACTIVE, sessions.c.heartbeat_at <= bindparam("oldest_fresh")
 )
-"""All active sessions, without their metadata: that may be 16 KiB for each of thousands of sessions."""
+_ACTIVE = select(sessions.c.id, sessions.c.project_id).where(_IS_ACTIVE)
+"""Without the sessions' metadata, which may be 16 KiB for each of thousands of sessions."""
 _BEAT = (
     update(sessions)
     .where(sessions.c.id == bindparam("session"), sessions.c.status == "active")
@@ -100,9 +103,7 @@ class Look:
 class Sessions:
     """The sessions of one database, in one API process.
 
-    Clients may send heartbeats to any API process. So a session is silent when its heartbeat in the database has not
-    changed for some time. This process measures the time with its own clock, and leaves out times in which it did not
-    look.
+    Other processes tell which sessions they have ended or changed. `look` finds what was not told, and silent sessions.
     """
 
     def __init__(self, database: Database, writer: GroupCommitWriter, notifier: PeerNotifier | None = None) -> None:
@@ -110,9 +111,8 @@ class Sessions:
         self._writer = writer
         self._notifier = notifier or PeerNotifier()
         self._known: dict[str, Session] = {}
-        self._heard: dict[str, tuple[float, float]] = {}
-        """By active session: its last heartbeat, and the monotonic time at which this process learned of it."""
-        self._looked_at = time.monotonic()
+        self._silence = SilenceWatch()
+        self._compared_at = float("-inf")
         self._rows = BatchedRows(self._read)
 
     async def _read(self, ids: list[str]) -> dict[str, Session]:
@@ -153,7 +153,6 @@ class Sessions:
 
         await self._writer.transact(add)
         self._known[session.id] = session
-        self._heard[session.id] = (now, time.monotonic())
         return session
 
     async def find(self, session_id: str, tenant: str) -> Session | None:
@@ -168,9 +167,7 @@ class Sessions:
         return session if session.tenant == tenant else None
 
     async def beat(self, session: Session) -> None:
-        now = time.time()
-        self._heard[session.id] = (now, time.monotonic())
-        await self._writer.execute(_BEAT, {"session": session.id, "now": now})
+        await self._writer.execute(_BEAT, {"session": session.id, "now": time.time()})
 
     async def end(
         self,
@@ -202,7 +199,6 @@ class Sessions:
     def forget(self, session_id: str) -> None:
         """Drop an ended session from memory."""
         self._known.pop(session_id, None)
-        self._heard.pop(session_id, None)
 
     async def assign_project(self, session: Session, project_id: str) -> None:
         """Move an active or ended session, with everything in it, into a project. Adds an event to the audit log."""
@@ -225,23 +221,48 @@ class Sessions:
         self._notifier.session_changed(session.id)
 
     async def look(self, timeout_s: float) -> Look:
-        """Read the changes of other processes, and find the sessions without a heartbeat for `timeout_s` seconds."""
-        known, now = set(self._known), time.monotonic()
-        rows = {row.id: row for row in await self._database.read_async(lambda c: list(c.execute(_ACTIVE)))}
-        if now - self._looked_at > LONG_LOOK_S:  # heartbeats may be missing from that time
-            self._heard = {session_id: (at, now) for session_id, (at, _) in self._heard.items()}
-        self._looked_at = now
-        for row in rows.values():
-            if row.id not in self._heard or row.heartbeat_at != self._heard[row.id][0]:
-                self._heard[row.id] = (row.heartbeat_at, now)
-            if (session := self._known.get(row.id)) is not None:
-                session.project_id = row.project_id
-        ended = [session_id for session_id in known if session_id not in rows]
-        for session_id in [s for s in self._heard if s not in rows and s not in self._known]:
-            del self._heard[session_id]
-        silent = [row for row in rows.values() if now - self._heard[row.id][1] > timeout_s]
-        found = [(await self.find(row.id, row.tenant), row.heartbeat_at) for row in silent]
+        """Find the sessions without a heartbeat for `timeout_s` seconds, and those that another process has ended.
+
+        Reads only sessions without a heartbeat for some time, and every COMPARE_S the ids of all active sessions."""
+        oldest_fresh = {"oldest_fresh": self._silence.oldest_fresh(timeout_s)}
+        old = {row.id: row for row in await self._database.read_async(lambda c: c.execute(_OLD, oldest_fresh).all())}
+        silent, unwatched = self._silence.look({row.id: row.heartbeat_at for row in old.values()}, timeout_s)
+        ended = await self._ended_of([session_id for session_id in unwatched if session_id in self._known])
+        if time.monotonic() - self._compared_at >= COMPARE_S:
+            self._compared_at = time.monotonic()
+            ended += await self._compare()
+        rows = [old[session_id] for session_id in silent]
+        found = [(await self.find(row.id, row.tenant), row.heartbeat_at) for row in rows]
         return Look([(session, heartbeat_at) for session, heartbeat_at in found if session is not None], ended)
+
+    async def _ended_of(self, session_ids: list[str]) -> list[str]:
+        """Those of these sessions that are not active."""
+        ended: list[str] = []
+        for start in range(0, len(session_ids), MAX_NAMED):
+            some = session_ids[start : start + MAX_NAMED]
+            query = select(sessions.c.id).where(sessions.c.id.in_(some), sessions.c.status != "active")
+            ended += await self._database.read_async(lambda c, query=query: list(c.execute(query).scalars()))
+        return ended
+
+    async def _compare(self) -> list[str]:
+        """Take over changed projects of the sessions in memory. Returns the ids of those that are not active. The
+        reading thread compares, because the event loop would stand still meanwhile."""
+        known = dict(self._known)
+
+        def compare(connection: Connection) -> tuple[list[str], list[tuple[str, str | None]]]:
+            active: dict[str, str | None] = {row.id: row.project_id for row in connection.execute(_ACTIVE)}
+            ended = [session_id for session_id in known if session_id not in active]
+            moved = [
+                (each.id, active[each.id])
+                for each in known.values()
+                if each.id in active and active[each.id] != each.project_id
+            ]
+            return ended, moved
+
+        ended, moved = await self._database.read_async(compare)
+        for session_id, project_id in moved:
+            known[session_id].project_id = project_id
+        return ended
 
     async def reread(self, session_id: str) -> bool:
         """Read a session that another process has changed. Returns whether it has ended."""
