@@ -130,7 +130,8 @@ class Upstream:
 
     def _send_delayed(self, request: int) -> None:
         _, transport, answer = self.waiting.pop(request)
-        transport.write(answer)
+        if not transport.is_closing():  # the client may have gone
+            transport.write(answer)
 
 
 class Requests(asyncio.Protocol):

@@ -49,6 +49,10 @@ class NullUpstream:
         finally:
             self.control("delay_ms=0&release")
 
+    def kill(self) -> None:
+        """End it at once, as if its machine had lost its power."""
+        self._process.kill()
+
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()

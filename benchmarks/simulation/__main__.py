@@ -1,0 +1,112 @@
+"""Compares the model with the largest real cluster here, and asks it about a large one.
+
+Usage: python -m benchmarks.simulation check [--apis N] [--replicas N]    (PostgreSQL and 15 processes; two minutes)
+       python -m benchmarks.simulation large                              (the model alone; five minutes)
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+from benchmarks.calibration import calibrate
+from benchmarks.series import quantile
+from benchmarks.simulation.real import RealCluster, cluster
+from benchmarks.simulation.scenarios import LARGE, Outcome, Scenario, check_of, simulate, with_rate
+from benchmarks.simulation.services import Services, load
+
+LOADS = ((8, 4), (64, 4), (256, 4))
+"""Clients, and samples in flight of each."""
+SAMPLE_S = 0.2
+SECONDS = 10.0
+RATES = (1_000, 2_000, 4_000, 8_000)
+
+
+def check(apis: int, replicas: int) -> None:
+    """Print predictions beside what is measured. Other programs may use the machine, too: the model gets the cores that
+    the real cluster got in the window, and the speed that the machine had before and after it."""
+    print(f"{apis} API processes, {replicas} replicas of {SAMPLE_S * 1e3:.0f} ms; predicted / measured / error")
+    with cluster(apis, replicas, SAMPLE_S * 1e3) as real:
+        for clients, in_flight in LOADS:
+            before = calibrate()
+            measured = real.load(clients, in_flight, SECONDS, tenants=max(1, clients // 8)).result()
+            services = load(machine=(before + calibrate()) / 2)
+            used = sum(measured["cores"].values())
+            predicted = simulate(check_of(clients, in_flight, SAMPLE_S, apis, replicas, used / 0.95), services)
+            print(f"\n{clients} clients × {in_flight} samples in flight; the cluster used {used:.2f} cores")
+            for name in ("samples_per_s", "p50_ms", "p99_ms"):
+                _line(name, getattr(predicted, name), measured[name])
+            for part in ("api", "database", "router", "clients"):
+                _line(f"CPU of a sample, {part}, ms", predicted.cpu_ms[part], measured["cpu_ms"][part])
+            lost = {name: measured[name] for name in ("lost", "refused", "errors", "moves")}
+            print(f"  {lost}")
+        _deaths(real)
+
+
+def _line(name: str, predicted: float, measured: float) -> None:
+    print(f"  {name:28} {predicted:9.3f} {measured:9.3f} {predicted / measured - 1:+8.0%}")
+
+
+def _deaths(real: RealCluster) -> None:
+    """End a replica, then a server, while samples run; print the longest time without the end of a sample."""
+    running = real.load(16, 4, 12, tenants=2, groups={})
+    time.sleep(4)
+    real.replicas[0].kill()
+    measured = running.result()
+    _death("a dead replica", measured)
+    running = real.load(16, 4, 30, tenants=2, groups={})
+    time.sleep(6)
+    real.kill_server(0)
+    _death("a dead server", running.result())
+
+
+def _death(name: str, measured: dict[str, object]) -> None:
+    told = {key: measured[key] for key in ("longest_ms", "lost", "refused", "errors", "moves")}
+    print(f"\n{name}: {told}\n  ended in each second: {_seconds(measured['ends'])}")
+
+
+def _seconds(ends: object) -> list[int]:
+    assert isinstance(ends, list)
+    return [sum(ends[start : start + 10]) for start in range(0, len(ends), 10)]
+
+
+def large(services: Services) -> None:
+    for rate in RATES:
+        _show(f"{rate} samples/s", with_rate(LARGE, rate), services)
+    rack = with_rate(replace(LARGE, dead_apis=3, dead_replicas=13, dead_after_s=2.0, seconds=24.0), 1_000)
+    found = simulate(rack, services)
+    print(
+        f"\na rack of 8 nodes dies (3 API processes, 13 replicas) at second 2, {found.repeated} samples are sent again"
+    )
+    print(f"  ended in each second: {found.per_second}; the longest wait {found.longest_ms / 1e3:.1f} s")
+
+
+def _show(name: str, scenario: Scenario, services: Services) -> Outcome:
+    began = time.perf_counter()
+    found = simulate(scenario, services)
+    waits = [wait for _, wait, tenant in found.waits if tenant == 0]
+    busy = ", ".join(f"{part} {share:.0%}" for part, share in found.utilisation.items())
+    print(
+        f"\n{name}: {found.samples_per_s:.0f}/s, p50 {found.p50_ms:.0f}, p99 {found.p99_ms:.0f} ms "
+        f"(one tenant: {quantile(waits, 0.5) * 1e3:.0f}); busy: {busy}"
+    )
+    cpu = ", ".join(f"{part} {ms:.2f}" for part, ms in found.cpu_ms.items())
+    print(f"  CPU of a sample in ms: {cpu}; {found.events:,} events in {time.perf_counter() - began:.0f} s", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("check", "large"))
+    parser.add_argument("--apis", type=int, default=4)
+    parser.add_argument("--replicas", type=int, default=8)
+    options = parser.parse_args()
+    if options.what == "check":
+        check(options.apis, options.replicas)
+    else:
+        large(load())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Discrete events: a clock, activities that wait, cores that share their time, and locks.
+
+An activity is a generator. It yields what it waits for: a number of seconds, a `Signal`, or what `Cores.use` returns.
+Knows nothing of servers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+Activity = Generator[Any, Any, None]
+
+
+class Signal:
+    """Something that happens once. Activities that wait for it go on when it is set; later ones go on at once."""
+
+    __slots__ = ("_waiting", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def set(self) -> None:
+        if not self.is_set:
+            self.is_set = True
+            for resume in self._waiting:
+                resume()
+            self._waiting.clear()
+
+    def wait(self, resume: Callable[[], None]) -> None:
+        if self.is_set:
+            resume()
+        else:
+            self._waiting.append(resume)
+
+
+class Clock:
+    """`now` is in seconds since the begin of the simulation."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.happened = 0
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), action))
+
+    def start(self, activity: Activity) -> None:
+        """Run an activity until it first waits, and on whenever what it waits for has come."""
+
+        def step() -> None:
+            try:
+                wanted = next(activity)
+            except StopIteration:
+                return
+            if isinstance(wanted, Signal):
+                wanted.wait(step)
+            else:
+                self.at(self.now + wanted, step)
+
+        step()
+
+    def run(self, until: float) -> None:
+        while self._events and self._events[0][0] <= until:
+            self.now, _, action = heapq.heappop(self._events)
+            self.happened += 1
+            action()
+        self.now = until
+
+
+class Cores:
+    """Cores that all work shares evenly: with more pieces of work than cores each gets `count / pieces` of a core.
+
+    `share` is the work done so far on a piece that was always there, in seconds. A piece ends when `share` has grown by
+    its own length, so only the earliest end needs an event."""
+
+    def __init__(self, clock: Clock, count: float) -> None:
+        self._clock = clock
+        self._count = count
+        self._share, self._at = 0.0, 0.0
+        self._ends: list[tuple[float, int, Signal]] = []
+        self._numbers = itertools.count()
+        self._version = 0
+        self.busy_s = 0.0
+        """CPU seconds so far, of all cores."""
+
+    def use(self, seconds: float) -> Signal:
+        """Work for so many CPU seconds on one core. The signal is set at the end."""
+        done = Signal()
+        self._catch_up()
+        heapq.heappush(self._ends, (self._share + seconds, next(self._numbers), done))
+        self.busy_s += seconds
+        self._plan()
+        return done
+
+    def _catch_up(self) -> None:
+        if self._ends:
+            self._share += (self._clock.now - self._at) * min(1.0, self._count / len(self._ends))
+        self._at = self._clock.now
+
+    def _plan(self) -> None:
+        self._version += 1
+        if self._ends:
+            left_s = max(0.0, self._ends[0][0] - self._share) * max(1.0, len(self._ends) / self._count)
+            version = self._version
+            self._clock.at(self._clock.now + left_s, lambda: self._finish(version))
+
+    def _finish(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._share, self._at = self._ends[0][0], self._clock.now
+        _, _, done = heapq.heappop(self._ends)
+        self._plan()
+        done.set()
+
+
+class Lock:
+    """One holder at a time, in the order of the requests. `yield lock.take()`, and `lock.give_back()`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiting: deque[Signal] = deque()
+        self._held = False
+        self._since = 0.0
+        self.held_s = 0.0
+        """Seconds for which it was held so far."""
+
+    def take(self) -> Signal:
+        turn = Signal()
+        if self._held:
+            self._waiting.append(turn)
+        else:
+            self._held, self._since = True, self._clock.now
+            turn.set()
+        return turn
+
+    def give_back(self) -> None:
+        self.held_s += self._clock.now - self._since
+        self._since = self._clock.now
+        if self._waiting:
+            self._waiting.popleft().set()
+        else:
+            self._held = False
