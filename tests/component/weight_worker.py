@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 
 from skyrl.weights.digests import digests
 from skyrl.weights.process_group import Group, GroupError, join
+from skyrl.weights.segments import SegmentError, opened
 
 SHAPES = {"a": (4, 3), "b": (5,)}
 
@@ -107,6 +109,28 @@ class WeightWorker:
             raise Refused("checksums: they differ")
         return self._apply(body["weight_version"], whole=False)
 
+    async def from_memory(self, body: Any) -> Any:
+        if body.get("discard"):
+            self._staged = {}
+            return {"success": True}
+        if body["memory"] is not None:
+            try:
+                segment = opened(body["memory"])
+            except SegmentError as error:
+                raise Refused(str(error)) from error
+            for name, dtype, shape, place in zip(
+                body["names"], body["dtypes"], body["shapes"], body["places"], strict=True
+            ):
+                kind = getattr(torch, dtype)
+                size = math.prod(shape) * kind.itemsize
+                self._staged[name] = segment[place : place + size].view(kind).view(shape)
+            arrived = {name: self._staged[name] for name in body["names"]}
+            if body.get("checksums", digests(arrived.items())) != digests(arrived.items()):
+                raise Refused("checksums: they differ")
+        if body["stage_only"]:
+            return {"success": True, "applied": False}
+        return self._apply(body["weight_version"], whole=False)
+
     def _apply(self, version: str, *, whole: bool) -> Any:
         self._unfinished = False
         if self._breaks:
@@ -119,7 +143,8 @@ class WeightWorker:
                 raise Refused("a tensor is missing")
             self._unfinished = True
             return {"success": True, "applied": False, "message": "a tensor is missing"}
-        self.weights, self.version, self._staged = dict(self._staged), version, {}
+        self.weights = {name: tensor.clone() for name, tensor in self._staged.items()}
+        self.version, self._staged = version, {}
         return {"success": True, "applied": True, "message": "done"}
 
 
@@ -133,6 +158,7 @@ def application(worker: WeightWorker) -> web.Application:
         "/update_weights_from_disk": worker.from_disk,
         "/update_weights_from_distributed": worker.from_group,
         "/init_weights_update_group": worker.init,
+        "/update_weights_from_tensor": worker.from_memory,
         "/destroy_weights_update_group": worker.destroy,
     }
 

@@ -15,6 +15,7 @@ import torch
 
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import TrainerGroup
+from skyrl.weights.shared_memory import SharedMemory
 from skyrl.weights.tensors import Part, in_buckets
 from skyrl.weights.workers import Workers
 from tests.plane.running import RunningPlane
@@ -29,7 +30,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "push_weights.py"
 PROMPT = [265, 296, 83, 315]
 
 
-@pytest.mark.parametrize("medium", [pytest.param("disk", marks=pytest.mark.slow), "group"])
+@pytest.mark.parametrize(
+    "medium", [pytest.param("disk", marks=pytest.mark.slow), pytest.param("group", marks=pytest.mark.slow), "memory"]
+)
 async def test_full_weights_keep_the_promises_of_a_medium(
     plane: RunningPlane,
     workers: list[Worker],
@@ -43,6 +46,7 @@ async def test_full_weights_keep_the_promises_of_a_medium(
     media: dict[str, Any] = {
         "disk": CheckpointOnDisk(servers, tmp_path),
         "group": TrainerGroup(servers, timeout_s=30, checksums=True),
+        "memory": SharedMemory(servers),
     }
 
     def parts(version: str) -> list[Part]:

@@ -47,6 +47,16 @@ class FromGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class FromMemory:
+    """Tensors in memory of a trainer on this machine: the arguments of the worker's call `map`, None without tensors.
+    `stage_only`: others follow."""
+
+    found: dict[str, Any] | None
+    change: Change
+    stage_only: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NewGroup:
     """`timeout_s` bounds the forming, and each broadcast later."""
 
@@ -83,18 +93,44 @@ def from_group(given: dict[str, Any]) -> FromGroup:
     load_format = given.get("load_format")
     if load_format is not None:
         raise BadRequest(f"load_format: {load_format!r} is not offered: each tensor is broadcast under its own name")
-    names, dtypes = (_strings(field, given.get(field)) for field in ("names", "dtypes"))
-    shapes = given.get("shapes")
+    names, dtypes, sizes = _tensors(given)
     if not names:
         raise BadRequest("names: must be a list of names that is not empty")
+    return FromGroup(
+        string("group_name", given.get("group_name") or DEFAULT_GROUP), names, dtypes, sizes, _change(given)
+    )
+
+
+def from_memory(given: dict[str, Any]) -> FromMemory:
+    change, stage_only = _change(given), _flag(given, "stage_only", default=False)
+    if given.get("memory") is None:
+        return FromMemory(None, change, stage_only)
+    names, dtypes, sizes = _tensors(given)
+    places = given.get("places")
+    if not isinstance(places, list) or len(places) != len(names):
+        raise BadRequest("places: must be a list of integers, one for each name")
+    found = {
+        "names": names,
+        "dtypes": dtypes,
+        "shapes": sizes,
+        "places": [integer("places", place, 0) for place in places],
+        "memory": mapping("memory", given["memory"]),
+        "version": change.version,
+        "checksums": change.checksums,
+    }
+    return FromMemory(found, change, stage_only)
+
+
+def _tensors(given: dict[str, Any]) -> tuple[list[str], list[str], list[list[int]]]:
+    """Names, dtypes and shapes, as many of each."""
+    names, dtypes = (_strings(field, given.get(field)) for field in ("names", "dtypes"))
+    shapes = given.get("shapes")
     if not isinstance(shapes, list) or not all(isinstance(shape, list) for shape in shapes):
         raise BadRequest("shapes: must be a list of lists of integers")
     sizes = [[integer("shapes", size, 0) for size in shape] for shape in shapes]
     if not len(names) == len(dtypes) == len(sizes):
         raise BadRequest(f"names, dtypes, shapes: have {len(names)}, {len(dtypes)} and {len(sizes)} entries")
-    return FromGroup(
-        string("group_name", given.get("group_name") or DEFAULT_GROUP), names, dtypes, sizes, _change(given)
-    )
+    return names, dtypes, sizes
 
 
 def new_group(given: dict[str, Any]) -> NewGroup:

@@ -17,9 +17,9 @@ from skyrl.inference.sidecar.facts import WeightVersion
 from skyrl.inference.sidecar.in_flight import InFlight
 from skyrl.inference.sidecar.pause import Hold, Pause, PauseMode
 from skyrl.inference.sidecar.settings import SidecarSettings
-from skyrl.inference.sidecar.update_requests import Change, FromDisk, FromGroup, NewGroup
+from skyrl.inference.sidecar.update_requests import Change, FromDisk, FromGroup, FromMemory, NewGroup
 from skyrl.inference.sidecar.vllm import Vllm
-from skyrl.inference.sidecar.vllm_weights import Ranks, VllmWeights, refusal
+from skyrl.inference.sidecar.vllm_weights import Ranks, VllmWeights, longest, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Updates:
             "checksums": request.change.checksums,
             "partial": request.change.partial,
         }
-        return _longest(await self._weights.job("read", arguments, self._settings.update_s))
+        return longest(await self._weights.job("read", arguments, self._settings.update_s))
 
     def _forget_staged(self) -> None:
         """Whatever begins now replaces what vLLM has staged."""
@@ -193,18 +193,42 @@ class Updates:
                 },
                 self._settings.update_s,
             )
-            lacks = max(rank["missing"] for rank in received)
-            if not any(rank["new"] for rank in received):
-                known = f"received {len(bucket.names)} tensors, which the model has already"
-                return await self._state(known, _longest(received), applied=False)
-            if lacks and not change.partial:
-                self._unfinished = (
-                    f"{lacks} tensors of the update are missing, such as {', '.join(received[0]['some'])}"
-                )
-                more = f"received {len(bucket.names)} tensors; {lacks} are still to come"
-                return await self._state(more, _longest(received), applied=False)
-            applied = await self._apply(change, from_disk=False)
-            return await self._answer(change, applied, _longest(received))
+            return await self._staged(change, received, len(bucket.names))
+
+    async def from_memory(self, request: FromMemory) -> dict[str, Any]:
+        """The answer for tensors in a trainer's memory, or, without tensors, for all that were staged. Raises
+        SidecarError; then the whole update must be sent again."""
+        async with self.locked():
+            self._check_present()
+            self._forget_staged()
+            if request.found is None:
+                staged = await self._weights.call("staged", {"version": request.change.version})
+            else:
+                staged = await self._weights.job("map", request.found, self._settings.update_s)
+            given = len(request.found["names"]) if request.found else 0
+            return await self._staged(request.change, staged, given, stage_only=request.stage_only)
+
+    async def discard(self) -> None:
+        """Forget what is staged. Raises SidecarError."""
+        async with self.locked():
+            self._forget_staged()
+            await self._weights.call("discard")
+
+    async def _staged(self, change: Change, received: Ranks, given: int, *, stage_only: bool = False) -> dict[str, Any]:
+        """The answer after some tensors were staged: apply the update if it is whole, unless it is `stage_only`."""
+        seconds = longest(received)
+        lacks = max(rank["missing"] for rank in received)
+        if not any(rank["new"] for rank in received):
+            known = f"received {given} tensors, which the model has already"
+            return await self._state(known, seconds, applied=False)
+        more = f"received {given} tensors; {lacks} are still to come"
+        if stage_only:
+            return await self._state(more, seconds, applied=False)
+        if lacks and not change.partial:
+            self._unfinished = f"{lacks} tensors of the update are missing, such as {', '.join(received[0]['some'])}"
+            return await self._state(more, seconds, applied=False)
+        applied = await self._apply(change, from_disk=False)
+        return await self._answer(change, applied, seconds)
 
     async def set_version(self, version: str, *, abort_all: bool) -> None:
         """Name the weights that vLLM has. Raises SidecarError."""
@@ -324,7 +348,7 @@ class Updates:
         self._was_updated = True
         with contextlib.suppress(SidecarError):
             self._updated_start = (await self._vllm.health()).start
-        return _longest(ranks)
+        return longest(ranks)
 
     async def _break(self, reason: str) -> None:
         """Remember it in vLLM too, for the next sidecar."""
@@ -388,12 +412,3 @@ class _Applied(NamedTuple):
 
     frozen: int
     seconds: dict[str, float]
-
-
-def _longest(ranks: Ranks) -> dict[str, float]:
-    """The seconds of each stage, of the rank that took longest for it."""
-    found: dict[str, float] = {}
-    for rank in ranks:
-        for stage, value in rank.get("seconds", {}).items():
-            found[stage] = max(value, found.get(stage, 0.0))
-    return found

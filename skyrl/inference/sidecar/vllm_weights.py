@@ -119,6 +119,15 @@ class VllmWeights:
             return  # vLLM is gone, and the job with it
 
 
+def longest(ranks: Ranks) -> dict[str, float]:
+    """The seconds of each stage, of the rank that took longest for it."""
+    found: dict[str, float] = {}
+    for rank in ranks:
+        for stage, seconds in rank.get("seconds", {}).items():
+            found[stage] = max(seconds, found.get(stage, 0.0))
+    return found
+
+
 def refusal(ranks: Ranks) -> SidecarError | None:
     """The error of the first rank that refused; None if none did."""
     for number, rank in enumerate(ranks):

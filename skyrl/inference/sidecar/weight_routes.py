@@ -16,7 +16,14 @@ from skyrl.inference.sidecar.errors import BadRequest, NotOffered, SidecarError,
 from skyrl.inference.sidecar.fields import boolean, integer, string
 from skyrl.inference.sidecar.memory import Memory
 from skyrl.inference.sidecar.pause import Pause, PauseMode
-from skyrl.inference.sidecar.update_requests import DEFAULT_GROUP, from_disk, from_group, new_group, read_body
+from skyrl.inference.sidecar.update_requests import (
+    DEFAULT_GROUP,
+    from_disk,
+    from_group,
+    from_memory,
+    new_group,
+    read_body,
+)
 from skyrl.inference.sidecar.updates import Updates
 
 SHOWN = 5
@@ -75,10 +82,16 @@ class WeightRoutes:
         return await self._updates.from_group(from_group(read_body(await call.body())))
 
     async def _from_tensor(self, call: Call) -> Any:
-        raise NotOffered(
-            "tensors cannot be handed over between processes here: use /update_weights_from_distributed, or "
-            "/update_weights_from_disk"
-        )
+        given = read_body(await call.body())
+        if boolean("discard", given.get("discard") or False):
+            await self._updates.discard()
+            return {"success": True, "message": "What was staged is forgotten."}
+        if "memory" not in given:
+            raise NotOffered(
+                "serialized tensors are not read, because that would run code of the sender's: use `memory`, "
+                "/update_weights_from_distributed, or /update_weights_from_disk"
+            )
+        return await self._updates.from_memory(from_memory(given))
 
     async def _init_group(self, call: Call) -> Any:
         group = new_group(read_body(await call.body()))

@@ -29,6 +29,7 @@ from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import NotApplied, TrainerGroup
 from skyrl.weights.process_group import Group, GroupError
 from skyrl.weights.protocol import publish, push
+from skyrl.weights.shared_memory import SharedMemory
 from skyrl.weights.tensors import Part, in_buckets
 from skyrl.weights.workers import Workers, WorkersFailed
 from tests.component.weight_worker import SHAPES
@@ -77,10 +78,11 @@ def media(workers: Workers, directory: Path) -> dict[str, Any]:
     return {
         "disk": CheckpointOnDisk(workers, directory),
         "group": TrainerGroup(workers, timeout_s=TIMEOUT_S, checksums=True),
+        "memory": SharedMemory(workers, checksums=True),
     }
 
 
-@pytest.mark.parametrize("medium", ["disk", "group"])
+@pytest.mark.parametrize("medium", ["disk", "group", "memory"])
 async def test_full_weights_keep_the_promises_of_a_medium(medium: str, workers: Workers, tmp_path: Path) -> None:
     async def served() -> list[list[str]]:
         return [[version] for version in (await workers.versions()).values()]
@@ -119,7 +121,7 @@ async def infos(workers: Workers) -> list[Any]:
         return found
 
 
-@pytest.mark.parametrize("medium", ["disk", "group"])
+@pytest.mark.parametrize("medium", ["disk", "group", "memory"])
 async def test_a_failure_at_one_of_two_names_it(medium: str, workers: Workers, tmp_path: Path) -> None:
     await Workers(workers.urls[:1]).post("/break")
     parts = [{name: tensor for part in tensors("7") for name, tensor in part.items()}]
@@ -164,7 +166,7 @@ async def test_a_server_that_does_not_answer_is_named(workers: Workers, tmp_path
 
 
 def test_a_training_loop_without_an_event_loop_can_push(workers: Workers, tmp_path: Path) -> None:
-    for version, medium in zip(("4", "5"), media(workers, tmp_path).values(), strict=True):
+    for version, medium in zip(("4", "5", "6"), media(workers, tmp_path).values(), strict=True):
         push(medium, version, tensors(version))
         assert set(asyncio.run(workers.versions()).values()) == {version}
 
@@ -199,7 +201,7 @@ def test_another_view_of_the_same_memory_is_another_tensor() -> None:
 
 async def test_parts_need_not_be_contiguous(workers: Workers, tmp_path: Path) -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()
-    for version, medium in zip(("11", "12/a"), media(workers, tmp_path / "new").values(), strict=True):
+    for version, medium in zip(("11", "12/a", "13"), media(workers, tmp_path / "new").values(), strict=True):
         await publish(medium, version, [{"a": tensor, "b": torch.zeros(5)}])
         assert [info["first"] for info in await infos(workers)] == [[0, 4, 8], [0, 4, 8]]
 

@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, served, tensors
 
 from skyrl.inference.vllm_plugin.weights import receiver as module
+from skyrl.inference.vllm_plugin.weights.groups import MOST_GROUPS
 from skyrl.inference.vllm_plugin.weights.receiver import Receiver
 from skyrl.weights.digests import digest
+from skyrl.weights.segments import Segment, places_of
 
 
 class FakeGroup:
@@ -81,6 +83,16 @@ class World:
     def receive(self, part: dict[str, torch.Tensor], **changes: Any) -> dict[str, Any]:
         self.groups["g"].sent.extend(part.values())
         return self.job("receive", **self.bucket(part, **changes))
+
+    def map(self, part: dict[str, torch.Tensor], **changes: Any) -> dict[str, Any]:
+        """Stage a part that lies in memory of this process."""
+        places, size = places_of(part)
+        segment = Segment(size, torch.device("cpu"))
+        segment.fill(part, places)
+        bucket = {name: value for name, value in self.bucket(part).items() if name != "group"}
+        state = self.job("map", **bucket | {"places": places, "memory": segment.described()} | changes)
+        segment.close()
+        return state
 
     def read(self, directory: Path, **changes: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = {"version": "1", "checksums": None, "partial": False}
@@ -173,6 +185,39 @@ def test_a_new_version_forgets_an_update_that_was_not_finished(world: World) -> 
     world.receive({EMBED: tensors(2.0)[EMBED]})
     rest = {name: tensor for name, tensor in tensors(3.0).items() if name != EMBED}
     assert world.receive(rest, version="2")["missing"] == 1
+
+
+def test_tensors_in_a_trainers_memory_are_applied_once_all_are_staged(world: World) -> None:
+    new = tensors(2.0)
+    first = world.map({EMBED: new[EMBED], SCALE: new[SCALE]})
+    assert (first["missing"], sorted(first["some"])) == (2, [KEY, QUERY])
+    assert world.call("staged", version="1")["missing"] == 2
+    assert world.map({QUERY: new[QUERY], KEY: new[KEY]})["missing"] == 0
+    assert world.untouched()
+    assert world.call("apply", partial=False)["broken"] is None
+    assert torch.equal(world.model.attn.qk.weight, torch.cat([new[QUERY], new[KEY]]))
+    assert "nothing of '1' is staged" in world.call("staged", version="1")["error"]
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ({KEY: torch.zeros(3, 4)}, {}, "shapes: attn.k.weight"),
+        ({KEY: torch.full((2, 4), torch.nan)}, {}, "not a finite number"),
+        ({KEY: torch.zeros(2, 4)}, {"places": [64]}, "places: attn.k.weight ends after"),
+        ({KEY: torch.zeros(2, 4)}, {"memory": {"pid": 1, "descriptor": 0, "inode": 1, "bytes": 1}}, "memory: "),
+        ({KEY: torch.zeros(2, 4)}, {"memory": {"gpu": "other", "handle": [], "bytes": 1}}, "memory: "),
+    ],
+)
+def test_a_wrong_part_of_a_trainers_memory_leaves_nothing_staged(
+    part: dict[str, torch.Tensor], changes: dict[str, Any], message: str, world: World
+) -> None:
+    world.map({EMBED: tensors(2.0)[EMBED]})
+    refused = world.map(part, **changes)
+    assert (refused["ok"], refused["status"]) == (False, 400)
+    assert message in refused["error"]
+    assert world.call("state")["staged"] == 0
+    assert world.untouched()
 
 
 def test_after_an_update_its_memory_is_free(world: World) -> None:
@@ -284,12 +329,12 @@ def test_a_stop_in_the_last_moment_leaves_nothing_staged(world: World, tmp_path:
 
 
 def test_groups_of_trainers_that_died_do_not_pile_up(world: World) -> None:
-    groups = [world.join(f"g{number}") for number in range(module.MOST_GROUPS + 2)]
-    assert [group.closed for group in groups] == [True] * 2 + [False] * module.MOST_GROUPS
-    for number in range(3 * module.MOST_GROUPS):
+    groups = [world.join(f"g{number}") for number in range(MOST_GROUPS + 2)]
+    assert [group.closed for group in groups] == [True] * 2 + [False] * MOST_GROUPS
+    for number in range(3 * MOST_GROUPS):
         world.join(f"h{number}")
         world.call("receive", **world.bucket({}, group=f"h{number}", dtypes=["float4"]))
-    assert len(world.receiver._failed) == module.MOST_GROUPS
+    assert len(world.receiver._groups.failed) == MOST_GROUPS
 
 
 def test_a_group_is_formed_and_left(world: World) -> None:

@@ -3,7 +3,8 @@ several, and each answers each call.
 
 Calls return at once. What takes time is a job; the caller asks for its state. Calls come from the engine, between two
 of its steps, or at any time from the worker's line. Order of an update from disk: `read`, `job` until it has ended,
-`apply`. From a group: `join`, then for each bucket `receive`, and `apply` after the last.
+`apply`. From a group: `join`, then `receive` for each bucket, and `apply` after the last. From a trainer's memory the
+same with `map`, without `join`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.groups import Group, Groups, Join
 from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs
 from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
 from skyrl.inference.vllm_plugin.weights.plan import elements, plan_of
@@ -27,24 +29,9 @@ from skyrl.inference.vllm_plugin.weights.stages import Stages
 from skyrl.inference.vllm_plugin.weights.staging import SHOWN, Needed, Staged, named
 from skyrl.inference.vllm_plugin.weights.staging_memory import StagingMemory
 from skyrl.weights.digests import checksum
+from skyrl.weights.segments import SegmentError, opened
 
 logger = logging.getLogger("vllm.skyrl_plugin")
-
-MOST_GROUPS = 8
-"""Of trainers that ended without a word, a group is left each time."""
-
-
-class Group(Protocol):
-    """A torch.distributed group of a trainer (rank 0) and all workers."""
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill `tensor` with rank 0's. Raises RuntimeError when the group fails or its time is over."""
-        ...
-
-    def close(self) -> None: ...
-
-
-Join = Callable[..., Group]
 
 
 class Receiver:
@@ -69,11 +56,7 @@ class Receiver:
         self._jobs = Jobs()
         self._staged: Staged | None = None
         self._memory = StagingMemory()
-        self._groups: dict[str, Group] = {}
-        self._failed: dict[str, str] = {}
-        """Groups that can no longer be used, and why."""
-        self._receiving: Group | None = None
-        """The group that a running job receives from."""
+        self._groups = Groups()
         self._snapshot: dict[str, str] | None = None
         self._broken: str | None = None
         self._one_at_a_time = threading.Lock()
@@ -85,6 +68,8 @@ class Receiver:
             "join_group": self.join_group,
             "leave_group": self.leave_group,
             "receive": self.receive,
+            "map": self.map,
+            "staged": self.staged,
             "discard": self.discard,
             "apply": self.apply,
             "mark_broken": self.mark_broken,
@@ -109,7 +94,7 @@ class Receiver:
         staged = self._staged
         return {
             "broken": self._broken,
-            "groups": sorted(self._groups),
+            "groups": self._groups.names(),
             "staged": 0 if staged is None else len(staged.tensors),
             "staged_bytes": 0 if staged is None else staged.bytes,
             "version": None if staged is None else staged.version,
@@ -165,8 +150,7 @@ class Receiver:
         """Form a group. The job ends when all members are there. What was staged before is forgotten."""
         self._model.needed()
         self._jobs.check_idle()
-        if name in self._groups:
-            raise WeightsError(f"group_name: there is a group {name!r} already; destroy it first")
+        self._groups.check_new(name)
         rank = rank_offset + self._rank
         if not 0 < rank < world_size:
             raise WeightsError(
@@ -182,12 +166,9 @@ class Receiver:
                 )  # fmt: skip
             except Exception as error:
                 raise WeightsError(f"the group {name!r} was not formed: {error}") from error
-            if len(self._groups) >= MOST_GROUPS:
-                self._fail(next(iter(self._groups)), "its trainer did not leave it, and there are too many groups")
-            self._groups[name] = group
-            self._failed.pop(name, None)
+            self._groups.add(name, group)
             if job.stopped():
-                self._fail(name, "it was formed after the time for it")
+                self._groups.fail(name, "it was formed after the time for it")
                 raise WeightsError(f"the group {name!r} was formed after the time for it")
             return {"rank": rank}
 
@@ -197,12 +178,7 @@ class Receiver:
         """Also forgets what was staged. Raises WeightsError for a group that is not there."""
         self._jobs.check_idle()
         self._forget()
-        known = self._failed.pop(name, None)
-        group = self._groups.pop(name, None)
-        if group is None and known is None:
-            raise WeightsError(f"group_name: there is no group {name!r}")
-        if group is not None:
-            group.close()
+        self._groups.leave(name)
         return {}
 
     def receive(self, group: str, **bucket: Any) -> dict[str, Any]:
@@ -216,7 +192,7 @@ class Receiver:
         try:
             return self._receive(group, **bucket)
         except WeightsError as error:
-            self._fail(group, str(error))
+            self._groups.fail(group, str(error))
             raise
 
     def _receive(
@@ -230,21 +206,13 @@ class Receiver:
     ) -> dict[str, Any]:
         needed = self._model.needed()
         self._jobs.check_idle()
-        if group in self._failed:
-            raise WeightsError(f"the group {group!r} has failed ({self._failed[group]}); form it again")
-        if group not in self._groups:
-            raise WeightsError(f"group_name: there is no group {group!r}; call /init_weights_update_group first")
+        members = self._groups.usable(group)
         plan = plan_of(names, dtypes, shapes)
         total = sum(tensor_bytes for *_, tensor_bytes in plan)
         most = 2 * sum(elements(shape) for shape in needed.shapes.values()) * 8
         if total > most:
             raise WeightsError(f"shapes: a bucket of {total} bytes is more than this model can have")
-        if self._staged is None or (self._staged.tensors and self._staged.version != version):
-            if self._staged is not None:
-                logger.warning("an update to %r was not finished: it is forgotten", self._staged.version)
-            self._forget()
-            self._staged = Staged(version)
-        staged, members = self._staged, self._groups[group]
+        staged = self._begun(version)
 
         def work(job: Job) -> dict[str, Any]:
             wrong: WeightsError | None = None
@@ -252,7 +220,7 @@ class Receiver:
             took = Stages()
             try:
                 for name, dtype, shape, _ in plan:
-                    if job.stopped() or self._groups.get(group) is not members:
+                    if job.stopped() or not self._groups.has(group, members):
                         raise WeightsError(f"the update was stopped before {name}")
                     try:
                         tensor = took.of("receive", self._received, members, staged, needed, name, dtype, shape)
@@ -274,23 +242,74 @@ class Receiver:
                 if self._staged is staged:
                     self._staged = None
                 if not received:
-                    self._fail(group, str(error) or type(error).__name__)
+                    self._groups.fail(group, str(error) or type(error).__name__)
                 raise
             finally:
-                self._receiving = None
-                if self._groups.get(group) is not members:
+                self._groups.receiving = None
+                if not self._groups.has(group, members):
                     members.close()
-            missing = staged.missing(needed)
-            return {
-                "missing": len(missing),
-                "some": missing[:SHOWN],
-                "bytes": staged.bytes,
-                "new": bool(staged.tensors),
-                "seconds": took.seconds,
-            }
+            return _progress(staged, needed, took)
 
-        self._receiving = members
+        self._groups.receiving = members
         return {"job": self._start("receiving a bucket", work)}
+
+    def map(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        places: list[int],
+        memory: dict[str, Any],
+        version: str | None,
+        checksums: dict[str, str] | None,
+    ) -> dict[str, Any]:
+        """Stage tensors that lie in a segment of a trainer on this machine, at these bytes of it: in place if that is
+        main memory, which must not change until the update is applied. Answers as `receive`."""
+        needed = self._model.needed()
+        self._jobs.check_idle()
+        plan = plan_of(names, dtypes, shapes)
+        staged = self._begun(version)
+
+        def work(job: Job) -> dict[str, Any]:
+            took = Stages()
+            try:
+                segment = took.of("map", opened, memory)
+                for (name, dtype, shape, size), begin in zip(plan, places, strict=True):
+                    if begin + size > len(segment):
+                        raise WeightsError(f"places: {name} ends after the memory's {len(segment)} bytes")
+                    tensor = segment[begin : begin + size].view(dtype).view(shape)
+                    if segment.is_cuda:
+                        tensor = took.of("copy", self._memory.empty(shape, dtype).copy_, tensor)
+                    given = (checksums or {}).get(name)
+                    took.of("check", staged.add, needed, name, tensor, given, self._model.has_embedding)
+                if self._staged is not staged or job.stopped():
+                    raise WeightsError("the update was stopped")
+            except Exception as error:
+                if self._staged is staged:
+                    self._staged = None
+                if isinstance(error, SegmentError):
+                    raise WeightsError(f"memory: {error}") from error
+                raise
+            return _progress(staged, needed, took)
+
+        return {"job": self._start("mapping new weights", work)}
+
+    def staged(self, version: str | None) -> dict[str, Any]:
+        """As the end of `receive`, for all that was staged. Raises WeightsError if that is nothing, or is of another
+        version."""
+        self._jobs.check_idle()
+        if self._staged is None or self._staged.version != version:
+            raise WeightsError(f"weight_version: nothing of {version!r} is staged")
+        return _progress(self._staged, self._model.needed(), Stages())
+
+    def _begun(self, version: str | None) -> Staged:
+        """What is staged of this version. Another version is forgotten."""
+        if self._staged is None or (self._staged.tensors and self._staged.version != version):
+            if self._staged is not None:
+                logger.warning("an update to %r was not finished: it is forgotten", self._staged.version)
+            self._forget()
+            self._staged = Staged(version)
+        return self._staged
 
     def _received(
         self, group: Group, staged: Staged, needed: Needed, name: str, dtype: torch.dtype, shape: tuple[int, ...]
@@ -309,17 +328,6 @@ class Receiver:
         """Drop what is staged. No job may run."""
         self._staged = None
         self._memory.reuse()
-
-    def _fail(self, name: str, why: str) -> None:
-        """A group can no longer be used. A job that receives from it closes it at its end."""
-        group = self._groups.pop(name, None)
-        if group is None:
-            return
-        self._failed[name] = why
-        if len(self._failed) > MOST_GROUPS:
-            del self._failed[next(iter(self._failed))]
-        if self._receiving is not group:
-            group.close()
 
     def apply(self, partial: bool) -> dict[str, Any]:
         """Put what is staged into the model. The engine stops until this returns. A full update also repairs a broken
@@ -396,3 +404,14 @@ class Receiver:
             return work(job)
 
         return self._jobs.start(name, prepared)
+
+
+def _progress(staged: Staged, needed: Needed, took: Stages) -> dict[str, Any]:
+    missing = staged.missing(needed)
+    return {
+        "missing": len(missing),
+        "some": missing[:SHOWN],
+        "bytes": staged.bytes,
+        "new": bool(staged.tensors),
+        "seconds": took.seconds,
+    }

@@ -1,0 +1,124 @@
+"""Memory that a trainer shares with servers on its machine: a segment of main memory, or of a GPU's.
+
+A segment of main memory is a memfd. It has no file, so it is free once the last process that has it ends or lets it go:
+nothing must be swept, and the size of /dev/shm does not bound it. It cannot shrink (its seals), so reading it never
+ends a process. Servers open it under `/proc`, which the kernel allows to the same user.
+
+A segment of a GPU is shared by CUDA's handle. Imports torch alone, because vLLM's workers import it too.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+NAME = "skyrl-weights"
+ALIGNMENT = 64
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SegmentError(Exception):
+    """The segment cannot be opened here."""
+
+
+class Segment:
+    """The trainer's side. Raises OSError without memory for it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.bytes = size
+        self.device = device
+        self._descriptor: int | None = None
+        if device.type == "cuda":
+            self._flat = torch.empty(size, dtype=torch.uint8, device=device)
+            return
+        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor, size)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self._flat = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+
+    def fill(self, tensors: Mapping[str, torch.Tensor], places: Sequence[int]) -> None:
+        """Copy each tensor to its place, which is in bytes. Returns when the values are there."""
+        for tensor, begin in zip(tensors.values(), places, strict=True):
+            if tensor.numel():
+                of_tensor = self._flat[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                of_tensor.copy_(tensor)
+        if self._flat.is_cuda:
+            torch.cuda.synchronize(self._flat.device)
+
+    def described(self) -> dict[str, Any]:
+        """For `opened`, as JSON."""
+        if self._descriptor is not None:
+            inode = os.fstat(self._descriptor).st_ino
+            return {"pid": os.getpid(), "descriptor": self._descriptor, "inode": inode, "bytes": self.bytes}
+        shared = self._flat.untyped_storage()._share_cuda_()
+        uuid = str(torch.cuda.get_device_properties(self._flat.device).uuid)
+        return {"gpu": uuid, "handle": [_as_text(value) for value in shared[1:]], "bytes": self.bytes}
+
+    def close(self) -> None:
+        """The memory is free once the servers have let it go, too."""
+        descriptor, self._descriptor = self._descriptor, None
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def places_of(tensors: Mapping[str, torch.Tensor]) -> tuple[list[int], int]:
+    """Where each tensor begins in a segment, and the size of the segment. In bytes."""
+    places, end = [], 0
+    for tensor in tensors.values():
+        places.append(end)
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return places, max(end, ALIGNMENT)
+
+
+def opened(described: Mapping[str, Any]) -> torch.Tensor:
+    """The bytes of another process's segment, uint8 [bytes], on the device where it is. Writing into main memory
+    changes this process's copy alone. Raises SegmentError."""
+    try:
+        return _on_gpu(described) if "gpu" in described else _in_memory(described)
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise SegmentError(
+            f"the trainer's memory cannot be opened ({str(error) or type(error).__name__}): trainer and vLLM need one "
+            "machine, one user and one namespace of processes"
+        ) from error
+
+
+def _in_memory(described: Mapping[str, Any]) -> torch.Tensor:
+    path = f"/proc/{int(described['pid'])}/fd/{int(described['descriptor'])}"
+    if (link := os.readlink(path)) != f"/memfd:{NAME} (deleted)":  # opening something else could wait for ever
+        raise OSError(f"{path} is {link}")
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if (found.st_ino, found.st_size) != (described["inode"], described["bytes"]):
+            raise OSError(f"{path} is another segment")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError(f"{path} may shrink")
+        # A private mapping: torch has no tensors that cannot be written
+        return torch.frombuffer(mmap.mmap(descriptor, found.st_size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _on_gpu(described: Mapping[str, Any]) -> torch.Tensor:
+    devices = range(torch.cuda.device_count())
+    index = next((one for one in devices if str(torch.cuda.get_device_properties(one).uuid) == described["gpu"]), None)
+    if index is None:
+        raise OSError(f"the GPU {described['gpu']} is not one of this process's")
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(index, *(_from_text(value) for value in described["handle"]))
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)[: described["bytes"]]
+
+
+def _as_text(value: Any) -> Any:
+    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _from_text(value: Any) -> Any:
+    return base64.b64decode(value["bytes"]) if isinstance(value, dict) else value

@@ -1,0 +1,129 @@
+"""Memory that trainer and servers of one machine share, as a medium: what is sent is written once and read in place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import torch
+
+from skyrl.weights.digests import digest, dtype_name
+from skyrl.weights.group import NotApplied
+from skyrl.weights.segments import Segment, places_of
+from skyrl.weights.tensors import Part
+from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
+
+ROUTE = "/update_weights_from_tensor"
+
+
+class NotShared(RuntimeError):
+    """A server cannot open this process's memory: it is on another machine, or has another user or container. Use
+    another medium."""
+
+
+class SharedMemory:
+    """Parts on the CPU stay in main memory that all servers of this machine stage in place, until `finish` has
+    returned; together they take the model's size once. With `keep_memory` the next update writes into the same memory,
+    which is several times as fast. Parts on a GPU go through one buffer there, and servers copy them.
+
+    With the pause `in_place`, samples in flight keep their cache. `checksums`: servers check what they find.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        pause: PauseMode | None = "in_place",
+        *,
+        checksums: bool = False,
+        keep_memory: bool = True,
+    ) -> None:
+        self._workers = workers
+        self._pause: PauseMode | None = pause
+        self._checksums = checksums
+        self._keep_memory = keep_memory
+        self._version = ""
+        self._free: list[Segment] = []
+        self._sent: list[Segment] = []
+
+    async def begin(self, version: str) -> None:
+        """Raises NotShared, WorkersFailed."""
+        self._version = version
+        probe = Segment(1, torch.device("cpu"))
+        try:
+            await self._tell({}, [], probe, stage_only=True)
+        except WorkersFailed as error:
+            if error.refused:
+                raise NotShared(str(error)) from error
+            raise
+        finally:
+            probe.close()
+
+    async def send(self, part: Part) -> None:
+        """Raises OSError without memory for the part, WorkersFailed."""
+        if not part:
+            return
+        device = next(iter(part.values())).device
+        places, size = places_of(part)
+        segment = self._segment(size, device)
+        self._sent.append(segment)
+        await asyncio.to_thread(segment.fill, part, places)
+        await self._tell(part, places, segment, stage_only=True)
+        if device.type == "cuda":  # the servers have copied it
+            self._free.append(self._sent.pop())
+
+    async def finish(self) -> None:
+        """Raises WorkersFailed, NotApplied."""
+        async with self._workers.paused(self._pause):
+            try:
+                answers = await self._tell({}, [], None, stage_only=False)
+                waiting = {url: one.get("message") for url, one in answers.items() if one.get("applied") is False}
+                if waiting:
+                    raise NotApplied("; ".join(f"{url}: {message}" for url, message in waiting.items()))
+            except BaseException:
+                await self.abandon()  # servers do not go on in the middle of an update
+                raise
+        self._free += self._sent
+        self._sent = []
+        if not self._keep_memory:
+            self.close()
+
+    async def abandon(self) -> None:
+        """The memory of this update is not written again: a server may still have it."""
+        sent, self._sent = self._sent, []
+        with contextlib.suppress(WorkersFailed):  # of a server that is gone
+            await self._workers.post(ROUTE, {"discard": True})
+        for segment in sent:
+            segment.close()
+
+    def close(self) -> None:
+        """Give back the memory that was kept for the next update."""
+        kept, self._free = self._free, []
+        for segment in kept:
+            segment.close()
+
+    def _segment(self, size: int, device: torch.device) -> Segment:
+        """The smallest one that is free and large enough, or a new one."""
+        fitting = [one for one in self._free if one.bytes >= size and one.device == device]
+        if not fitting:
+            return Segment(size, device)
+        found = min(fitting, key=lambda one: one.bytes)
+        self._free.remove(found)
+        return found
+
+    async def _tell(
+        self, part: Part, places: list[int], segment: Segment | None, *, stage_only: bool
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "names": list(part),
+            "dtypes": [dtype_name(tensor.dtype) for tensor in part.values()],
+            "shapes": [list(tensor.shape) for tensor in part.values()],
+            "places": places,
+            "memory": None if segment is None else segment.described(),
+            "stage_only": stage_only,
+            "flush_cache": self._pause != "in_place",
+            "weight_version": self._version,
+        }
+        if self._checksums:
+            body["checksums"] = {name: digest(name, tensor) for name, tensor in part.items()}
+        return await self._workers.post(ROUTE, body)
