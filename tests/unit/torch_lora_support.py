@@ -90,6 +90,7 @@ def base_path(architecture: str = "qwen3") -> str:
 def make_backend(
     architecture: str = "qwen3",
     *,
+    path: str | None = None,
     micro_batch_tokens: int = 4096,
     merge: bool = False,
     losses: dict[str, str] | None = None,
@@ -100,7 +101,7 @@ def make_backend(
         "trainer.merge_passes": merge,
         **{f"trainer.{key}": value for key, value in trainer.items()},
     }
-    config = load_config({"base_model": base_path(architecture), "backend_config": settings, "losses": losses})
+    config = load_config({"base_model": path or base_path(architecture), "backend_config": settings, "losses": losses})
     return TorchLoraBackend(config)
 
 

@@ -104,6 +104,9 @@ class TrainerConfig(Strict):
 
     With `keep_quantized` the trainer's weights of a quantized release keep the bits that they have in its files.
 
+    Over several ranks, a sequence of at least `context_parallel_tokens` tokens is divided: each rank computes a part of
+    it. None: no sequence is divided.
+
     A rank that waits `rank_timeout_s` for another rank, or does not answer the engine for so long, counts as dead. Then
     all ranks are started again. Loading the base model and one micro-batch must take less time."""
 
@@ -114,7 +117,16 @@ class TrainerConfig(Strict):
     merge_passes: bool | None = None
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     keep_quantized: bool = Field(False, strict=True)
+    context_parallel_tokens: int | None = Field(None, ge=32, strict=True)
     rank_timeout_s: float = Field(300.0, gt=0)
+
+    @model_validator(mode="after")
+    def _sequences_are_divided_for_adapters(self) -> TrainerConfig:
+        if self.full_finetuning and self.context_parallel_tokens is not None:
+            raise ValueError(
+                "context_parallel_tokens: with full_finetuning no sequence is divided; leave out one of the two"
+            )
+        return self
 
 
 class InferenceEngineConfig(Strict):

@@ -94,6 +94,7 @@ BACKEND_KEYS = {
     "trainer.full_finetuning",
     "trainer.keep_quantized",
     "trainer.merge_passes",
+    "trainer.context_parallel_tokens",
     "trainer.micro_batch_tokens",
     "trainer.placement.colocate_all",
     "trainer.placement.policy_num_cpu_ranks",
@@ -192,6 +193,14 @@ def test_options_of_vllm_keep_their_names_and_values() -> None:
         (
             {"trainer.micro_batch_tokens": 1},
             "'trainer.micro_batch_tokens': Input should be greater than or",
+        ),
+        (
+            {"trainer.context_parallel_tokens": 31},
+            "'trainer.context_parallel_tokens': Input should be greater than or equal to 32",
+        ),
+        (
+            FULL | {"trainer.context_parallel_tokens": 65536},
+            "'trainer': context_parallel_tokens: with full_finetuning no sequence is divided",
         ),
         (
             {"trainer": {"placement": {"policy_num_nodes": 0}}},

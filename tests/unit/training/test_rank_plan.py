@@ -114,7 +114,7 @@ def test_merged_passes_over_ranks_on_a_cpu_share_1024_rows(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("merge", [False, True])
-@pytest.mark.parametrize("step", ["prefix_tree", "_first_rank"])
+@pytest.mark.parametrize("step", ["divide", "_first_rank"])
 def test_no_memory_to_cut_a_pass_fails_that_pass_alone(monkeypatch: pytest.MonkeyPatch, merge: bool, step: str) -> None:
     passes = [train("a", sft(1, 9)), train("b", sft(2, 8, 30)), train("c", sft(3, 7))]
     expected = _plan([passes[0], passes[2]], 1, merge=merge)

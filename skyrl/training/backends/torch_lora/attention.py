@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from skyrl.training.backends.torch_lora.attention_kernels import attend
+from skyrl.training.backends.torch_lora.block_attention import Scoring
+from skyrl.training.backends.torch_lora.divided_attention import divided_attention
 from skyrl.training.backends.torch_lora.packing import AttentionGroup
 from skyrl.training.backends.torch_lora.segments import bundled
+from skyrl.training.backends.torch_lora.sequence_part import SequencePart
 
 NAME = "skyrl_segments"
 _UNSUPPORTED = ("position_bias",)
@@ -34,7 +37,7 @@ def segments_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attention_groups: Sequence[Sequence[AttentionGroup]] | None = None,
+    attention_groups: Sequence[Sequence[AttentionGroup]] | SequencePart | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -44,7 +47,8 @@ def segments_attention(
     """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]; returns [1, rows, heads,
     head_dim].
 
-    `attention_groups`: of each slice, which cover the rows in order. `s_aux`: the heads' sinks [heads]. Dropout is
+    `attention_groups`: of each slice, which cover the rows in order; or the rows are this rank's part of one sequence.
+    `s_aux`: the heads' sinks [heads]. Dropout is
     never applied. Raises ValueError for position biases, which would need another kernel, and without groups.
     """
     if attention_groups is None:
@@ -52,6 +56,10 @@ def segments_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported")
+    if isinstance(attention_groups, SequencePart):
+        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+        made = divided_attention(query[0], key[0], value[0], attention_groups, scoring, s_aux)
+        return made.transpose(0, 1)[None], None
     kernel = partial(attend, scale=scaling, softcap=softcap, sinks=s_aux)
     # Cut into pieces once: backward then puts their gradients together once, in place of a sum over all rows for each
     sizes = [size for groups in attention_groups for group in groups for size in group.pieces]

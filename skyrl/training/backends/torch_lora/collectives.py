@@ -121,6 +121,16 @@ def summed_in_rank_order(partial: Tensor | None, holders: Sequence[int], numel: 
     return partial
 
 
+def gathered(own: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The vectors of all ranks, one after the other; of rank r with sizes[r] elements."""
+    most = max(sizes)
+    sent = own.new_zeros(most)
+    sent[: len(own)] = own
+    received = own.new_empty(len(sizes) * most)
+    _all_gather(received, sent)
+    return torch.cat([of_rank[:size] for of_rank, size in zip(received.split(most), sizes, strict=True)])
+
+
 class SumInRankOrder:
     """FSDP2's reduce-scatter: each rank gets the sum of its part, added in the order of the ranks. So the same numbers
     give the same bits, which an algorithm of gloo does not promise. It takes the memory of its input once more."""

@@ -162,7 +162,7 @@ class PackedModel(nn.Module):
         output = self.model.get_decoder()(
             **self._inputs(slices),
             use_cache=False,
-            attention_groups=[packed.groups for packed in slices],
+            attention_groups=slices[0].part or [packed.groups for packed in slices],
             **layout,
         )
         return output.last_hidden_state[0]

@@ -18,6 +18,7 @@ from skyrl.training.backends.torch_lora.picture_rows import PictureRows
 from skyrl.training.backends.torch_lora.prefixes import Layout, lay_out, prefix_tree
 from skyrl.training.backends.torch_lora.routed_experts import experts_of
 from skyrl.training.backends.torch_lora.segments import similar
+from skyrl.training.backends.torch_lora.sequence_part import SequencePart
 from skyrl.training.backends.torch_lora.vision import Seen
 
 
@@ -44,7 +45,8 @@ class PackedSlice:
     """Rows [start, stop) of a micro-batch, which hold one slice. tokens, positions: int64 [stop - start]; positions
     count tokens. `layout`: the rows of each sequence, counted from `start`. experts: int32 [stop - start, layers * k],
     the experts that each row must use (-1: any); None if no sequence names any. `pictures`: None if no sequence has
-    one."""
+    one. `part`: the slice is a part of one sequence, of which other ranks have the other rows, and is alone in its
+    micro-batch."""
 
     start: int
     stop: int
@@ -54,6 +56,7 @@ class PackedSlice:
     layout: Layout
     experts: Tensor | None = None
     pictures: PictureRows | None = None
+    part: SequencePart | None = None
 
 
 def cut(lengths: Sequence[int], budget: int) -> list[range]:

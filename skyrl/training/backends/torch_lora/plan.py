@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from skyrl.training.backends.base import TrainingPass
 from skyrl.training.backends.torch_lora.collectives import sendable
 from skyrl.training.backends.torch_lora.device import HOST, failure_of
-from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+from skyrl.training.backends.torch_lora.dividing import divide
+from skyrl.training.backends.torch_lora.prefixes import PrefixTree
 
 
 @dataclass(frozen=True)
 class Piece:
     """Sequences of one pass that run together on one rank. `number`: the pass's index. `data`: the indices of its
-    sequences, ascending. `rows`: how many rows they have, each common prefix once."""
+    sequences, ascending. `rows`: how many rows they have, each common prefix once. `divided`: it is one sequence, of
+    which every rank runs a part, in micro-batches of the same place."""
 
     number: int
     data: tuple[int, ...]
     rows: int
+    divided: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Plan:
         return [*own, *[()] * (self.count - len(own))]
 
     def pieces_of(self, number: int) -> list[tuple[int, Piece]]:
-        """The pieces of a pass with their ranks: rank by rank, in the order in which each rank adds their gradients."""
+        """The pieces of a pass with their ranks: rank by rank, in the order in which each rank adds their gradients.
+        One that is divided is a piece of every rank."""
         return [
             (rank, piece)
             for rank, of_rank in enumerate(self.batches)
@@ -77,12 +81,21 @@ class Plan:
         return sorted({rank for rank, _ in self.pieces_of(number)})
 
 
-def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: int, *, shared_rows: int) -> Plan:
+def make_plan(
+    passes: Sequence[tuple[int, TrainingPass]],
+    ranks: int,
+    budget: int,
+    *,
+    shared_rows: int,
+    divided_tokens: int | None = None,
+) -> Plan:
     """A plan for passes, given with their numbers. A micro-batch of a rank has at most `budget` rows or one sequence.
     A pass that raises while it is cut, for example because memory is short, fails alone.
 
     With `shared_rows` 0 each piece is a micro-batch. Otherwise pieces of several passes share micro-batches of at most
     so many rows; then a pass's ranks depend on the other passes, too.
+
+    Sequences of at least `divided_tokens` run before all others, each in a micro-batch of its own on all ranks.
     """
     merge = shared_rows > 0
     batches: list[list[list[Piece]]] = [[] for _ in range(ranks)]
@@ -90,18 +103,21 @@ def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: in
     """Of each rank: the rows of its last micro-batch, and of all its pieces."""
     trees: dict[int, PrefixTree] = {}
     failed: dict[int, Exception] = {}
+    divided: list[tuple[Piece, ...]] = []
     for number, training_pass in passes:
         try:
-            tree = prefix_tree(training_pass.data)
+            division = divide(training_pass.data, ranks, divided_tokens)
+            left, tree = division.left, division.of_left
             rounds = [
-                [Piece(number, tuple(part), tree.rows(part)) for part in parts]
-                for parts in cut_evenly(tree, ranks, budget)
+                [Piece(number, tuple(left[index] for index in part), tree.rows(part)) for part in parts]
+                for parts in (cut_evenly(tree, ranks, budget) if left else ())
             ]
             first = _first_rank(training_pass, ranks)
         except Exception as error:
             failed[number] = sendable(failure_of(error, HOST))
             continue
-        trees[number] = tree
+        trees[number] = division.tree
+        divided += [(Piece(number, (index,), division.tree.rows([index]), divided=True),) for index in division.divided]
         for pieces in rounds:
             by_load = sorted(range(ranks), key=lambda rank: all_rows[rank])
             for place, piece in enumerate(pieces):
@@ -115,7 +131,7 @@ def make_plan(passes: Sequence[tuple[int, TrainingPass]], ranks: int, budget: in
                     batches[rank].append([piece])
                     open_rows[rank] = piece.rows
                 all_rows[rank] += piece.rows
-    return Plan(tuple(tuple(tuple(batch) for batch in of_rank) for of_rank in batches), trees, failed)
+    return Plan(tuple((*divided, *(tuple(batch) for batch in of_rank)) for of_rank in batches), trees, failed)
 
 
 def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]]]:

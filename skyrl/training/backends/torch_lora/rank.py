@@ -27,11 +27,13 @@ from skyrl.training.backends.torch_lora.collectives import (
     summed_in_rank_order,
 )
 from skyrl.training.backends.torch_lora.device import command_on
+from skyrl.training.backends.torch_lora.divided_pass import run_divided
 from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient, compute_step, take_step
 from skyrl.training.backends.torch_lora.passes import MicroBatch, slice_gradients
 from skyrl.training.backends.torch_lora.plan import Plan
 from skyrl.training.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
+from skyrl.training.backends.torch_lora.sequence_part import SequencePart
 from skyrl.training.backends.torch_lora.sharding import frozen, reshard
 from skyrl.training.backends.torch_lora.vision import Seen
 
@@ -116,7 +118,11 @@ class Rank(RankBase):
                 running[number].tree = tree
             for batch, completed in zip(plan.of(self._rank), plan.completed(), strict=True):
                 pieces = [self._slice(running[piece.number], piece) for piece in batch]
-                outcomes = self._micro_batch(pieces, backward=backward)
+                if batch and batch[0].divided:
+                    part = SequencePart.of(batch[0].rows, self._rank, self._ranks)
+                    outcomes = [run_divided(self._base, pieces[0], part, self._scored, backward=backward)]
+                else:
+                    outcomes = self._micro_batch(pieces, backward=backward)
                 for piece, outcome in zip(batch, outcomes, strict=True):
                     results.setdefault(piece.number, []).append(outcome)
                     if outcome.error is not None:

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from skyrl.training.backends.torch_lora.convolution import causal_convolution
+from skyrl.training.backends.torch_lora.neighbours import after_rows_before, pass_on, state_before
 from skyrl.training.backends.torch_lora.packing import PackedSlice
 from skyrl.training.backends.torch_lora.scans import KEPT_ROWS, delta_rule, mamba2
 from skyrl.training.backends.torch_lora.segments import SHORTEST_IN_GROUP, Segment
+from skyrl.training.backends.torch_lora.sequence_part import SequencePart
 
 ROWS = "packed_rows"
 """The argument by which a model's layers get a `PackedRows`."""
@@ -62,15 +64,20 @@ class SliceRows:
 class PackedRows:
     """The rows of a micro-batch. before: int64 [firsts, reach], the rows before each of the `firsts`, the nearest
     first, -1 for none. `firsts`: int64, the rows whose `reach` rows before are not all those that lie before them.
-    `recomputed`: whether backward computes the decoder layers again."""
+    `recomputed`: whether backward computes the decoder layers again. `part`: the rows are this rank's part of one
+    sequence, of which other ranks have the other rows."""
 
     slices: tuple[SliceRows, ...]
     firsts: Tensor
     before: Tensor
     recomputed: bool
+    part: SequencePart | None = None
 
     @property
     def rows(self) -> int:
+        """Of a part, as many as the rank with the most has."""
+        if self.part is not None:
+            return self.part.most_rows
         return sum(of_slice.rows for of_slice in self.slices)
 
     @staticmethod
@@ -81,7 +88,7 @@ class PackedRows:
         found = [pair for packed in slices for pair in _rows_before(packed, reach)]
         firsts = torch.tensor([row for row, _ in found], device=device)
         before = torch.tensor([rows for _, rows in found], device=device).view(len(found), reach)
-        return PackedRows(made, firsts, before, recomputed)
+        return PackedRows(made, firsts, before, recomputed, slices[0].part)
 
 
 def _rows_before(packed: PackedSlice, reach: int) -> Iterator[tuple[int, list[int]]]:
@@ -176,11 +183,23 @@ that the segments begin with (None: zero). Returns a grid, and the states after 
 
 
 def over_segments(scan: Scan, tensors: Sequence[Tensor], packed: PackedRows) -> Tensor:
-    """tensors: each [1, rows, ...], with the rows of the micro-batch. Returns [1, rows, ...]."""
+    """tensors: each [1, rows, ...], with the rows of the micro-batch; the second and third are keys and values. Returns
+    [1, rows, ...]."""
+    if packed.part is not None:
+        return _scan_part(scan, tensors, packed.part)
     sizes = [of_slice.rows for of_slice in packed.slices]
     parts = zip(*(tensor[0].split(sizes) for tensor in tensors), strict=True)
     made = [_scan_slice(scan, part, of_slice) for part, of_slice in zip(parts, packed.slices, strict=True)]
     return torch.cat(made)[None]
+
+
+def _scan_part(scan: Scan, tensors: Sequence[Tensor], part: SequencePart) -> Tensor:
+    """The rank before has the state that the rows begin with, and the rank after waits for the one that they leave."""
+    _, key, value, *_ = tensors
+    shape = (1, value.shape[2], key.shape[3], value.shape[3])
+    state = state_before(value.new_empty(shape, dtype=torch.float32), part, value)
+    output, end = scan(tensors, None, state)
+    return pass_on(output, end, part)
 
 
 def _scan_slice(scan: Scan, tensors: Sequence[Tensor], of_slice: SliceRows) -> Tensor:
@@ -224,8 +243,12 @@ def _convolution(
     last column is that of the row itself. Returns [1, channels, rows]."""
     if activation is not None and activation not in _SILU:
         raise ValueError(f"a convolution with {activation} is not supported")
-    made = causal_convolution(x[0].T, weight, bias, packed.firsts, packed.before, silu=activation in _SILU)
-    return made.T[None]
+    rows, before = x[0].T, 0
+    if packed.part is not None:
+        before = packed.before.shape[1]
+        rows = after_rows_before(rows, before, packed.part)
+    made = causal_convolution(rows, weight, bias, packed.firsts, packed.before, silu=activation in _SILU)
+    return made[before:].T[None]
 
 
 def _gated_delta_rule(

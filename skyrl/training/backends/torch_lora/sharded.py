@@ -55,6 +55,7 @@ class ShardedBackend(BackendOverRanks):
         self._merge = not self._on_cpu if merge is None else merge
         shared_rows = min(self._budget, SHARED_ROWS_ON_CPU) if self._on_cpu else self._budget
         self._shared_rows = shared_rows if self._merge else 0
+        self._divided_tokens = config.backend_config.trainer.context_parallel_tokens
         self._models: dict[str, tuple[LoraSpec, tuple[Target, ...]]] = {}
 
     @property
@@ -102,6 +103,7 @@ class ShardedBackend(BackendOverRanks):
                 self._group.size,
                 self._budget,
                 shared_rows=self._shared_rows,
+                divided_tokens=self._divided_tokens,
             )
             for backward in (False, True)
         )

@@ -1,0 +1,114 @@
+"""One long sequence whose rows are divided over ranks, against training without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_support import TOLERANCE, Run, assert_close_results, assert_same_results, closed_at_end
+from torch import Tensor
+from torch_lora_support import assert_close, assert_same, make_backend, make_ranks, ok, rl, saved, sft, spec, train
+
+from skyrl.training.backends.base import AdamParams, TrainingPass
+from skyrl.training.backends.torch_lora import recurrence, scans
+from skyrl.training.backends.torch_lora.rank import AdapterFacts, Rank
+from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from tests.families import FAMILIES, MIXTURES, make_family
+
+STEP = AdamParams(learning_rate=1e-2, eps=10.0, grad_clip_norm=1e4)
+"""With an `eps` above the rounding of these sequences' gradients, whose largest elements are about 50."""
+DIVIDED = 48
+"""Sequences of so many tokens are divided."""
+Ranks = Callable[..., ShardedBackend]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """`make_ranks`; closes the backends at the end."""
+    with closed_at_end(make_ranks) as make:
+        yield make
+
+
+class Recomputing(Rank):
+    """Backward computes recurrent layers again however few rows they have, in blocks of 16 rows."""
+
+    def load(self) -> AdapterFacts:
+        recurrence.KEPT_ROWS = scans.KEPT_ROWS = 0
+        scans.BLOCK_ROWS = 16
+        return super().load()
+
+
+def _passes() -> list[TrainingPass]:
+    """Long sequences alone, beside short ones, and of a loss that needs the whole sequence at once."""
+    of_sequence = rl(3, 70, 9)
+    for datum in of_sequence:
+        datum.loss_inputs["sequence_ratio_mask"] = (datum.loss_inputs["advantages"] != 0).astype("float32")
+    return [
+        train("m", sft(1, 101)),
+        train("m", sft(2, 7, 90, 12, 60, 31)),
+        train("m", of_sequence, "gspo", clip_low_threshold=0.01, clip_high_threshold=100.0),
+        TrainingPass("m", sft(4, 55, 20), "cross_entropy", backward=False),
+    ]
+
+
+def _learn(backend: Any, directory: Path) -> Run:
+    backend.create_model("m", spec(8, 1))
+    results = ok(backend.run(_passes()))
+    metrics = [backend.optim_step("m", STEP)]
+    results += ok(backend.run(_passes()))
+    return results, metrics, saved(backend, "m", directory)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "count", "settings"),
+    [
+        ("qwen3", 3, {"gradient_checkpointing": True}),
+        ("qwen2-window", 2, {"merge": True}),
+    ],
+)
+def test_a_divided_sequence_trains_as_on_one_device(
+    tmp_path: Path, ranks: Ranks, architecture: str, count: int, settings: dict[str, bool]
+) -> None:
+    expected = _learn(make_backend(architecture, micro_batch_tokens=48), tmp_path / "one")
+    backend = ranks(count, architecture, context_parallel_tokens=DIVIDED, **settings)
+    run = _learn(backend, tmp_path / "ranks")
+    assert_close_results(run, expected)
+    assert_close(run[2], expected[2], TOLERANCE)
+    backend.delete_model("m")
+    again = _learn(backend, tmp_path / "again")
+    assert_same_results(again, run)
+    assert_same(again[2], run[2])
+
+
+IN_CI = ("qwen3.5", "gpt-oss")
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *MIXTURES)]
+)
+def test_every_family_hands_on_keys_and_states(tmp_path: Path, ranks: Ranks, family: str) -> None:
+    """Gradients within 1e-4 of a tensor's largest element: those of a delta rule's decays are small sums of large
+    numbers, as in test_families_packed."""
+    path = make_family(family, tmp_path)
+    one = make_backend(path=path)
+    divided = ranks(3, path=path, context_parallel_tokens=DIVIDED, rank_class=Recomputing, gradient_checkpointing=True)
+    found = []
+    for number, backend in enumerate((one, divided)):
+        backend.create_model("m", spec(8, 1))
+        results = ok(backend.run([train("m", sft(1, 70, 110, 9))]))
+        backend.optim_step("m", STEP)  # from now on all matrices have a gradient
+        results += ok(backend.run([train("m", sft(2, 110, 70))]))
+        found.append((results, saved(backend, "m", tmp_path / str(number))))
+    (expected, of_one), (results, of_ranks) = found
+    for result, of_expected in zip(results, expected, strict=True):
+        for logprobs, other in zip(result.logprobs, of_expected.logprobs, strict=True):
+            np.testing.assert_allclose(logprobs, other, rtol=1e-4, atol=1e-4)
+    of_ranks, of_one = (_gradients(of) for of in (of_ranks, of_one))
+    assert_close(of_ranks, of_one, 1e-4)
+
+
+def _gradients(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each for name, each in state.items() if name.startswith("gradient")}
