@@ -29,7 +29,15 @@ from benchmarks.operation_counts import Operations, in_phase
 from benchmarks.table import aligned, number
 from benchmarks.trainer_rows import MIXED_RANKS, RANK, BatchRow, Shape
 from benchmarks.trainer_ways import PeftWay, SkyrlWay
-from skyrl.training.backends.torch_lora import attention, attention_kernels, backend, device, model, packed_model
+from skyrl.training.backends.torch_lora import (
+    attention,
+    attention_kernels,
+    backend,
+    device,
+    model,
+    packed_model,
+    passes,
+)
 
 _UNIFORM = Shape(1, 4, (0, 0), (32, 32))
 _GRPO = Shape(2, 8, (64, 64), (12, 24))
@@ -70,10 +78,11 @@ def make_small(directory: Path, layers: int) -> str:
 def as_on_cuda() -> Iterator[None]:
     """Inside, this process computes on the CPU with CUDA's dtypes, and takes CUDA's branches."""
     with ExitStack() as stack:
-        for module in (model, trainer_ways):
+        for module in (model, passes, trainer_ways):
             stack.enter_context(patch.object(module, "base_dtype", lambda device: torch.bfloat16))
         stack.enter_context(patch.object(backend, "SHARED_ROWS_ON_CPU", trainer_ways.BUDGET))
         stack.enter_context(patch.object(attention_kernels, "wants_all_heads", lambda device: True))
+        stack.enter_context(patch.object(passes, "groups_adapters", lambda device: True))
         yield
 
 
@@ -105,10 +114,10 @@ def counting() -> Iterator[Operations]:
 def count(way: str, path: str, row: BatchRow, names: bool = False) -> Counter[str]:
     """The operations of one step of all passes by phase, with `uploads` and `waits`. The optimizer's are those of one
     tenant. `names`: as "phase: operation" instead."""
-    passes = row.passes(256)
+    of_tenants = row.passes(256)
     with as_on_cuda():
-        made = SkyrlWay(path, 1, merge=len(passes) > 1) if way == "skyrl" else PeftWay(path, 1, packed=False)
-        made.start(passes if way == "skyrl" else passes[:1])
+        made = SkyrlWay(path, 1, merge=len(of_tenants) > 1) if way == "skyrl" else PeftWay(path, 1, packed=False)
+        made.start(of_tenants if way == "skyrl" else of_tenants[:1])
         try:
             made.step()  # later steps have moments, and what the first one measures
             with counting() as operations:
@@ -119,7 +128,7 @@ def count(way: str, path: str, row: BatchRow, names: bool = False) -> Counter[st
         return Counter({f"{phase}: {name}": n for phase, of in operations.counts.items() for name, n in of.items()})
     found = Counter(operations.totals())
     if way == "skyrl":
-        found["optimizer"] //= len(passes)
+        found["optimizer"] //= len(of_tenants)
     return found
 
 

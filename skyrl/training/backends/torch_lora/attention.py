@@ -1,33 +1,96 @@
 """Causal attention over packed rows, registered with transformers under the name "skyrl_segments".
 
-Each attention group of each slice is padded and computed alone, so that a slice's result does not depend on other
-slices. Every segment reads the keys and values of the prefix that it continues. Supports sliding windows, soft-capping
-and sinks (`attention_kernels`). Knows nothing of adapters.
+Segments are padded to grids (`attention_grids`). Every segment reads the keys and values of the prefix that it
+continues, and nothing of other slices. Supports sliding windows, soft-capping and sinks (`attention_kernels`). Knows
+nothing of adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from skyrl.training.backends.torch_lora.attention_kernels import attend
+from skyrl.training.backends.torch_lora.attention_grids import FromCells, Grids, IntoCells, Shape
+from skyrl.training.backends.torch_lora.attention_kernels import attend, for_all_heads, wants_all_heads
 from skyrl.training.backends.torch_lora.block_attention import Scoring
+from skyrl.training.backends.torch_lora.device import HOST
 from skyrl.training.backends.torch_lora.divided_attention import divided_attention
 from skyrl.training.backends.torch_lora.packing import AttentionGroup
-from skyrl.training.backends.torch_lora.segments import bundled
 from skyrl.training.backends.torch_lora.sequence_part import SequencePart
 
 NAME = "skyrl_segments"
 _UNSUPPORTED = ("position_bias",)
-KEPT_MASK_BYTES = 16 * 2**20
-"""A mask of at most these bytes, one for each query and key, is made once for all layers, not by up to ten small
-operations in each. All masks of 3,800 rows, 4 groups of 16 samples behind prompts of 512 tokens, have 0.9 MB together.
+KEPT_MASK_BYTES = 64 * 2**20
+"""A mask of at most these bytes, one number for each query and key, is made once for all layers, not by up to ten small
+operations in each. All masks of 3,800 rows, 4 groups of 16 samples behind prompts of 512 tokens, have 3.6 MB together.
 Only sequences of more than 4,096 tokens, with a sliding window or behind a prompt, have larger ones."""
+_ALIGNMENT = 16
+"""Rows of a mask begin at multiples of so many numbers: the memory-efficient kernel would copy another mask at each
+call."""
+
+
+class PackedGroups(tuple[Sequence[AttentionGroup], ...]):
+    """The attention groups of each slice of a micro-batch, and what the first layer makes of them for those after
+    it."""
+
+    def __init__(self, slices: Sequence[Sequence[AttentionGroup]]) -> None:
+        self._made: dict[int | None, tuple[Grids, Masks]] = {}
+
+    def with_window(self, window: int | None, device: torch.device) -> tuple[Grids, Masks]:
+        """window: a layer's sliding window."""
+        if window not in self._made:
+            grids = Grids.of(self, window, device)
+            self._made[window] = grids, Masks([shape for shape, _ in grids.calls], window, device)
+        return self._made[window]
+
+
+class Masks:
+    """The masks of some shapes of grids with a layer's sliding window."""
+
+    def __init__(self, shapes: Sequence[Shape], window: int | None, device: torch.device) -> None:
+        self._shapes, self._window, self._device = shapes, window, device
+        self._masked = [
+            shape for shape in dict.fromkeys(shapes) if shape.before or shape.longest > (window or math.inf)
+        ]
+        self._kept: dict[Any, dict[Shape, Tensor]] = {}
+
+    @property
+    def any(self) -> bool:
+        """Whether a shape has a mask."""
+        return bool(self._masked)
+
+    def of(self, shape: Shape, dtype: torch.dtype) -> Tensor | None:
+        """[queries, keys] of a bundle: bool, which keys each row sees; or numbers of `dtype` to be added to scores. A
+        large one is bool in any case. None: row i sees the first i + 1 keys."""
+        if shape not in self._masked:
+            return None
+        if dtype not in self._kept:
+            self._kept[dtype] = self._make(dtype)
+        kept = self._kept[dtype].get(shape)
+        return _mask(*shape, self._window, self._device) if kept is None else kept
+
+    def _make(self, dtype: torch.dtype) -> dict[Shape, Tensor]:
+        """All masks that are not too large, from one copy to the device."""
+        small = [shape for shape in self._masked if shape.queries * shape.keys * dtype.itemsize <= KEPT_MASK_BYTES]
+        if not small:
+            return {}
+        padded = [-(-shape.keys // _ALIGNMENT) * _ALIGNMENT for shape in small]
+        sizes = [shape.queries * width for shape, width in zip(small, padded, strict=True)]
+        flat = torch.zeros(sum(sizes), dtype=torch.bool)
+        for shape, width, part in zip(small, padded, flat.split(sizes), strict=True):
+            part.view(-1, width)[:, : shape.keys] = _mask(*shape, self._window, HOST)
+        flat = flat.to(self._device)
+        if dtype != torch.bool:
+            flat = torch.zeros(flat.shape, dtype=dtype, device=self._device).masked_fill_(~flat, -torch.inf)
+        return {
+            shape: part.view(-1, width)[:, : shape.keys]
+            for shape, width, part in zip(small, padded, flat.split(sizes), strict=True)
+        }
 
 
 def segments_attention(
@@ -60,76 +123,38 @@ def segments_attention(
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
         made = divided_attention(query[0], key[0], value[0], attention_groups, scoring, s_aux)
         return made.transpose(0, 1)[None], None
-    kernel = partial(attend, scale=scaling, softcap=softcap, sinks=s_aux)
-    # Cut into pieces once: backward then puts their gradients together once, in place of a sum over all rows for each
-    sizes = [size for groups in attention_groups for group in groups for size in group.pieces]
-    pieces = [states[0].transpose(0, 1).split(sizes) for states in (query, key, value)]
+    groups = attention_groups if isinstance(attention_groups, PackedGroups) else PackedGroups(attention_groups)
+    grids, masks = groups.with_window(sliding_window, query.device)
+    mask_dtype = query.dtype if softcap is None and s_aux is None else torch.bool
+    states = [state[0].transpose(0, 1) for state in (query, key, value)]
+    if grids.queries is not None:
+        indices = (grids.queries, grids.keys, grids.keys)
+        states = [IntoCells.apply(state, index) for state, index in zip(states, indices, strict=True)]
+    if masks.any and mask_dtype != torch.bool and wants_all_heads(query.device):
+        states[1:] = [for_all_heads(state, query.shape[1]) for state in states[1:]]
+    sizes = [[bundles * shape.queries for shape, bundles in grids.calls]]
+    sizes += [[bundles * shape.keys for shape, bundles in grids.calls]] * 2
+    # Cut into parts once: backward then puts their gradients together once, in place of a sum over all cells for each
+    parts = zip(*(state.split(of_calls) for state, of_calls in zip(states, sizes, strict=True)), strict=True)
     outputs: list[Tensor] = []
-    start = 0
-    for groups in attention_groups:
-        count = sum(len(group.pieces) for group in groups)
-        outputs += _attend_slice(groups, [states[start : start + count] for states in pieces], kernel, sliding_window)
-        start += count
-    return torch.cat(outputs)[None], None
-
-
-def _attend_slice(
-    groups: Sequence[AttentionGroup],
-    pieces: Sequence[Sequence[Tensor]],
-    kernel: Callable[..., Tensor],
-    window: int | None,
-) -> Iterator[Tensor]:
-    """The attention of each group, [rows, heads, head_dim]. pieces: of the slice's q, k and v, each [rows, heads,
-    head_dim]. kernel: `attend` with the layer's scale, soft-capping and sinks."""
-    start = 0
-    for group in groups:
-        stop = start + len(group.pieces)
-        query, key, value = (_grid(group, states[start:stop]) for states in pieces)
-        before = sum(len(pieces[1][number]) for number in group.prefix)
-        if window is not None:
-            before = min(before, window - 1)
-        together = 1
-        if before:
-            together = bundled(group.count, group.longest, before)
-            query, key, value = (_in_bundles(grid, together) for grid in (query, key, value))
-            key, value = (
-                _after([states[number] for number in group.prefix], before, grid)
-                for states, grid in zip(pieces[1:], (key, value), strict=True)
-            )
-        mask = _kept_mask(group, together, before, window, query.device)
-        output = kernel(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask=mask, causal=mask is None
+    for (shape, bundles), of_call in zip(grids.calls, parts, strict=True):
+        mask = masks.of(shape, mask_dtype)
+        output = attend(
+            *(part.unflatten(0, (bundles, -1)).transpose(1, 2) for part in of_call),
+            mask=mask,
+            causal=mask is None,
+            scale=scaling,
+            softcap=softcap,
+            sinks=s_aux,
         )
-        output = output.transpose(1, 2).flatten(0, 1)[: group.count * group.longest]
-        yield output if group.cells is None else output.index_select(0, group.cells)
-        start = stop
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    made = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return (made if grids.queries is None else FromCells.apply(made, grids.queries))[None], None
 
 
-def _in_bundles(grid: Tensor, together: int) -> Tensor:
-    """[count, longest, ...] as [bundles, together * longest, ...]. The last bundle is filled up with zeros."""
-    lacking = -len(grid) % together
-    if lacking:
-        grid = torch.cat([grid, grid.new_zeros(lacking, *grid.shape[1:])])
-    return grid.view(len(grid) // together, together * grid.shape[1], *grid.shape[2:])
-
-
-def _kept_mask(
-    group: AttentionGroup, together: int, before: int, window: int | None, device: torch.device
-) -> Tensor | None:
-    """The group's mask for this window. The first layer makes it for those after it, unless it is large."""
-    if window in group.masks:
-        return group.masks[window]
-    mask = _mask(group.longest, together, before, window, device)
-    if mask is None or mask.nbytes <= KEPT_MASK_BYTES:
-        group.masks[window] = mask
-    return mask
-
-
-def _mask(length: int, together: int, before: int, window: int | None, device: torch.device) -> Tensor | None:
+def _mask(length: int, together: int, before: int, window: int | None, device: torch.device) -> Tensor:
     """Which keys each row of a bundle attends to: bool [together * length, before + together * length]. Those of
-    the prefix, and those of its own segment up to itself. None: row i attends to the first i + 1 keys."""
-    if before == 0 and (window is None or length <= window):
-        return None
+    the prefix, and those of its own segment up to itself."""
     places = torch.arange(before + length, device=device)
     distance = places[before:, None] - places
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -137,22 +162,6 @@ def _mask(length: int, together: int, before: int, window: int | None, device: t
         return mask
     own = torch.block_diag(*[mask[:, before:]] * together)
     return torch.cat([mask[:, :before].repeat(together, 1), own], dim=1)
-
-
-def _after(prefix: Sequence[Tensor], count: int, grid: Tensor) -> Tensor:
-    """The last `count` rows of the prefix before those of each bundle: [bundles, count + rows, heads, head_dim]."""
-    rows = torch.cat(list(prefix)) if len(prefix) > 1 else prefix[0]
-    rows = rows[len(rows) - count :]
-    return torch.cat([rows.expand(len(grid), *rows.shape), grid], dim=1)
-
-
-def _grid(group: AttentionGroup, pieces: Sequence[Tensor]) -> Tensor:
-    """The group's rows as [count, longest, heads, head_dim], zeros after each segment's end."""
-    rows = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
-    if group.cells is not None:
-        cells = rows.new_zeros(group.count * group.longest, *rows.shape[1:])
-        rows = cells.index_copy(0, group.cells, rows)
-    return rows.view(group.count, group.longest, *rows.shape[1:])
 
 
 AttentionInterface.register(NAME, segments_attention)

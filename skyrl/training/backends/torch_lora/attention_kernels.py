@@ -27,9 +27,10 @@ def attend(
     """query [count, heads, q, head_dim], key [count, kv_heads, k, head_dim] and value [count, kv_heads, k, value_dim]
     of one dtype; returns [count, heads, q, value_dim] in that dtype. `heads` is a multiple of `kv_heads`.
 
-    mask: bool [q, k] or [count, 1, q, k], True where a query sees a key; None: each query sees every key. With `causal`
-    there is no mask, q equals k, and query i sees the keys 0 to i. `scale` (default: head_dim^-0.5) multiplies the
-    scores. A query that sees no key gets a finite result without meaning.
+    mask: bool [q, k] or [count, 1, q, k], True where a query sees a key; without softcap and sinks also numbers of
+    query's dtype, which are added to the scores. None: each query sees every key. With `causal` there is no mask, q
+    equals k, and query i sees the keys 0 to i. `scale` (default: head_dim^-0.5) multiplies the scores. A query that
+    sees no key gets a finite result without meaning.
 
     softcap: the scores become softcap * tanh(scores / softcap) before the mask (Gemma 2, arXiv 2408.00118, section 2).
     sinks: [heads], one more score per head that takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925,
@@ -69,12 +70,12 @@ def wants_all_heads(device: torch.device) -> bool:
 
 
 def for_all_heads(states: Tensor, heads: int) -> Tensor:
-    """Keys or values [count, kv_heads, k, dim] as [count, heads, k, dim]: each head a copy of the one that it reads.
+    """Keys or values [count, kv_heads, ...] as [count, heads, ...]: each head a copy of the one that it reads.
 
     With a mask and fewer heads of keys and values, torch has on CUDA only kernels that keep all scores in memory. With
     as many heads it has one that does not (PyTorch's scaled_dot_product_attention, "memory-efficient attention"). The
     copies need less memory than the scores."""
-    return states.repeat_interleave(heads // states.shape[1], dim=1)
+    return states if states.shape[1] == heads else states.repeat_interleave(heads // states.shape[1], dim=1)
 
 
 def _causal_mask(start: int, stop: int, device: torch.device) -> Tensor:

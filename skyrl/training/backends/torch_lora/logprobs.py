@@ -7,7 +7,7 @@ gradient at go through it without one. Knows the output layer. Knows nothing of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,9 @@ class RowTargets:
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of one slice. `trained`: of the rows where the loss has a gradient; `other`: of the rest. entries: int64
-    [M], for each entry of the sequences' target_tokens its place in the pairs of `trained` followed by `other`."""
+    """Targets of one slice, or of consecutive slices. `trained`: of the rows where the loss has a gradient; `other`: of
+    the rest. entries: int64 [M], for each entry of the sequences' target_tokens its place in the pairs of `trained`
+    followed by `other`."""
 
     trained: RowTargets
     other: RowTargets
@@ -102,8 +103,8 @@ def _pair_logprobs(
 ) -> Tensor:
     """float32 [pairs]"""
 
-    def logprobs(rows: Tensor, owners: Tensor, ids: Tensor) -> Tensor:
-        return _LogSoftmaxAt.apply(lm_head.for_segment(rows, segment).float(), owners, ids)
+    def logprobs(rows: Tensor, owners: Tensor, ids: Tensor, of_chunk: LoraSegment) -> Tensor:
+        return _LogSoftmaxAt.apply(lm_head.for_segment(rows, of_chunk).float(), owners, ids)
 
     count = _rows_of_a_chunk(lm_head)
     total = len(targets.rows)
@@ -114,12 +115,19 @@ def _pair_logprobs(
         owners = torch.from_numpy(targets.owners[first:last] - start).to(hidden.device)
         chosen = targets.rows[start:stop]
         rows = hidden if len(chosen) == len(hidden) else hidden.index_select(0, chosen)
-        arguments = (rows, owners, targets.ids[first:last])
+        arguments = (rows, owners, targets.ids[first:last], _on_rows(segment, chosen))
         if torch.is_grad_enabled() and recompute:
             parts.append(checkpoint(logprobs, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(logprobs(*arguments))
     return torch.cat(parts)
+
+
+def _on_rows(segment: LoraSegment, chosen: Tensor) -> LoraSegment:
+    """The segment with the ends of its adapters among the `chosen` rows, which ascend."""
+    if segment.ends is None:
+        return segment
+    return replace(segment, ends=torch.searchsorted(chosen, segment.ends, out_int32=True))
 
 
 class _LogSoftmaxAt(torch.autograd.Function):

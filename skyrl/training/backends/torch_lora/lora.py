@@ -12,21 +12,31 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from skyrl.training.backends.torch_lora.adapter import LoraPair, Target
-from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, linear_with_updates
+from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, StackedUpdate, Update, linear_with_updates
 
 
 @dataclass(frozen=True)
 class LoraSegment:
-    """Rows [start, stop) of a micro-batch. `pairs`: their adapter's matrices, by layer; `scale`: alpha / rank."""
+    """Rows [start, stop) of a micro-batch. `pairs`: their adapter's matrices, by layer; `scale`: alpha / rank.
+
+    `ends`: the rows are those of several adapters, as in `StackedUpdate`, and the pairs hold the matrices of all."""
 
     start: int
     stop: int
     scale: float
     pairs: Mapping[str, LoraPair] = field(default_factory=dict)
+    ends: Tensor | None = None
 
-    def update(self, name: str) -> RowsUpdate:
-        """The adapter's update of one layer on the segment's rows."""
-        return RowsUpdate(self.start, self.stop, self.scale, *self.pairs[name])
+    @property
+    def adapters(self) -> int:
+        """How many adapters have rows in the segment."""
+        return 1 if self.ends is None else len(self.ends)
+
+    def update(self, name: str) -> Update:
+        """The update of one layer on the segment's rows."""
+        if self.ends is None:
+            return RowsUpdate(self.start, self.stop, self.scale, *self.pairs[name])
+        return StackedUpdate(self.start, self.stop, self.scale, *self.pairs[name], self.ends)
 
 
 class ActiveSegments:
@@ -70,8 +80,11 @@ class MultiLoraLinear(nn.Module):
         return linear_with_updates(x, self.base.weight, self.base.bias, updates) if updates else self.base(x)
 
     def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
-        """The layer on some rows of one segment, whichever segments are active. rows: [n, in_features]."""
+        """The layer on some rows of one segment, whichever segments are active. rows: [n, in_features]. The segment's
+        `ends` are where each adapter's rows end among these; an adapter may have none of them."""
         if self.name not in segment.pairs:
             return self.base(rows)
         update = segment.update(self.name)._replace(start=0, stop=len(rows))
+        if isinstance(update, StackedUpdate):
+            update = update._replace(may_lack_rows=True)
         return linear_with_updates(rows, self.base.weight, self.base.bias, [update])

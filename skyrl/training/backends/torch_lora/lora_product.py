@@ -3,7 +3,8 @@
 The base model's product is one product over all rows. Each adapter's update is added to its slice of the result in
 place: no row is copied, and no zeros are computed for rows without an adapter. Only the input and the low-rank rows are
 kept for the backward. Each gradient comes from the rows of its own adapter alone, so numbers that are not finite stay
-with their tenant. Knows nothing of modules or passes.
+with their tenant. On CUDA, where each operation costs the host more than a small product costs the GPU, adapters of one
+rank are updated together by grouped products. Knows nothing of modules or passes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from skyrl.training.backends.torch_lora.expert_product import of_used_experts
+
+GROUPED_RANKS = 8
+"""`grouped_mm` takes rows that begin at multiples of 16 bytes: in bfloat16, ranks that are multiples of this."""
 
 
 class RowsUpdate(NamedTuple):
@@ -25,28 +32,56 @@ class RowsUpdate(NamedTuple):
     lora_b: Tensor
 
 
-def linear_with_updates(x: Tensor, weight: Tensor, bias: Tensor | None, updates: Sequence[RowsUpdate]) -> Tensor:
+class StackedUpdate(NamedTuple):
+    """The updates of several adapters, whose rows lie one after the other in [start, stop). lora_a [adapters, rank,
+    in_features], lora_b [adapters, out_features, rank]. ends: int32 [adapters], where the rows of each end, counted
+    from `start`. `may_lack_rows`: an adapter may have none of the rows."""
+
+    start: int
+    stop: int
+    scale: float
+    lora_a: Tensor
+    lora_b: Tensor
+    ends: Tensor
+    may_lack_rows: bool = False
+
+
+Update = RowsUpdate | StackedUpdate
+
+
+def groups_adapters(device: torch.device) -> bool:
+    """Whether adapters are updated together. On a CPU one product for each adapter is as quick, and needs no sum."""
+    return device.type == "cuda"
+
+
+def linear_with_updates(x: Tensor, weight: Tensor, bias: Tensor | None, updates: Sequence[Update]) -> Tensor:
     """x W^T + bias, plus the updates. x: [..., in_features], whose flattened rows the updates name; returns
     [..., out_features] in x's dtype. Gradients go to x and to the adapters' matrices, never to weight or bias."""
-    matrices = [matrix for update in updates for matrix in update[3:]]  # autograd sees no tensors inside a list
+    # autograd sees no tensors inside a list
+    matrices = [matrix for update in updates for matrix in (update.lora_a, update.lora_b)]
     return _Product.apply(x, weight, bias, updates, *matrices)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, updates: Sequence[RowsUpdate], *matrices: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, updates: Sequence[Update], *matrices: Tensor
     ) -> Tensor:
         output = torch.nn.functional.linear(x, weight, bias)
         rows, of_rows = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
         kept: list[Tensor] = []
-        for start, stop, scale, lora_a, lora_b in updates:
-            lora_a, lora_b = lora_a.to(x.dtype), lora_b.to(x.dtype)
-            low_rank = torch.mm(_rows(rows, start, stop), lora_a.t()).mul_(scale)
-            _rows(of_rows, start, stop).addmm_(low_rank, lora_b.t())
+        for update in updates:
+            lora_a, lora_b = update.lora_a.to(x.dtype), update.lora_b.to(x.dtype)
+            own, of_own = _rows(rows, update), _rows(of_rows, update)
+            if isinstance(update, StackedUpdate):
+                low_rank = grouped_mm(own, lora_a.transpose(1, 2), offs=update.ends).mul_(update.scale)
+                of_own.add_(grouped_mm(low_rank, lora_b.transpose(1, 2), offs=update.ends))
+            else:
+                low_rank = torch.mm(own, lora_a.t()).mul_(update.scale)
+                of_own.addmm_(low_rank, lora_b.t())
             kept += [lora_a, lora_b, low_rank]
         ctx.save_for_backward(x, weight, *kept)
-        ctx.places = [update[:3] for update in updates]
+        ctx.updates = [update._replace(lora_a=None, lora_b=None) for update in updates]
         return output  # no view: OLMo clamps it in place
 
     @staticmethod
@@ -57,17 +92,26 @@ class _Product(torch.autograd.Function):
         of_rows = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
         of_matrices: list[Tensor] = []
         each = iter(kept)
-        for start, stop, scale in ctx.places:
+        for update in ctx.updates:
             lora_a, lora_b, low_rank = next(each), next(each), next(each)
-            of_output = _rows(grad, start, stop)
-            of_low_rank = torch.mm(of_output, lora_b).mul_(scale)
-            of_matrices.append(torch.mm(of_low_rank.t(), _rows(rows, start, stop)))
-            of_matrices.append(torch.mm(of_output.t(), low_rank))
-            if of_rows is not None:
-                _rows(of_rows, start, stop).addmm_(of_low_rank, lora_a)
+            own, of_output = _rows(rows, update), _rows(grad, update)
+            if isinstance(update, StackedUpdate):
+                ends, of_output = update.ends, of_output.contiguous()
+                of_low_rank = grouped_mm(of_output, lora_b, offs=ends).mul_(update.scale)
+                pair = [grouped_mm(of_low_rank.t(), own, offs=ends), grouped_mm(of_output.t(), low_rank, offs=ends)]
+                of_matrices += [of_used_experts(matrix, ends) for matrix in pair] if update.may_lack_rows else pair
+                if of_rows is not None:
+                    _rows(of_rows, update).add_(grouped_mm(of_low_rank, lora_a, offs=ends))
+            else:
+                of_low_rank = torch.mm(of_output, lora_b).mul_(update.scale)
+                of_matrices.append(torch.mm(of_low_rank.t(), own))
+                of_matrices.append(torch.mm(of_output.t(), low_rank))
+                if of_rows is not None:
+                    _rows(of_rows, update).addmm_(of_low_rank, lora_a)
         return None if of_rows is None else of_rows.view(x.shape), None, None, None, *of_matrices
 
 
-def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """A slice of rows. Without a view for all rows: a view costs as much as a small product."""
+def _rows(tensor: Tensor, update: Update) -> Tensor:
+    """The update's rows. Without a view for all rows: a view costs as much as a small product."""
+    start, stop = update.start, update.stop
     return tensor if stop - start == tensor.shape[0] else tensor[start:stop]

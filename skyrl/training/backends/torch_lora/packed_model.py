@@ -100,15 +100,15 @@ class PackedModel(nn.Module):
     def forward(
         self, slices: Sequence[PackedSlice], targets: Sequence[Targets], segments: Sequence[LoraSegment]
     ) -> list[Tensor]:
-        """The target logprobs of each slice, float32 [entries]. The caller makes `segments`, one for each slice, the
-        active ones until the backward has ended."""
+        """The target logprobs of each segment, float32 [entries]. Segments consist of one or more slices, and there are
+        targets for each. The caller makes them the active ones until the backward has ended."""
         with self._recomputation(slices):
             hidden = self._hidden_states(slices)
         head = self.lm_head
         recompute = exceed_a_chunk(targets, head)
         return [  # clones, because FSDP2 warns of outputs that are views
-            target_logprobs(hidden[segment.start : segment.stop], of_slice, head, segment, recompute=recompute).clone()
-            for of_slice, segment in zip(targets, segments, strict=True)
+            target_logprobs(hidden[segment.start : segment.stop], of_rows, head, segment, recompute=recompute).clone()
+            for of_rows, segment in zip(targets, segments, strict=True)
         ]
 
     def packed_logits(self, packed: PackedSlice) -> Tensor:
@@ -162,7 +162,7 @@ class PackedModel(nn.Module):
         output = self.model.get_decoder()(
             **self._inputs(slices),
             use_cache=False,
-            attention_groups=slices[0].part or [packed.groups for packed in slices],
+            attention_groups=slices[0].part or attention.PackedGroups([packed.groups for packed in slices]),
             **layout,
         )
         return output.last_hidden_state[0]

@@ -7,7 +7,7 @@ Knows lengths and token ids. Knows nothing of adapters or losses.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,20 +24,24 @@ from skyrl.training.backends.torch_lora.vision import Seen
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """`count` segments of similar length that attend together, right-padded to `longest`.
+    """Segments of similar length that attend together. `lengths`: of each, the longest first.
 
     The groups of a slice cover its rows, in order. `pieces`: the rows of the group, cut into pieces: a segment that
     others continue is a piece alone. `prefix`: the pieces of the slice, by number, that all segments of the group
-    continue, in order. cells: int64 [rows], the places of the rows in a flattened [count, longest] grid; None when they
-    fill it in order. `masks`: those that attention has made, by the layer's sliding window.
+    continue, in order.
     """
 
-    count: int
-    longest: int
+    lengths: tuple[int, ...]
     pieces: tuple[int, ...]
     prefix: tuple[int, ...]
-    cells: Tensor | None
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[0]
 
 
 @dataclass(frozen=True)
@@ -95,14 +99,14 @@ def pack(
         stop=start + len(tokens),
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
-        groups=tuple(_groups(layout, device)),
+        groups=tuple(_groups(layout)),
         layout=layout,
         experts=None if experts is None else torch.from_numpy(layout.of_rows(experts)).to(device),
         pictures=PictureRows.of(data, layout, seen, device),
     )
 
 
-def _groups(layout: Layout, device: torch.device) -> Iterator[AttentionGroup]:
+def _groups(layout: Layout) -> Iterator[AttentionGroup]:
     segments = layout.segments
     continued = {segment.parent for segment in segments}
     piece_of: dict[int, int] = {}
@@ -124,12 +128,5 @@ def _groups(layout: Layout, device: torch.device) -> Iterator[AttentionGroup]:
         while parent >= 0:
             prefix.append(piece_of[parent])
             parent = segments[parent].parent
-        lengths = [segments[number].rows for number in members]
-        yield AttentionGroup(len(members), lengths[0], tuple(sizes), tuple(prefix[::-1]), _cells(lengths, device))
-
-
-def _cells(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    if lengths[0] == lengths[-1]:
-        return None
-    cells = np.concatenate([place * lengths[0] + np.arange(length) for place, length in enumerate(lengths)])
-    return torch.from_numpy(cells).to(device)
+        lengths = tuple(segments[number].rows for number in members)
+        yield AttentionGroup(lengths, tuple(sizes), tuple(prefix[::-1]))

@@ -8,7 +8,7 @@ requests or where results go.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,15 +19,17 @@ from torch import Tensor
 from skyrl.training.backends.base import Datum, OutOfMemory
 from skyrl.training.backends.torch_lora import packing
 from skyrl.training.backends.torch_lora.checks import loss_config
-from skyrl.training.backends.torch_lora.device import failure_of
+from skyrl.training.backends.torch_lora.device import base_dtype, failure_of
 from skyrl.training.backends.torch_lora.logprobs import Targets
 from skyrl.training.backends.torch_lora.lora import LoraSegment
+from skyrl.training.backends.torch_lora.lora_product import groups_adapters
 from skyrl.training.backends.torch_lora.losses import LossInputs, LossValue
 from skyrl.training.backends.torch_lora.model import BaseModel
 from skyrl.training.backends.torch_lora.picture_targets import text_entries
 from skyrl.training.backends.torch_lora.prefixes import lay_out
 from skyrl.training.backends.torch_lora.recomputation import Recomputation
 from skyrl.training.backends.torch_lora.running import Part, Slice, not_finite
+from skyrl.training.backends.torch_lora.side_by_side import segment_of, side_by_side, together
 from skyrl.training.backends.torch_lora.vision import Seen, VisionTower
 
 
@@ -58,6 +60,8 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
     results: list[SliceResult] = []
     try:
         left = [rest for piece in batch if (rest := piece.left()) is not None]
+        if groups_adapters(base.device):
+            left = side_by_side(left)
         results = _forward_backward(base, left, backward) if left else []
     except Exception as error:
         failure = failure_of(error, base.device)
@@ -90,41 +94,68 @@ def record_or_fail(piece: Slice, result: SliceResult, device: torch.device) -> N
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Slices as `PackedModel.forward` takes them: one entry for each slice in each list. `inputs`: of the losses of
-    each slice's parts."""
+    """Slices as `PackedModel.forward` takes them: `packed` has one entry for each slice, `targets` and `segments` one
+    for each part of consecutive slices whose adapters are updated together; without that, one for each slice. `inputs`:
+    of the losses of each slice's parts. `entries`: how many targets each slice has. `parts`: the slices of each
+    segment."""
 
     packed: list[packing.PackedSlice] = field(default_factory=list)
     targets: list[Targets] = field(default_factory=list)
     segments: list[LoraSegment] = field(default_factory=list)
     inputs: list[list[LossInputs]] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    parts: Sequence[range] = ()
 
     @staticmethod
     def of(
-        batch: Sequence[Slice], seen: Sequence[Mapping[str, Seen]], device: torch.device, *, backward: bool
+        batch: Sequence[Slice],
+        seen: Sequence[Mapping[str, Seen]],
+        device: torch.device,
+        *,
+        backward: bool,
+        together: Sequence[range] | None = None,
     ) -> MicroBatch:
         """With `backward`, each slice gets its own leaves of its adapter's weights. `seen`: the pictures of each
-        slice."""
-        made = MicroBatch.without_adapters(batch, seen, device)
-        for index, piece in enumerate(batch):
-            packed, adapter = made.packed[index], piece.running.adapter
-            made.segments[index] = LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward))
+        slice. `together`: which slices are updated together; None: each alone."""
+        made = MicroBatch.without_adapters(batch, seen, device, together)
+        dtype = base_dtype(device)
+        for index, part in enumerate(made.parts):
+            slices, packed = batch[part.start : part.stop], made.packed[part.start : part.stop]
+            made.segments[index] = segment_of(slices, packed, dtype, backward=backward)
         return made
 
     @staticmethod
     def without_adapters(
-        batch: Sequence[Slice], seen: Sequence[Mapping[str, Seen]], device: torch.device
+        batch: Sequence[Slice],
+        seen: Sequence[Mapping[str, Seen]],
+        device: torch.device,
+        parts: Sequence[range] | None = None,
     ) -> MicroBatch:
-        made = MicroBatch()
+        """`parts`: consecutive slices that make a segment; None: each slice makes one."""
+        made = MicroBatch(parts=parts or [range(number, number + 1) for number in range(len(batch))])
         for piece, pictures in zip(batch, seen, strict=True):
-            data, layout = piece.data, lay_out(piece.running.tree, piece.indices)
-            packed = packing.pack(data, layout, made.packed[-1].stop if made.packed else 0, device, pictures)
-            made.packed.append(packed)
-            arrays = [datum.loss_inputs["target_tokens"] for datum in data]
-            trained = np.concatenate([trained_entries(part) for part in piece.parts])
-            made.targets.append(Targets.of(arrays, layout.rows_of, trained, device))
-            made.segments.append(LoraSegment(packed.start, packed.stop, 1.0))
+            layout = lay_out(piece.running.tree, piece.indices)
+            start = made.packed[-1].stop if made.packed else 0
+            made.packed.append(packing.pack(piece.data, layout, start, device, pictures))
             made.inputs.append([loss_inputs(part, device) for part in piece.parts])
+            made.entries.append(piece.entries)
+        for part in made.parts:
+            slices, packed = batch[part.start : part.stop], made.packed[part.start : part.stop]
+            start, stop = packed[0].start, packed[-1].stop
+            arrays = [datum.loss_inputs["target_tokens"] for piece in slices for datum in piece.data]
+            rows_of = [rows + (each.start - start) for each in packed for rows in each.layout.rows_of]
+            trained = np.concatenate([trained_entries(each) for piece in slices for each in piece.parts])
+            made.targets.append(Targets.of(arrays, rows_of, trained, device))
+            made.segments.append(LoraSegment(start, stop, 1.0))
         return made
+
+    def of_slices(self, logprobs: Sequence[Tensor]) -> list[Tensor]:
+        """The logprobs of each slice, from those of each segment."""
+        return [
+            of_slice
+            for part, of_segment in zip(self.parts, logprobs, strict=True)
+            for of_slice in ([of_segment] if len(part) == 1 else of_segment.split(self.entries[part.start : part.stop]))
+        ]
 
 
 def look_at(tower: VisionTower | None, piece: Slice) -> Mapping[str, Seen]:
@@ -148,12 +179,13 @@ def loss_of(part: Part, logprobs: Tensor, inputs: LossInputs) -> LossValue:
 
 def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[SliceResult]:
     seen = [look_at(base.tower, piece) for piece in batch]
-    made = MicroBatch.of(batch, seen, base.device, backward=backward)
+    parts = together(batch) if groups_adapters(base.device) else None
+    made = MicroBatch.of(batch, seen, base.device, backward=backward, together=parts)
     with torch.set_grad_enabled(backward), base.packed.active.use(made.segments):
-        logprobs = base.packed(made.packed, made.targets, made.segments)
+        logprobs = made.of_slices(base.packed(made.packed, made.targets, made.segments))
         scored = [_scored(*each) for each in zip(batch, logprobs, made.inputs, strict=True)]
         totals = [[part.value.total for part in parts if part.counts] for parts in scored]
-        gradients = _gradients(totals, made.segments) if backward else [None] * len(batch)
+        gradients = _gradients(totals, made) if backward else [None] * len(batch)
     return [SliceResult(*each) for each in zip(scored, gradients, strict=True)]
 
 
@@ -177,13 +209,17 @@ def _is_finite(total: Tensor, logprobs: Tensor) -> bool:
     return bool(gradient.isfinite().all())
 
 
-def _gradients(totals: Sequence[Sequence[Tensor]], segments: Sequence[LoraSegment]) -> list[Tensor | None]:
+def _gradients(totals: Sequence[Sequence[Tensor]], made: MicroBatch) -> list[Tensor | None]:
     """Each slice's gradient; None for a slice without totals."""
-    chosen = [segment for of_slice, segment in zip(totals, segments, strict=True) if of_slice]
-    if not chosen:
-        return [None] * len(segments)
-    found = iter(slice_gradients([total for of_slice in totals for total in of_slice], chosen))
-    return [next(found) if of_slice else None for of_slice in totals]
+    chosen = [any(totals[part.start : part.stop]) for part in made.parts]
+    found: Iterator[Tensor | None] = iter(())
+    if any(chosen):
+        segments = [segment for segment, is_chosen in zip(made.segments, chosen, strict=True) if is_chosen]
+        found = iter(slice_gradients([total for of_slice in totals for total in of_slice], segments))
+    of_slices = [
+        next(found) if is_chosen else None for part, is_chosen in zip(made.parts, chosen, strict=True) for _ in part
+    ]
+    return [gradient if of_slice else None for gradient, of_slice in zip(of_slices, totals, strict=True)]
 
 
 def loss_inputs(part: Part, device: torch.device) -> LossInputs:
@@ -232,11 +268,20 @@ def _entries(part: Part, name: str) -> npt.NDArray[np.float32]:
 def slice_gradients(
     totals: Sequence[Tensor], segments: Sequence[LoraSegment], also: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """Each slice's gradient, flat float32 in the order of its adapter's buffers, from one backward for all slices. The
-    backward goes to the tensors `also`, too."""
+    """The gradient of each slice of some segments, flat float32 in the order of its adapter's buffers, from one
+    backward for all slices. The backward goes to the tensors `also`, too."""
     leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
     gradients = iter(torch.autograd.grad(totals, [*(leaf for of_slice in leaves for leaf in of_slice), *also]))
-    return [torch.cat([next(gradients).reshape(-1) for _ in of_slice]) for of_slice in leaves if of_slice]
+    found: list[Tensor] = []
+    for segment, of_segment in zip(segments, leaves, strict=True):
+        own = [next(gradients) for _ in of_segment]
+        if segment.ends is not None:
+            rows = torch.cat([gradient.flatten(1) for gradient in own], dim=1)
+            # copies, so that a gradient that waits for its step does not keep the others in memory
+            found += [row.to(torch.float32, copy=True) for row in rows]
+        elif own:
+            found.append(torch.cat([gradient.reshape(-1) for gradient in own]).float())
+    return found
 
 
 def _record(piece: Slice, result: SliceResult) -> None:
