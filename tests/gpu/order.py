@@ -18,6 +18,7 @@ ORDER = (
     "test_mixtures.py",
     "test_pictures.py",
     "test_quantized.py",
+    "test_shared_weights.py",
     "test_memory.py",
     "test_engine.py",  # starts processes: the longest
     "test_benchmark.py",
