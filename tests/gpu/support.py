@@ -89,13 +89,19 @@ def build(settings: dict[str, Any], directory: Path) -> str:
 
 
 def backend_on(
-    path: str, *, dtype: torch.dtype = torch.bfloat16, merge: bool = False, budget: int | None = 4096
+    path: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    merge: bool = False,
+    budget: int | None = 4096,
+    keep_quantized: bool = False,
 ) -> TorchLoraBackend:
     """A backend whose base model has this dtype. On CUDA the backend uses bfloat16 by default. `budget`: tokens of a
     micro-batch; None: as many as the memory holds."""
     settings = {
         **({} if budget is None else {"trainer.micro_batch_tokens": budget}),
         "trainer.merge_passes": merge,
+        "trainer.keep_quantized": keep_quantized,
         "trainer.policy.model.lora.max_lora_rank": 64,
     }
     config = load_config({"base_model": path, "backend_config": settings})
