@@ -9,7 +9,8 @@ first axis only the first loop runs, along the second only the second, and on th
 - Else: both run at full speed if their phases take no more cores together than there are, and slower by that ratio if
   they take more. Two loops that sample share vLLM's batch as if the second cost nothing, which no real vLLM does.
 
-The shortest path is the least of what any schedule takes, also of one that knows how long each phase will be.
+The shortest path is the least of what any schedule takes, also of one that knows how long each phase will be. `greedy`
+is what the server does: nobody waits for anything but the trainer, and the loop that came first keeps it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,25 @@ def shortest(first: Sequence[Phase], second: Sequence[Phase], cores: int) -> flo
             now.append(min(alone, together))
         before = now
     return before[-1]
+
+
+def greedy(first: Sequence[Phase], second: Sequence[Phase], cores: int) -> float:
+    """Seconds of both loops if each runs whenever it can. The loop that has the trainer trains to the end of its phase;
+    of two that come at once, the first loop does."""
+    one, other = _cells(first), _cells(second)
+    row = column = 0
+    seconds = 0.0
+    second_has_trainer = False
+    while row < len(one) and column < len(other):
+        mine, theirs = one[row], other[column]
+        if mine.trains and theirs.trains:
+            row, column = (row, column + 1) if second_has_trainer else (row + 1, column)
+            seconds += CELL_S
+            continue
+        second_has_trainer = theirs.trains
+        seconds += _both(mine, theirs, cores)
+        row, column = row + 1, column + 1
+    return seconds + CELL_S * (len(one) - row + len(other) - column)
 
 
 def _cells(phases: Sequence[Phase]) -> list[Phase]:

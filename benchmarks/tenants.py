@@ -19,7 +19,7 @@ possible speed-up is A then B over the bound.
 The bound leaves out that a loop is a chain: a step needs its own samples, and a sample the update before it. The chain
 by itself is the wall time of a tenant alone (`chain_s` is that of the slower one). `schedule_s` takes both into
 account: the shortest time of any schedule of two such chains (`benchmarks.best_schedule`). `of_schedule` is that over
-the measured wall time.
+the measured wall time. `greedy_s` is the time of the schedule in which each loop runs whenever it can.
 
 A line for each run says where its time went: the shares of the wall time in which the busiest threads of trainer and
 vLLM want a core, and in which so many of all working threads do. While no thread wants a core, all wait for timers,
@@ -156,11 +156,13 @@ def compared(alone: Sequence[Spent], beside: Spent, cores: int) -> dict[str, flo
 
 
 def scheduled(alone: Sequence[Spent], beside: Spent, cores: int) -> dict[str, float]:
-    """Seconds of the shortest schedule of two tenants, and the share that the run beside each other reaches of it. What
-    a tenant takes outside of its steps, as for creating its model, counts as the begin of its first phase."""
+    """Seconds of the shortest and of the greedy schedule of two tenants, and the share that the run beside each other
+    reaches of the shortest. What a tenant takes outside of its steps, as for creating its model, counts as the begin of
+    its first phase."""
     first, second = map(_chain, alone)
     seconds = best_schedule.shortest(first, second, cores)
-    return {"schedule_s": seconds, "of_schedule": seconds / beside.wall_s}
+    greedy_s = best_schedule.greedy(first, second, cores)
+    return {"greedy_s": greedy_s, "schedule_s": seconds, "of_schedule": seconds / beside.wall_s}
 
 
 def _chain(run: Spent) -> list[best_schedule.Phase]:
