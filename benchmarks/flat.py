@@ -78,9 +78,11 @@ class Comparison:
         self.added_ms: defaultdict[str, list[float]] = defaultdict(list)
 
     def round(self, turn: int) -> None:
-        """One load of each server at each number in flight. Every second round goes the other way."""
-        names = list(self._servers) if turn % 2 == 0 else list(self._servers)[::-1]
-        for in_flight in self._in_flight:
+        """One load of each server at each number in flight. Every second round goes the other way: its later loads meet
+        a larger database."""
+        way = slice(None, None, 1 if turn % 2 == 0 else -1)
+        names = list(self._servers)[way]
+        for in_flight in self._in_flight[way]:
             for name in names:
                 self.loads[name, in_flight].append(self._load(name, in_flight))
         with self._stage.upstream.delayed(DELAY_MS):
