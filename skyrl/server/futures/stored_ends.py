@@ -77,6 +77,8 @@ class StoredEnds:
         self._follow = follow
         self._alone = alone
         self._clients: dict[Target, _Client] = {}
+        self._of_sampler: dict[str, dict[Target, _Client]] = {}
+        """The same by sampling session: a notice of another process names one, and thousands come in a second."""
         self._closing = False
         self._reading = asyncio.Lock()
         self._unread = True
@@ -107,9 +109,8 @@ class StoredEnds:
     def ended_elsewhere(self, sampling_session_id: str) -> None:
         """A sample of this sampling session has ended in another process."""
         self._unread = True
-        for target, client in self._clients.items():
-            if target.sampling_session_id == sampling_session_id:
-                client.wake()
+        for client in self._of_sampler.get(sampling_session_id, {}).values():
+            client.wake()
 
     async def poll(self, target: Target, cursor: int, timeout_s: float) -> tuple[int, list[Completion]]:
         """The client's next cursor, and its ends after `cursor` (0: all). Waits up to `timeout_s` for the first end.
@@ -211,14 +212,23 @@ class StoredEnds:
 
     def _remember(self, target: Target) -> _Client:
         if len(self._clients) >= MAX_CLIENTS:
-            self._clients = {known: client for known, client in self._clients.items() if client.polls > 0}
+            for known in [known for known, client in self._clients.items() if client.polls == 0]:
+                self._drop(known)
         client = self._clients[target] = _Client(self._position or 0)
+        self._of_sampler.setdefault(target.sampling_session_id, {})[target] = client
         return client
+
+    def _drop(self, target: Target) -> _Client:
+        siblings = self._of_sampler[target.sampling_session_id]
+        del siblings[target]
+        if not siblings:
+            del self._of_sampler[target.sampling_session_id]
+        return self._clients.pop(target)
 
     def drop_session(self, session_id: str) -> None:
         """Forget a closed session's clients. Their polls raise TargetGone."""
         for target in [target for target in self._clients if target.session_id == session_id]:
-            client = self._clients.pop(target)
+            client = self._drop(target)
             client.session_ended = True
             client.wake()
 

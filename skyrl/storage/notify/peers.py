@@ -6,6 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+APART_S = 0.02
+"""The least time between two sends. Every send wakes every other process, and costs it as much as many ids do. A
+process reads new ends no more often either (`stored_ends.READ_EVERY_S`)."""
+
 
 @dataclass(slots=True)
 class PeerNotices:
@@ -33,12 +37,14 @@ class PeerNotices:
 
 class PeerNotifier:
     """Sends notices to the other API processes. `living` has the ids of those that live; while it is empty, nothing is
-    sent. The notices of one turn of the event loop are sent together."""
+    sent. The first notice after a pause is sent in this turn of the event loop; later ones wait, and are sent together,
+    until APART_S have passed since the last send."""
 
     def __init__(self) -> None:
         self.living: frozenset[str] = frozenset()
         self.send: Callable[[list[str]], None] | None = None
         self._unsent: dict[str, None] = {}
+        self._sent_at = float("-inf")
 
     @property
     def alone(self) -> bool:
@@ -56,10 +62,15 @@ class PeerNotifier:
         if self.alone or self.send is None:
             return
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send_all)
+            loop = asyncio.get_running_loop()
+            if (due := self._sent_at + APART_S) > loop.time():
+                loop.call_at(due, self._send_all)
+            else:
+                loop.call_soon(self._send_all)
         self._unsent.update(dict.fromkeys(notices))
 
     def _send_all(self) -> None:
         notices, self._unsent = list(self._unsent), {}
+        self._sent_at = asyncio.get_running_loop().time()
         if self.send is not None and notices:
             self.send(notices)

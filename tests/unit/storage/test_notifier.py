@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from skyrl.base.types.ids import new_request_id, new_session_id
 from skyrl.base.wire.paths import sampling_session_id_of
+from skyrl.storage.notify import peers as peers_module
 from skyrl.storage.notify.doorbell import SESSIONS, STATE, Doorbell, DoorbellListener
 from skyrl.storage.notify.notifier import Notifier
 from skyrl.storage.notify.peers import PeerNotices, PeerNotifier
@@ -43,9 +46,22 @@ async def test_the_words_of_one_turn_are_sent_together_and_each_once() -> None:
     assert sent == []
     await asyncio.sleep(0)
     assert sent == [["r1", "s1:sample:0", "r2", "s1"]]
+
+
+async def test_words_that_follow_soon_are_sent_together_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "APART_S", 0.5)
+    sends: asyncio.Queue[list[str]] = asyncio.Queue()
+    peers = PeerNotifier()
+    peers.send = sends.put_nowait
+    peers.living = frozenset({"other/0"})
+    peers.request_ended("r1")
+    await asyncio.sleep(0)
+    assert sends.get_nowait() == ["r1"]
+    peers.request_ended("r2")
     peers.request_ended("r3")
     await asyncio.sleep(0)
-    assert sent[1:] == [["r3"]]
+    assert sends.empty()
+    assert await asyncio.wait_for(sends.get(), LONG_S) == ["r2", "r3"]
 
 
 async def test_no_words_are_sent_while_no_other_process_lives() -> None:
