@@ -19,6 +19,7 @@ from typing import Any
 
 from skyrl.training.backends.base import RankDied
 from skyrl.training.backends.torch_full.rank import FullRank
+from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
 from skyrl.training.backends.torch_lora.rank import Rank
 from skyrl.training.backends.torch_lora.rank_base import RankBase, RankSettings
 
@@ -72,7 +73,7 @@ class LocalRanks:
     def __init__(self, ranks: int, settings: RankSettings, rank_class: type[RankBase] = Rank) -> None:
         """`rank_class`: a class of a test's module, whose processes serve no other group."""
         self.size = ranks
-        self._shared = rank_class in (Rank, FullRank)
+        self._shared = rank_class in (Rank, ExpertRank, FullRank)
         self._timeout_s = settings.timeout_s
         self._lock = threading.Lock()
         self._died: str | None = None
@@ -97,6 +98,9 @@ class LocalRanks:
 
     def read(self, method: str, *arguments: Any) -> Any:
         return self._ask(range(1), method, [arguments])[0]
+
+    def read_all(self, method: str, *arguments: Any) -> list[Any]:
+        return self.call(method, *arguments)
 
     def _ask(self, ranks: range, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         with self._lock:

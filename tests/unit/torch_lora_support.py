@@ -66,8 +66,10 @@ MIXTURE: dict[str, Any] = {
 OTHER_SHAPES: dict[str, dict[str, Any]] = {
     "empty-shards": EMPTY_SHARDS,
     "mixture": MIXTURE,
+    "mixture-of-wide-experts": {**MIXTURE, "moe_intermediate_size": 32},
     "mixture-with-dense-layer": {**MIXTURE, "mlp_only_layers": [0], "norm_topk_prob": False},
 }
+"""A wide expert's activations fill the registers of a CPU: then their bits do not depend on the rows beside them."""
 _directory = tempfile.TemporaryDirectory(prefix="skyrl-torch-lora-")
 
 

@@ -46,13 +46,15 @@ class PlacementConfig(Strict):
     """Where training runs. With `colocate_all`, trainer and vLLM share one device and take turns.
 
     The trainer has `policy_num_nodes` times `policy_num_gpus_per_node` ranks, one on each GPU; or, on machines without
-    GPUs, `policy_num_cpu_ranks` ranks. Each rank asks Ray for `policy_resources` besides its GPU or CPU."""
+    GPUs, `policy_num_cpu_ranks` ranks. Each rank asks Ray for `policy_resources` besides its GPU or CPU. With
+    `expert_parallel` each rank holds some experts of every layer of a mixture, and rows travel to their experts."""
 
     colocate_all: bool = False
     policy_num_gpus_per_node: int = Field(1, ge=1, le=64, strict=True)
     policy_num_nodes: int = Field(1, ge=1, le=1024, strict=True)
     policy_num_cpu_ranks: int | None = Field(None, ge=1, le=1024, strict=True)
     policy_resources: Resources = Field(default_factory=dict)
+    expert_parallel: bool = Field(False, strict=True)
 
     @property
     def ranks(self) -> int:
@@ -122,10 +124,16 @@ class TrainerConfig(Strict):
 
     @model_validator(mode="after")
     def _sequences_are_divided_for_adapters(self) -> TrainerConfig:
-        if self.full_finetuning and self.context_parallel_tokens is not None:
-            raise ValueError(
-                "context_parallel_tokens: with full_finetuning no sequence is divided; leave out one of the two"
-            )
+        if self.context_parallel_tokens is None:
+            return self
+        for also, taken in (
+            ("full_finetuning", self.full_finetuning),
+            ("placement.expert_parallel", self.placement.expert_parallel),
+        ):
+            if taken:
+                raise ValueError(
+                    f"context_parallel_tokens: with {also} no sequence is divided; leave out one of the two"
+                )
         return self
 
 

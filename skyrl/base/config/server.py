@@ -101,6 +101,20 @@ class ServerConfig(ServerKeys):
         return self
 
     @model_validator(mode="after")
+    def _ranks_hold_experts(self) -> ServerConfig:
+        if not self.backend_config.trainer.placement.expert_parallel:
+            return self
+        key = "trainer.placement.expert_parallel"
+        if self.full_finetuning:
+            raise ValueError(f"{key}: with trainer.full_finetuning ranks divide every parameter: leave out one of both")
+        if self.ray is None or not self.modes.trains:
+            raise ValueError(
+                f"{key}: experts are divided over the trainer's ranks, and there are none: set "
+                "trainer.placement.policy_num_gpus_per_node or policy_num_cpu_ranks, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_vllm_takes_turns(self) -> ServerConfig:
         if self.modes.manages_inference and not self.modes.forwards and self.routed:
             raise ValueError(

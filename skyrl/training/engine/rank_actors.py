@@ -169,10 +169,16 @@ class RankActors:
             )
 
     def read(self, method: str, *arguments: Any) -> Any:
+        return self._read(self._actors[:1], method, arguments)[0]
+
+    def read_all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._read(self._actors, method, arguments)
+
+    def _read(self, actors: Sequence[Any], method: str, arguments: Sequence[Any]) -> list[Any]:
         self._check()
-        actor = self._actors[0]
-        asked = actor.read.options(concurrency_group="read").remote((method, arguments))
-        return self._answers([asked])[0]
+        return self._answers(
+            [actor.read.options(concurrency_group="read").remote((method, arguments)) for actor in actors]
+        )
 
     def raise_if_failed(self) -> None:
         """Raise the exception of a rank that has died."""

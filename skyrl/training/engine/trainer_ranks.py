@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.5
 LOADING = "loading the base model"
 ADAPTER_RANK = "skyrl.training.backends.torch_lora.rank:Rank"
+EXPERT_RANK = "skyrl.training.backends.torch_lora.expert_rank:ExpertRank"
 FULL_RANK = "skyrl.training.backends.torch_full.rank:FullRank"
 
 
@@ -44,13 +45,19 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
     settings = rank_settings(config)
     return RankActors(
         places,
-        FULL_RANK if config.full_finetuning else ADAPTER_RANK,
+        _rank_class(config),
         (settings,),
         timeout_s=settings.timeout_s,
         died=RankDied,
         on_waiting=say,
         name=f"skyrl-ranks-{secrets.token_hex(4)}",
     )
+
+
+def _rank_class(config: ServerConfig) -> str:
+    if config.full_finetuning:
+        return FULL_RANK
+    return EXPERT_RANK if config.backend_config.trainer.placement.expert_parallel else ADAPTER_RANK
 
 
 async def watch_ranks(ranks: RankActors) -> None:

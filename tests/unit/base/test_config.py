@@ -97,6 +97,7 @@ BACKEND_KEYS = {
     "trainer.context_parallel_tokens",
     "trainer.micro_batch_tokens",
     "trainer.placement.colocate_all",
+    "trainer.placement.expert_parallel",
     "trainer.placement.policy_num_cpu_ranks",
     "trainer.placement.policy_num_gpus_per_node",
     "trainer.placement.policy_num_nodes",
@@ -201,6 +202,10 @@ def test_options_of_vllm_keep_their_names_and_values() -> None:
         (
             FULL | {"trainer.context_parallel_tokens": 65536},
             "'trainer': context_parallel_tokens: with full_finetuning no sequence is divided",
+        ),
+        (
+            {"trainer.context_parallel_tokens": 65536, "trainer.placement.expert_parallel": True},
+            "'trainer': context_parallel_tokens: with placement.expert_parallel no sequence is divided",
         ),
         (
             {"trainer": {"placement": {"policy_num_nodes": 0}}},

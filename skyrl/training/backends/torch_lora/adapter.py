@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.torch_lora.expert_shares import EVERY_EXPERT, ExpertShare
 
 LoraPair = tuple[Tensor, Tensor]
 """lora_A [rank, in_features] and lora_B [out_features, rank]; of experts, both with [experts, ...] before."""
@@ -30,6 +31,16 @@ class Target:
     experts: int | None = None
 
 
+def whole_shapes(spec: LoraSpec, targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:
+    """The shapes of an adapter's matrices, by name, in the order of its buffers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for target in targets:
+        first = () if target.experts is None else (target.experts,)
+        shapes[f"{target.name}.lora_A"] = (*first, spec.rank, target.in_features)
+        shapes[f"{target.name}.lora_B"] = (*first, target.out_features, spec.rank)
+    return shapes
+
+
 class Adapter:
     """Weights of one LoRA adapter over `targets`, with their gradient, moments and step count.
 
@@ -37,16 +48,22 @@ class Adapter:
     generator seeded with `spec.seed`; lora_B is zero. The draw depends only on the seed, the rank and the targets.
     """
 
-    def __init__(self, spec: LoraSpec, targets: Sequence[Target], device: torch.device, *, drawn: bool = True) -> None:
-        """Without `drawn`, the weights are empty until `replace`."""
+    def __init__(
+        self,
+        spec: LoraSpec,
+        targets: Sequence[Target],
+        device: torch.device,
+        *,
+        drawn: bool = True,
+        share: ExpertShare = EVERY_EXPERT,
+    ) -> None:
+        """Without `drawn`, the weights are empty until `replace`. `share`: the experts whose matrices it has. They are
+        drawn as if it had all of them."""
         self.spec = spec
         self.targets = tuple(targets)
         self.device = device
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for target in self.targets:
-            first = () if target.experts is None else (target.experts,)
-            self.shapes[f"{target.name}.lora_A"] = (*first, spec.rank, target.in_features)
-            self.shapes[f"{target.name}.lora_B"] = (*first, target.out_features, spec.rank)
+        self._share = share
+        self.shapes = {name: share.part(shape) for name, shape in whole_shapes(spec, self.targets).items()}
         self.weights = self._initial_weights().to(device) if drawn else torch.empty(0, device=device)
         self.gradient: Tensor | None = None
         self.exp_avg: Tensor | None = None
@@ -60,10 +77,12 @@ class Adapter:
     def _initial_weights(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.spec.seed % 2**63)
         flat = torch.zeros(sum(map(math.prod, self.shapes.values())))
+        whole = whole_shapes(self.spec, self.targets)
         for name, view in self.views(flat).items():
             if name.endswith(".lora_A"):
                 bound = 1 / math.sqrt(view.shape[-1])
-                view.copy_(torch.rand(view.shape, generator=generator) * (2 * bound) - bound)
+                drawn = torch.rand(whole[name], generator=generator) * (2 * bound) - bound
+                view.copy_(self._share.of_matrices(drawn))
         return flat
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:

@@ -63,46 +63,73 @@ def experts_with_updates(
     On a CPU results and gradients are the same bits in each run, with any number of threads: nothing is added in the
     order in which threads come to it."""
     rows, per_row = chosen.shape
-    sorted_experts, order = chosen.reshape(-1).sort(stable=True)
+    x, sorted_experts, order = sorted_entries(hidden, chosen)
     ends = _ends(sorted_experts, len(experts.down))
-    # hidden[order // per_row] would be the same, but its backward adds the gradients of a row's entries by atomics.
-    x = hidden[:, None].expand(-1, per_row, -1).reshape(len(order), -1)[order]
-    first = _with_bias(_products(x, experts.first, ends), experts.first_bias, sorted_experts)
-    parts: Sequence[Tensor] = first.chunk(experts.parts, dim=-1)
     entries: _Entries | None = None
     if updates:
-        entries = _Entries(order // per_row, sorted_experts, len(experts.down), rows, per_row, updates)
+        entries = _entries_of_rows(order // per_row, sorted_experts, len(experts.down), rows, per_row, updates)
+    output = _computed(x, sorted_experts, ends, experts, entries)
+    return summed_entries(output, weights, order).to(hidden.dtype)
+
+
+def sorted_entries(hidden: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries' rows, sorted by expert [entries, hidden]; the expert of each; and which entry each one is, if they
+    are counted row by row."""
+    per_row = chosen.shape[1]
+    sorted_experts, order = chosen.reshape(-1).sort(stable=True)
+    # hidden[order // per_row] would be the same, but its backward adds the gradients of a row's entries by atomics.
+    return hidden[:, None].expand(-1, per_row, -1).reshape(len(order), -1)[order], sorted_experts, order
+
+
+def summed_entries(output: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """What sorted entries' experts have made of them [entries, hidden], summed for each row with its weights."""
+    weighed = (output * weights.reshape(-1)[order, None])[_inverse(order)]
+    return weighed.view(*weights.shape, -1).sum(dim=1)
+
+
+def counted_entries(x: Tensor, counts: Tensor, experts: BaseExperts, updates: Sequence[ExpertsUpdate | None]) -> Tensor:
+    """What their experts make of entries [entries, hidden] that are sorted by expert, and those of an expert by the
+    part that they belong to. counts: how many there are, int64 [experts, parts]. `updates`: of each part, of which
+    `start` and `stop` do not matter; None for a part without an adapter. Returns [entries, hidden]."""
+    of_expert = counts.sum(dim=1)
+    expert = torch.arange(len(counts), device=x.device).repeat_interleave(of_expert)
+    ends = of_expert.cumsum(0).to(torch.int32)
+    entries = _entries_counted(counts, updates) if any(each is not None for each in updates) else None
+    return _computed(x, expert, ends, experts, entries)
+
+
+def _computed(x: Tensor, expert: Tensor, ends: Tensor, experts: BaseExperts, entries: _Entries | None) -> Tensor:
+    """Of entries sorted by expert: [entries, hidden]."""
+    first = _with_bias(_products(x, experts.first, ends), experts.first_bias, expert)
+    parts: Sequence[Tensor] = first.chunk(experts.parts, dim=-1)
+    if entries is not None:
         inputs = entries.split(x)
         parts = [
             part + entries.update(inputs, pairs)
-            for part, *pairs in zip(parts, *(update.first for update in updates), strict=True)
+            for part, *pairs in zip(parts, *(update.first for update in entries.updates), strict=True)
         ]
     inner = experts.inner(*parts)
-    output = _with_bias(_products(inner, experts.down, ends), experts.down_bias, sorted_experts)
+    output = _with_bias(_products(inner, experts.down, ends), experts.down_bias, expert)
     if entries is not None:
-        output = output + entries.update(entries.split(inner), [update.down for update in updates])
-    output = (output * weights.reshape(-1)[order, None])[_inverse(order)]
-    return output.view(rows, per_row, -1).sum(dim=1).to(hidden.dtype)
+        output = output + entries.update(entries.split(inner), [update.down for update in entries.updates])
+    return output
 
 
 class _Entries:
-    """Entries sorted by expert, and which of them belong to each update."""
+    """Entries sorted by expert, and which of them belong to each update.
+
+    `sizes`: entries before the first update, of it, between it and the second one, and so on. `order`: the entries in
+    that order; None if they are in it. `ends`: of each update, where the entries of each expert end."""
 
     def __init__(
-        self, row: Tensor, expert: Tensor, experts: int, rows: int, per_row: int, updates: Sequence[ExpertsUpdate]
+        self, updates: Sequence[ExpertsUpdate], sizes: Sequence[int], order: Tensor | None, ends: Sequence[Tensor]
     ) -> None:
-        """row, expert: of each entry, int64 [entries]."""
-        self._updates = updates
-        bounds = [bound for update in updates for bound in update[:2]]
-        self._sizes = [(stop - start) * per_row for start, stop in zip([0, *bounds], [*bounds, rows], strict=True)]
-        """Entries before the first update, of it, between it and the second one, and so on."""
-        self._order: Tensor | None = None
-        if self._sizes != [0, len(row), 0]:  # else the order is right already
-            part = torch.searchsorted(_on_device(tuple(bounds), row.device), row, right=True)
-            self._order = part.argsort(stable=True)
-            self._back = _inverse(self._order)
-            expert = expert[self._order]
-        self._ends = [_ends(one, experts) for one in expert.split(self._sizes)[1::2]]
+        self.updates = updates
+        self._sizes = list(sizes)
+        self._order = order
+        self._ends = ends
+        if order is not None:
+            self._back = _inverse(order)
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """The entries' rows [entries, inputs] in parts of the sizes above."""
@@ -113,14 +140,47 @@ class _Entries:
         made: list[Tensor] = []
         outputs = pairs[0][1].shape[1]
         for number, part in enumerate(parts):
-            if number % 2 == 0:
+            if number % 2 == 0 or not len(part):
                 made.append(part.new_zeros(len(part), outputs))
             else:
                 which = number // 2
-                made.append(_low_rank(part, pairs[which], self._ends[which], self._updates[which].scale))
+                made.append(_low_rank(part, pairs[which], self._ends[which], self.updates[which].scale))
         if self._order is None:
             return made[1]
         return torch.cat(made)[self._back]
+
+
+def _entries_of_rows(
+    row: Tensor, expert: Tensor, experts: int, rows: int, per_row: int, updates: Sequence[ExpertsUpdate]
+) -> _Entries:
+    """row, expert: of each entry, int64 [entries]."""
+    bounds = [bound for update in updates for bound in update[:2]]
+    sizes = [(stop - start) * per_row for start, stop in zip([0, *bounds], [*bounds, rows], strict=True)]
+    order: Tensor | None = None
+    if sizes != [0, len(row), 0]:  # else the order is right already
+        part = torch.searchsorted(_on_device(tuple(bounds), row.device), row, right=True)
+        order = part.argsort(stable=True)
+        expert = expert[order]
+    ends = [_ends(one, experts) for one in expert.split(sizes)[1::2]]
+    return _Entries(updates, sizes, order, ends)
+
+
+def _entries_counted(counts: Tensor, updates: Sequence[ExpertsUpdate | None]) -> _Entries:
+    """As `counted_entries`."""
+    found = [update for update in updates if update is not None]
+    places: list[int] = []  # of each part, among: before the first update, the first one, between, the second one, ...
+    before = 0
+    for update in updates:
+        places.append(2 * before + (update is not None))
+        before += update is not None
+    of_place = counts.new_zeros(len(counts), 2 * len(found) + 1)
+    of_place.index_add_(1, _on_device(tuple(places), counts.device), counts)
+    sizes = of_place.sum(dim=0).tolist()
+    order: Tensor | None = None
+    if len(found) > 1 or sizes != [0, sum(sizes), 0]:
+        place_of = _on_device(tuple(range(len(sizes))), counts.device).repeat(len(counts))
+        order = place_of.repeat_interleave(of_place.flatten()).argsort(stable=True)
+    return _Entries(found, sizes, order, of_place[:, 1::2].T.cumsum(1).to(torch.int32).unbind(0))
 
 
 @functools.lru_cache(maxsize=8)

@@ -14,9 +14,9 @@ from skyrl.training.backends.torch_lora.collectives import Agreed
 class RankGroup(Protocol):
     """Ranks that run the same calls in the same order: each a `RankBase` in a process of its own.
 
-    `call`, `call_each` and `read` return what `RankBase.answer` has returned. They raise RankDied, naming the rank and
-    its node, when a rank has died, has raised an exception, or has not answered for the group's timeout; from then on
-    always.
+    `call`, `call_each`, `read` and `read_all` return what `RankBase.answer` has returned. They raise RankDied, naming
+    the rank and its node, when a rank has died, has raised an exception, or has not answered for the group's timeout;
+    from then on always.
     """
 
     @property
@@ -35,6 +35,10 @@ class RankGroup(Protocol):
 
     def read(self, method: str, *arguments: Any) -> Any:
         """Call a method on rank 0 that changes nothing. It may run beside a `call`."""
+        ...
+
+    def read_all(self, method: str, *arguments: Any) -> list[Any]:
+        """As `read`, on every rank; the answers by rank."""
         ...
 
     def close(self) -> None:

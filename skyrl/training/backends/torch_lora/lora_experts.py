@@ -6,6 +6,7 @@ of routers, losses or the sum of gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.expert_product import BaseExperts, ExpertsUpdate, experts_with_updates, gated
-from skyrl.training.backends.torch_lora.lora import ActiveSegments
+from skyrl.training.backends.torch_lora.lora import ActiveSegments, LoraSegment
 
 OWN_PRODUCTS = "skyrl"
 """For transformers: experts without adapters compute with `expert_product`, too. Its own grouped products are the same,
@@ -106,6 +107,10 @@ class MultiLoraExperts(nn.Module):
             )
         self.base = base
         self.active = active
+        self.count: int = len(base.down_proj)
+        """The layer's experts, also where a rank holds only some of them."""
+        self.over_ranks: Callable[[MultiLoraExperts, Tensor, Tensor, Tensor], Tensor] | None = None
+        """Computes in place of `forward` where each rank holds some of the experts."""
         names = _names_of(base)
         block, _, own = name.rpartition(".")
         prefix = f"{block.removesuffix('mlp')}{names.block}.{own}" if block.endswith(".mlp") else name
@@ -115,25 +120,24 @@ class MultiLoraExperts(nn.Module):
     @property
     def targets(self) -> list[Target]:
         base = base_experts(self.base)
-        (experts, outputs, hidden), size = base.first.shape, base.down.shape[2]
+        (_, outputs, hidden), size = base.first.shape, base.down.shape[2]
         return [
-            *(Target(name, hidden, outputs // base.parts, experts) for name in self._first),
-            Target(self._down, size, hidden, experts),
+            *(Target(name, hidden, outputs // base.parts, self.count) for name in self._first),
+            Target(self._down, size, hidden, self.count),
         ]
+
+    def update(self, segment: LoraSegment) -> ExpertsUpdate | None:
+        """The segment's update; None if its adapter does not train these experts."""
+        if self._down not in segment.pairs:
+            return None
+        first = [segment.pairs[name] for name in self._first]
+        return ExpertsUpdate(segment.start, segment.stop, segment.scale, first, segment.pairs[self._down])
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden: [rows, hidden]; chosen: int64 [rows, k]; weights: [rows, k]. Returns [rows, hidden]."""
-        updates = [
-            ExpertsUpdate(
-                segment.start,
-                segment.stop,
-                segment.scale,
-                [segment.pairs[name] for name in self._first],
-                segment.pairs[self._down],
-            )
-            for segment in self.active.segments
-            if self._down in segment.pairs
-        ]
+        if self.over_ranks is not None:
+            return self.over_ranks(self, hidden, chosen, weights)
+        updates = [update for segment in self.active.segments if (update := self.update(segment)) is not None]
         if not updates:
             return self.base(hidden, chosen, weights)
         return experts_with_updates(hidden, chosen, weights, base_experts(self.base), updates)

@@ -57,14 +57,16 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
 
 
 @torch.no_grad()
-def compute_step(adapter: Adapter, params: AdamParams) -> Step | None:
-    """The next step of `adamw_step`; None without an accumulated gradient. Changes nothing.
+def compute_step(adapter: Adapter, params: AdamParams, norm: float | None = None) -> Step | None:
+    """The next step of `adamw_step`; None without an accumulated gradient. Changes nothing. `norm`: of the gradient, if
+    the adapter has only a part of it.
 
     Raises NonFiniteGradient."""
     gradient = adapter.gradient
     if gradient is None:
         return None
-    norm = float(torch.linalg.vector_norm(gradient))
+    if norm is None:
+        norm = float(torch.linalg.vector_norm(gradient))
     if not math.isfinite(norm):
         raise non_finite_gradient(norm)
     number = adapter.step + 1

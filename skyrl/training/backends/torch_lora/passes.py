@@ -266,12 +266,14 @@ def _entries(part: Part, name: str) -> npt.NDArray[np.float32]:
 
 
 def slice_gradients(
-    totals: Sequence[Tensor], segments: Sequence[LoraSegment], also: Sequence[Tensor] = ()
+    totals: Sequence[Tensor], segments: Sequence[LoraSegment], also: Sequence[Tensor] = (), *, unused: bool = False
 ) -> list[Tensor]:
     """The gradient of each slice of some segments, flat float32 in the order of its adapter's buffers, from one
-    backward for all slices. The backward goes to the tensors `also`, too."""
+    backward for all slices. The backward goes to the tensors `also`, too. With `unused`, matrices that computed nothing
+    get zeros; else they are an error."""
     leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
-    gradients = iter(torch.autograd.grad(totals, [*(leaf for of_slice in leaves for leaf in of_slice), *also]))
+    wanted = [*(leaf for of_slice in leaves for leaf in of_slice), *also]
+    gradients = iter(torch.autograd.grad(totals, wanted, materialize_grads=unused))
     found: list[Tensor] = []
     for segment, of_segment in zip(segments, leaves, strict=True):
         own = [next(gradients) for _ in of_segment]

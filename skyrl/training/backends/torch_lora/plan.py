@@ -50,6 +50,10 @@ class Plan:
         own = self.batches[rank]
         return [*own, *[()] * (self.count - len(own))]
 
+    def rounds(self) -> list[tuple[tuple[Piece, ...], ...]]:
+        """What the ranks run at the same time: `count` times the micro-batch of each rank."""
+        return list(zip(*(self.of(rank) for rank in range(len(self.batches))), strict=True))
+
     def pieces_of(self, number: int) -> list[tuple[int, Piece]]:
         """The pieces of a pass with their ranks: rank by rank, in the order in which each rank adds their gradients.
         One that is divided is a piece of every rank."""

@@ -28,13 +28,14 @@ from skyrl.training.backends.torch_lora.collectives import (
 )
 from skyrl.training.backends.torch_lora.device import command_on
 from skyrl.training.backends.torch_lora.divided_pass import run_divided
+from skyrl.training.backends.torch_lora.lora import LoraSegment
 from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient, compute_step, take_step
 from skyrl.training.backends.torch_lora.passes import MicroBatch, slice_gradients
-from skyrl.training.backends.torch_lora.plan import Plan
+from skyrl.training.backends.torch_lora.plan import Piece, Plan
 from skyrl.training.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
 from skyrl.training.backends.torch_lora.sequence_part import SequencePart
-from skyrl.training.backends.torch_lora.sharding import frozen, reshard
+from skyrl.training.backends.torch_lora.sharding import ModelForm, frozen, reshard
 from skyrl.training.backends.torch_lora.vision import Seen
 
 
@@ -65,14 +66,21 @@ class Rank(RankBase):
 
     def load(self) -> AdapterFacts:
         """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
-        base = self._load_model(frozen(mlp_of_mixtures=self._settings.mlp_of_mixtures)).base
+        base = self._load_model(self._form()).base
         mixture, targets = base.packed.mixture, tuple(base.targets)
         budget = self._row_budget(targets)
         return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, base.sight, budget, targets)
 
+    def _form(self) -> ModelForm:
+        return frozen(mlp_of_mixtures=self._settings.mlp_of_mixtures)
+
+    def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
+        """What this rank has of an adapter."""
+        return Adapter(spec, targets, self._device, drawn=drawn)
+
     def create(self, model_id: str, spec: LoraSpec, targets: Sequence[Target]) -> None:
         """Add an adapter, with initial weights drawn from its seed. Raises Agreed with OutOfMemory."""
-        self._adapters[model_id] = on_all_or_none(lambda: Adapter(spec, targets, self._device), self._device)
+        self._adapters[model_id] = on_all_or_none(lambda: self._adapter(spec, targets, drawn=True), self._device)
 
     def delete(self, model_id: str) -> None:
         self._adapters.pop(model_id, None)
@@ -84,10 +92,10 @@ class Rank(RankBase):
         """Add an adapter with these weights, moments and gradient, or put it in the place of the model's. Raises Agreed
         with OutOfMemory."""
         parts = (buffers.weights, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient)
-        copies = on_all_or_none(lambda: [self._copied(part) for part in parts], self._device)
+        copies = on_all_or_none(lambda: [self._copied(part, spec, targets) for part in parts], self._device)
         weights, exp_avg, exp_avg_sq, gradient = copies
         assert weights is not None
-        adapter = Adapter(spec, targets, self._device, drawn=False)
+        adapter = self._adapter(spec, targets, drawn=False)
         adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers.step)
         self._adapters[model_id] = adapter
 
@@ -116,14 +124,9 @@ class Rank(RankBase):
         for plan, backward in ((forwards, False), (backwards, True)):
             for number, tree in plan.trees.items():
                 running[number].tree = tree
-            for batch, completed in zip(plan.of(self._rank), plan.completed(), strict=True):
-                pieces = [self._slice(running[piece.number], piece) for piece in batch]
-                if batch and batch[0].divided:
-                    part = SequencePart.of(batch[0].rows, self._rank, self._ranks)
-                    outcomes = [run_divided(self._base, pieces[0], part, self._scored, backward=backward)]
-                else:
-                    outcomes = self._micro_batch(pieces, backward=backward)
-                for piece, outcome in zip(batch, outcomes, strict=True):
+            for batches, completed in zip(plan.rounds(), plan.completed(), strict=True):
+                outcomes = self._run_round(running, batches, backward=backward)
+                for piece, outcome in zip(batches[self._rank], outcomes, strict=True):
                     results.setdefault(piece.number, []).append(outcome)
                     if outcome.error is not None:
                         running[piece.number].fail(outcome.error)
@@ -131,22 +134,36 @@ class Rank(RankBase):
                     self._accumulate({number: running[number] for number in completed}, plan)
         return results
 
+    def _run_round(
+        self, running: Sequence[RunningPass], batches: Sequence[Sequence[Piece]], *, backward: bool
+    ) -> list[PieceResult]:
+        """Run this rank's micro-batch while the others run theirs. batches: by rank."""
+        batch = batches[self._rank]
+        pieces = [self._slice(running[piece.number], piece) for piece in batch]
+        if batch and batch[0].divided:
+            part = SequencePart.of(batch[0].rows, self._rank, self._ranks)
+            return [run_divided(self._base, pieces[0], part, self._scored, backward=backward)]
+        return self._micro_batch(pieces, backward=backward)
+
     def _accumulate(self, completed: Mapping[int, RunningPass], plan: Plan) -> None:
         """Add the gradients of completed passes to their adapters. A pass that failed on any rank adds nothing."""
         failed = failed_anywhere([each.error is not None for each in completed.values()])
         for (number, each), has_failed in zip(completed.items(), failed, strict=True):
             if not has_failed:
-                numel = each.adapter.weights.numel()
-                total = summed_in_rank_order(each.gradient, plan.holders(number), numel, self._device)
-                each.adapter.accumulate(total)
+                each.adapter.accumulate(self._summed(number, each, plan.holders(number)))
             each.gradient = None
+
+    def _summed(self, number: int, running: RunningPass, holders: Sequence[int]) -> Tensor:
+        """The gradient of a pass, which the ranks `holders` have parts of. `number`: of the pass."""
+        return summed_in_rank_order(running.gradient, holders, running.adapter.weights.numel(), self._device)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """As `adamw_step`. Raises Agreed with NonFiniteGradient or OutOfMemory, and RuntimeError if the ranks have
         computed different weights."""
         adapter = self._adapters[model_id]
         try:
-            step = on_all_or_none(lambda: compute_step(adapter, params), self._device)
+            norm = self._norm(adapter)
+            step = on_all_or_none(lambda: compute_step(adapter, params, norm), self._device)
         except Agreed as agreed:
             own = agreed.error if isinstance(agreed.error, NonFiniteGradient) else None
             (not_finite,) = failed_anywhere([own is not None])  # another rank may have had no memory to find that out
@@ -156,18 +173,27 @@ class Rank(RankBase):
             raise Agreed(own) from None
         if step is None:
             return {}
-        if not is_same_everywhere(_digest(step.weights)):
+        if not is_same_everywhere(_digest(self._common(adapter, step.weights))):
             raise RuntimeError(
                 "the ranks have computed different weights from the same gradient: their processors or their versions "
                 "of torch differ"
             )
         return take_step(adapter, step)
 
+    def _norm(self, adapter: Adapter) -> float | None:
+        """Of the adapter's gradient, where this rank has only a part of it."""
+        return None
+
+    def _common(self, adapter: Adapter, flat: Tensor) -> Tensor:
+        """What all ranks have of one of the adapter's flat buffers."""
+        return flat
+
     def leave(self) -> None:
         self._adapters.clear()
         super().leave()
 
-    def _copied(self, part: npt.NDArray[np.float32] | None) -> Tensor | None:
+    def _copied(self, part: npt.NDArray[np.float32] | None, spec: LoraSpec, targets: Sequence[Target]) -> Tensor | None:
+        """What this rank has of one of an adapter's flat buffers."""
         if part is None:
             return None
         copy = torch.empty(part.shape, dtype=torch.float32)
@@ -193,7 +219,7 @@ class Rank(RankBase):
             scored = [self._scored(*each) for each in zip(pieces, logprobs, made.inputs, strict=bool(pieces))]
             if backward:
                 totals = [each.total for each in scored] or [logprobs[0].sum() * 0]
-                gradients = slice_gradients(totals, made.segments, embeddings)
+                gradients = self._gradients(totals, made.segments, embeddings)
                 for piece, gradient in zip(pieces, gradients, strict=True):
                     total = piece.running.gradient
                     piece.running.gradient = gradient if total is None else total.add_(gradient)
@@ -201,6 +227,12 @@ class Rank(RankBase):
         return [
             each.result(of_piece, piece) for each, of_piece, piece in zip(scored, logprobs, pieces, strict=bool(pieces))
         ]
+
+    def _gradients(
+        self, totals: Sequence[Tensor], segments: Sequence[LoraSegment], embeddings: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Of the segments with adapters."""
+        return slice_gradients(totals, segments, embeddings)
 
 
 def _digest(weights: Tensor) -> int:

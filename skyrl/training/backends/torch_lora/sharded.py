@@ -22,6 +22,7 @@ from skyrl.training.backends.torch_lora import checks, state
 from skyrl.training.backends.torch_lora.adapter import Adapter, Target
 from skyrl.training.backends.torch_lora.backend import SHARED_ROWS_ON_CPU
 from skyrl.training.backends.torch_lora.device import HOST
+from skyrl.training.backends.torch_lora.expert_shares import joined
 from skyrl.training.backends.torch_lora.experts import noted
 from skyrl.training.backends.torch_lora.group import RankGroup, results_of
 from skyrl.training.backends.torch_lora.over_ranks import BackendOverRanks, outcome_of
@@ -49,6 +50,7 @@ class ShardedBackend(BackendOverRanks):
         super().__init__(config, group)
         facts: AdapterFacts = self._facts
         self._targets = facts.targets
+        self._divides_experts = config.backend_config.trainer.placement.expert_parallel
         self._max_rank = config.backend_config.lora.max_lora_rank
         self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
         merge = config.backend_config.trainer.merge_passes
@@ -162,16 +164,24 @@ class ShardedBackend(BackendOverRanks):
 
     def _copy(self, model_id: str, *, optimizer: bool) -> Adapter:
         adapter = self._empty(model_id)
-        buffers: AdapterBuffers = results_of([self._group.read("export", model_id, optimizer)])[0]
-        parts = (buffers.weights, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient)
-        weights, exp_avg, exp_avg_sq, gradient = (None if part is None else _tensor(part) for part in parts)
+        if self._divides_experts:
+            answers = self._group.read_all("export", model_id, optimizer)
+        else:
+            answers = [self._group.read("export", model_id, optimizer)]
+        buffers: list[AdapterBuffers] = results_of(answers)
+        parts = zip(*((each.weights, each.exp_avg, each.exp_avg_sq, each.gradient) for each in buffers), strict=True)
+        weights, exp_avg, exp_avg_sq, gradient = (_tensor(of_ranks, adapter) for of_ranks in parts)
         assert weights is not None
-        adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers.step)
+        adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers[0].step)
         return adapter
 
 
-def _tensor(array: npt.NDArray[np.float32]) -> Tensor:
-    """A tensor on the array's memory, which is not written to: the arrays that Ray delivers are read-only."""
+def _tensor(of_ranks: Sequence[npt.NDArray[np.float32] | None], adapter: Adapter) -> Tensor | None:
+    """One of the adapter's flat buffers from what ranks have of it. From one rank it is a tensor on the array's memory,
+    which is not written to: the arrays that Ray delivers are read-only."""
+    arrays = [array for array in of_ranks if array is not None]
+    if not arrays:
+        return None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-        return torch.from_numpy(array)
+        return torch.from_numpy(arrays[0] if len(arrays) == 1 else joined(arrays, adapter.shapes))

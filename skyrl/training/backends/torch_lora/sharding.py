@@ -22,6 +22,8 @@ from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.collectives import SumInRankOrder, failed_anywhere
 from skyrl.training.backends.torch_lora.conversions import FileTensor, Rows, file_tensors, stored_parameters
 from skyrl.training.backends.torch_lora.device import HOST, base_dtype
+from skyrl.training.backends.torch_lora.expert_exchange import ExpertExchange
+from skyrl.training.backends.torch_lora.expert_shares import ExpertShare
 from skyrl.training.backends.torch_lora.loading import check_weights
 from skyrl.training.backends.torch_lora.model import BaseModel, check_config, wrap
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, read_config
@@ -37,26 +39,29 @@ from skyrl.training.backends.torch_lora.vision import VisionTower, make_tower
 @dataclass(frozen=True)
 class ModelForm:
     """`wrap` makes the packed model of a path and transformers' model; it may raise ConfigError. `trained`: the
-    parameters are float32 and require gradients; the model computes in the device's dtype, and gathers in it."""
+    parameters are float32 and require gradients; the model computes in the device's dtype, and gathers in it.
+    `whole_experts`: a rank holds some experts whole, and gathers none."""
 
     wrap: Callable[[str, Any], PackedModel]
     trained: bool
+    whole_experts: bool = False
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """That of the parameters."""
         return torch.float32 if self.trained else base_dtype(device)
 
 
-def frozen(*, mlp_of_mixtures: bool) -> ModelForm:
+def frozen(*, mlp_of_mixtures: bool, whole_experts: bool = False) -> ModelForm:
     """A base model for adapters. `mlp_of_mixtures`: see `PackedModel`."""
-    return ModelForm(partial(wrap, mlp_of_mixtures=mlp_of_mixtures), trained=False)
+    return ModelForm(partial(wrap, mlp_of_mixtures=mlp_of_mixtures), trained=False, whole_experts=whole_experts)
 
 
 @dataclass(frozen=True)
 class ShardedModel:
     """A model of which this rank holds `numel` of all ranks' `total` parameters, in `dtype`.
 
-    in_files: see `file_tensors`; empty unless the parameters are trained."""
+    in_files: see `file_tensors`; empty unless the parameters are trained. `exchange`: computes the experts if each rank
+    holds some of them."""
 
     base: BaseModel
     mesh: DeviceMesh
@@ -64,15 +69,16 @@ class ShardedModel:
     numel: int
     total: int
     in_files: dict[str, list[FileTensor]]
+    exchange: ExpertExchange | None
 
     def read_again(self) -> None:
         """Give this rank's rows the numbers of the base model's files again.
 
         Raises ConfigError, or one of LOADING_ERRORS; the rows may then hold anything."""
         path = self.base.path
-        rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
+        share = ExpertShare(self.mesh.get_local_rank(), self.mesh.size())
         with StoredWeights(path, _files(path), read_config(path).format, self.dtype) as stored:
-            _fill_parameters(path, self.base.packed, stored, rank, ranks)
+            _fill_parameters(path, self.base.packed, stored, share)
 
 
 def load_sharded_model(
@@ -98,7 +104,7 @@ def load_sharded_model(
     Raises ConfigError as `load_base_model` does, and for a model without safetensors files.
     """
     failure: Exception | None = None
-    loaded: tuple[BaseModel, dict[str, list[FileTensor]]] | None = None
+    loaded: _Loaded | None = None
     try:
         loaded = _load(path, device, mesh, form, pictures=pictures)
     except ConfigError as error:
@@ -108,7 +114,7 @@ def load_sharded_model(
         failure.__cause__ = error
     agree(failure)
     assert loaded is not None
-    base, in_files = loaded
+    base = loaded.base
     packed = base.packed
     for method in ("stock_logits", "changed_logits", "attention_calls", "packed_logits"):
         register_fsdp_forward_method(packed, method)
@@ -116,16 +122,16 @@ def load_sharded_model(
         base.check_stock()
         expected = base.stock_logits()
         packed.use_own_kernels()
+        if loaded.exchange is not None:
+            loaded.exchange.compute(packed.experts.values())
         base.verify(expected)
     except ConfigError as error:
         failure = error
     agree(failure)
     reshard(packed)
     packed.recompute(gradient_checkpointing, ranks=mesh.size(), anywhere=lambda own: failed_anywhere([own])[0])
-    parameters = list(packed.parameters())
-    local = sum(local_of(parameter).numel() for parameter in parameters)
-    total = sum(parameter.numel() for parameter in parameters)
-    return ShardedModel(base, mesh, form.dtype(device), local, total, in_files)
+    local = sum(local_of(parameter).numel() for parameter in packed.parameters())
+    return ShardedModel(base, mesh, form.dtype(device), local, loaded.total, loaded.in_files, loaded.exchange)
 
 
 def reshard(packed: PackedModel) -> None:
@@ -134,10 +140,17 @@ def reshard(packed: PackedModel) -> None:
     packed.reshard()  # pyright: ignore[reportCallIssue]  # fully_shard has made the module an FSDPModule
 
 
-def _load(
-    path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *, pictures: bool
-) -> tuple[BaseModel, dict[str, list[FileTensor]]]:
-    """The model with this rank's rows, and `ShardedModel.in_files`."""
+@dataclass(frozen=True)
+class _Loaded:
+    """The model with this rank's rows, and what `ShardedModel` says of it."""
+
+    base: BaseModel
+    total: int
+    in_files: dict[str, list[FileTensor]]
+    exchange: ExpertExchange | None
+
+
+def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *, pictures: bool) -> _Loaded:
     described = read_config(path)
     config = described.config
     check_config(path, config)
@@ -151,8 +164,12 @@ def _load(
     _keep_in_float32(model)
     model.eval().requires_grad_(form.trained)
     packed = form.wrap(path, model)
+    total = sum(parameter.numel() for parameter in packed.parameters())
+    share = ExpertShare(mesh.get_local_rank(), mesh.size())
+    exchange = _divide_experts(path, packed, share) if form.whole_experts else None
+    whole = {each for experts in packed.experts.values() if exchange for each in experts.parameters()}
     for layer in packed.decoder_layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=whole)
     fully_shard(packed, mesh=mesh, mp_policy=policy)
     if form.trained:
         _sum_gradients(packed, device)
@@ -160,10 +177,20 @@ def _load(
         check_weights(path, config, type(model), stored)
         packed.to_empty(device=device)
         _fill_buffers(path, model)
-        parameters = _fill_parameters(path, packed, stored, mesh.get_local_rank(), mesh.size())
+        parameters = _fill_parameters(path, packed, stored, share)
         in_files = file_tensors(path, model, parameters) if form.trained else {}
         tower = _tower(path, model, visual, stored, device) if pictures and visual is not None else None
-    return BaseModel(path, device, packed, config, tower), in_files
+    return _Loaded(BaseModel(path, device, packed, config, tower), total, in_files, exchange)
+
+
+def _divide_experts(path: str, packed: PackedModel, share: ExpertShare) -> ExpertExchange:
+    """Raises ConfigError for a model without experts that could be divided."""
+    if not packed.experts:
+        which = "is no mixture of experts" if packed.mixture is None else "has experts of a kind that cannot be divided"
+        raise ConfigError(f"trainer.placement.expert_parallel: {path} {which}: leave it out")
+    exchange = ExpertExchange(share, packed.active)
+    exchange.divide(packed.experts.values())
+    return exchange
 
 
 def _tower(path: str, model: Any, visual: Any, stored: StoredWeights, device: torch.device) -> VisionTower | None:
@@ -227,8 +254,9 @@ def _fill_buffers(path: str, model: Any) -> None:
                 )
 
 
-def _fill_parameters(path: str, packed: PackedModel, opened: StoredWeights, rank: int, ranks: int) -> dict[str, Rows]:
-    """Copy this rank's rows of all parameters and buffers from the files. Returns what the files hold of each.
+def _fill_parameters(path: str, packed: PackedModel, opened: StoredWeights, share: ExpertShare) -> dict[str, Rows]:
+    """Copy this rank's rows, or its experts, of all parameters and buffers from the files. Returns what the files hold
+    of each.
 
     A tied parameter has several names. If the files hold it under more than one, the values must agree.
     """
@@ -236,13 +264,15 @@ def _fill_parameters(path: str, packed: PackedModel, opened: StoredWeights, rank
     missing: dict[int, str] = {}
     named = list(_stored_tensors(packed))
     stored = dict.fromkeys(opened.keys(), opened)
-    parameters = stored_parameters(packed.model, {name: tensor.shape for name, tensor in named}, stored)
+    shapes = {name: _whole_shape(packed, name, tensor) for name, tensor in named}
+    parameters = stored_parameters(packed.model, shapes, stored)
     for name, tensor in named:
         local = local_of(tensor)
         if (found := parameters.get(name)) is None:
             missing.setdefault(id(tensor), name)
             continue
-        rows = _rows(found, path, name, tensor, rank, ranks).to(local.dtype)
+        _check_shape(path, name, list(found.get_shape()), shapes[name])
+        rows = _rows(found, tensor, shapes[name], share).to(local.dtype)
         if id(tensor) not in filled:
             with torch.no_grad():
                 local.copy_(rows)
@@ -268,14 +298,25 @@ def _stored_tensors(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
         yield (f"{wrapped}.{leaf}" if is_wrapped else name), tensor
 
 
-def _rows(stored: Any, path: str, name: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-    """This rank's rows of a stored tensor."""
-    shape = list(stored.get_shape())
-    if shape != list(tensor.shape):
-        raise ConfigError(f"base_model: {path} holds {name} with shape {shape}, its config says {list(tensor.shape)}")
-    if not isinstance(tensor, DTensor):
+def _whole_shape(packed: PackedModel, name: str, tensor: Tensor) -> list[int]:
+    """Of all ranks' rows, or experts."""
+    experts = packed.experts.get(name.rpartition(".")[0])
+    return list(tensor.shape) if experts is None else [experts.count, *tensor.shape[1:]]
+
+
+def _check_shape(path: str, name: str, stored: list[int], expected: list[int]) -> None:
+    if stored != expected:
+        raise ConfigError(f"base_model: {path} holds {name} with shape {stored}, its config says {expected}")
+
+
+def _rows(stored: Any, tensor: Tensor, shape: list[int], share: ExpertShare) -> Tensor:
+    """This rank's rows of a stored tensor of this shape, or its experts."""
+    if isinstance(tensor, DTensor):
+        rows = rows_of(shape[0], share.rank, share.ranks)
+    elif len(tensor) < shape[0]:
+        rows = share.of(shape[0])
+    else:
         return stored[:]
-    rows = rows_of(shape[0], rank, ranks)
     if not rows:
         return torch.empty(0, *shape[1:])
     return stored[rows.start : rows.stop]
