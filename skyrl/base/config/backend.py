@@ -95,7 +95,7 @@ class TrainerConfig(Strict):
     """With `full_finetuning` the server trains all parameters of one model at a time, and no adapters.
 
     `micro_batch_tokens` bounds the tokens of one forward/backward pass over the base model; shared prompts count once.
-    None: what the memory holds, 4,096 to 65,536 on CUDA and 1,024 to 4,096 on a CPU.
+    None: what the memory holds, 4,096 to 65,536 on CUDA and 2,048 to 4,096 on a CPU.
 
     With `merge_passes` (None: only on CUDA), requests of several tenants share one pass over the base model. Then, and
     on CUDA in any case, other tenants' training changes a tenant's weights by rounding. On a CPU without
