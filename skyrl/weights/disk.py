@@ -34,20 +34,15 @@ class CheckpointOnDisk:
 
     async def begin(self, version: str) -> None:
         """Raises OSError."""
-        self._parent.mkdir(parents=True, exist_ok=True)
-        shown = re.sub(r"[^\w.-]", "_", version)
-        self._directory = self._parent / f"weights-{shown}-{secrets.token_hex(4)}"
-        self._directory.mkdir()  # servers of another user read it, so it is not for this user alone
+        self._directory = new_directory(self._parent, version)
         self._version, self._shards = version, []
 
     async def send(self, part: Part) -> None:
         """Write one file. Raises OSError."""
         assert self._directory is not None
-        name = f"model-{len(self._shards) + 1:05}.safetensors"
-        self._shards.append((name, list(part)))
-        writing = asyncio.ensure_future(asyncio.to_thread(_write, part, self._directory / name))
+        writing = asyncio.ensure_future(asyncio.to_thread(write_shard, part, self._directory, len(self._shards) + 1))
         try:
-            await asyncio.shield(writing)
+            self._shards.append((await asyncio.shield(writing), list(part)))
         except asyncio.CancelledError:
             await asyncio.wait([writing])  # the directory is deleted next
             raise
@@ -55,8 +50,7 @@ class CheckpointOnDisk:
     async def finish(self) -> None:
         """Raises OSError, WorkersFailed."""
         assert self._directory is not None
-        index = {"weight_map": {tensor: file for file, tensors in self._shards for tensor in tensors}}
-        (self._directory / INDEX).write_text(json.dumps(index))
+        write_index(self._directory, self._shards)
         written = VersionOnDisk(self._workers, self._pause)
         await written.begin(self._version)
         await written.send(self._directory.absolute())
@@ -72,7 +66,25 @@ class CheckpointOnDisk:
             await asyncio.to_thread(shutil.rmtree, directory)
 
 
-def _write(part: Part, path: Path) -> None:
-    save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, path)
-    with open(path, "rb") as written:
+def new_directory(parent: Path, version: str) -> Path:
+    """For one update. Raises OSError."""
+    parent.mkdir(parents=True, exist_ok=True)
+    shown = re.sub(r"[^\w.-]", "_", version)
+    directory = parent / f"weights-{shown}-{secrets.token_hex(4)}"
+    directory.mkdir()  # servers of another user read it, so it is not for this user alone
+    return directory
+
+
+def write_shard(part: Part, directory: Path, number: int) -> str:
+    """The name of the file. Raises OSError."""
+    name = f"model-{number:05}.safetensors"
+    save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, directory / name)
+    with open(directory / name, "rb") as written:
         os.fsync(written.fileno())  # a server on another machine reads it
+    return name
+
+
+def write_index(directory: Path, shards: list[tuple[str, list[str]]]) -> None:
+    """Which file has which tensors. Raises OSError."""
+    index = {"weight_map": {tensor: file for file, tensors in shards for tensor in tensors}}
+    (directory / INDEX).write_text(json.dumps(index))

@@ -11,9 +11,20 @@ from skyrl.weights.workers import PauseMode, Workers
 class VersionOnDisk:
     """The only part is the absolute path of the checkpoint, which must stay until `finish` has returned; or a reference
     for sidecars that bring files to their node. With the pause `in_place`, samples in flight keep their cache, with the
-    other pauses they compute it again; without a pause the servers refuse while samples are in flight."""
+    other pauses they compute it again; without a pause the servers refuse while samples are in flight. `keep`: the
+    servers keep the version's bytes, so that the next one may have it as its `base`, and only the elements that differ
+    (`skyrl.weights.deltas`). `checksums`: of the version's tensors."""
 
-    def __init__(self, workers: Workers, pause: PauseMode | None = "in_place") -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        pause: PauseMode | None = "in_place",
+        *,
+        keep: bool = False,
+        base: str | None = None,
+        checksums: dict[str, str] | None = None,
+    ) -> None:
+        self._more: dict[str, object] = {"keep": True, "base": base, "checksums": checksums} if keep else {}
         self._workers = workers
         self._pause: PauseMode | None = pause
         self._version = ""
@@ -28,7 +39,7 @@ class VersionOnDisk:
             "model_path": str(part),
             "weight_version": self._version,
             "flush_cache": self._pause != "in_place",
-        }
+        } | self._more
         await self._workers.post("/update_weights_from_disk", self._body | {"stage_only": True})
 
     async def finish(self) -> None:

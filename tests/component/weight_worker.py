@@ -2,7 +2,7 @@
 
     python -m tests.component.weight_worker PORT
 
-It stages what arrives, as a real server does. `/break` makes the next update fail.
+It stages what arrives, as a real server does. `/break` makes the next update fail, `/forget` drops the base of changes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from skyrl.weights.deltas import POSITIONS, VALUES, patch
 from skyrl.weights.digests import digests
 from skyrl.weights.process_group import Group, GroupError, join
 from skyrl.weights.segments import SegmentError, opened
@@ -38,6 +39,7 @@ class WeightWorker:
         self._groups: dict[str, Group] = {}
         self._staged: dict[str, torch.Tensor] = {}
         self._breaks = False
+        self._kept: str | None = None
         self._unfinished = False
         """Some parts of an update have come; as a real server, this one does not go on then."""
 
@@ -48,6 +50,10 @@ class WeightWorker:
 
     async def server_info(self, _: Any) -> Any:
         return {"tp_size": 1}
+
+    async def forget(self, _: Any) -> Any:
+        self._kept = None
+        return {}
 
     async def break_next(self, _: Any) -> Any:
         self._breaks = True
@@ -66,10 +72,21 @@ class WeightWorker:
     async def from_disk(self, body: Any) -> Any:
         directory = Path(body["model_path"])
         index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
-        self._staged = {name: load_file(directory / file)[name] for name, file in index.items()}
+        found = {name: load_file(directory / file)[name] for name, file in index.items()}
+        if body.get("base") is not None:
+            if body["base"] != self._kept:
+                raise Refused(f"base: {body['base']} is not kept")
+            for name in [name for name in found if name.endswith(POSITIONS)]:
+                made = self.weights[of := name.removesuffix(POSITIONS)].clone()
+                patch(made, found.pop(name), found.pop(of + VALUES))
+                found[of] = made
+            found = self.weights | found
+        self._staged = found
         if body.get("stage_only"):
             return {"success": True, "applied": False}
-        return self._apply(body["weight_version"], whole=True)
+        applied = self._apply(body["weight_version"], whole=True)
+        self._kept = body["weight_version"] if body.get("keep") else None
+        return applied
 
     async def init(self, body: Any) -> Any:
         self._staged = {}
@@ -153,6 +170,7 @@ def application(worker: WeightWorker) -> web.Application:
         "/model_info": worker.model_info,
         "/server_info": worker.server_info,
         "/break": worker.break_next,
+        "/forget": worker.forget,
         "/pause_generation": worker.pause,
         "/continue_generation": worker.resume,
         "/update_weights_from_disk": worker.from_disk,

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl.weights.changes_on_disk import ChangesOnDisk
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import TrainerGroup
+from skyrl.weights.protocol import publish
 from skyrl.weights.shared_memory import SharedMemory
 from skyrl.weights.tensors import Part, in_buckets
 from skyrl.weights.workers import Workers
@@ -66,6 +68,24 @@ async def test_full_weights_keep_the_promises_of_a_medium(
     for worker in workers:
         wanted = references[2].logprobs(PROMPT)
         assert max(abs(a - b) for a, b in zip(await worker.logprobs(PROMPT), wanted, strict=True)) < 1e-5
+
+
+async def test_changes_make_the_same_model_as_a_whole_update(
+    workers: list[Worker], variants: list[Path], tmp_path: Path
+) -> None:
+    """Bit for bit, as the checksums of vLLM's own tensors say."""
+    first, second = (Workers([worker.url]) for worker in workers)
+    tensors = tensors_of(variants[0])
+    medium = ChangesOnDisk(first, tmp_path, checksums=True)
+    await publish(medium, "1", in_buckets(tensors.items(), torch.bfloat16))
+    whole = medium.sent_bytes
+    for tensor in tensors.values():
+        tensor.view(-1)[::97] += 0.25
+    await publish(medium, "2", in_buckets(tensors.items(), torch.bfloat16))
+    assert medium.sent_bytes < whole / 10
+    await publish(CheckpointOnDisk(second, tmp_path), "2", in_buckets(tensors.items(), torch.bfloat16))
+    sums = [await worker.done("/weights_checker") for worker in workers]
+    assert sums[0]["payload"][0]["per_gpu_checksum"] == sums[1]["payload"][0]["per_gpu_checksum"]
 
 
 async def test_the_router_forms_one_group_and_updates_all(

@@ -28,11 +28,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class FromDisk:
-    """`stage_only`: read and check now, and apply when the same request comes without this field."""
+    """`stage_only`: read and check now, and apply when the same request comes without this field. `keep`: the version's
+    bytes stay in memory, so that it can be the `base` of a later one. `base`: the files have what differs from it."""
 
     model_path: str
     change: Change
     stage_only: bool
+    keep: bool = False
+    base: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,14 @@ def from_disk(given: dict[str, Any]) -> FromDisk:
     path = string("model_path", given.get("model_path"))
     if not path.startswith("/"):
         raise BadRequest(f"model_path: {path!r} is not an absolute path on the worker's machine")
-    return FromDisk(path, _change(given), _flag(given, "stage_only", default=False))
+    base = given.get("base")
+    return FromDisk(
+        path,
+        _change(given),
+        _flag(given, "stage_only", default=False),
+        _flag(given, "keep", default=False),
+        None if base is None else string("base", base),
+    )
 
 
 def from_group(given: dict[str, Any]) -> FromGroup:

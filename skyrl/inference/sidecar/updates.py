@@ -118,7 +118,7 @@ class Updates:
             self._check_present()
             if not request.stage_only:
                 self._check_in_flight(change)
-            source = (request.model_path, change.version, change.partial, change.checksums)
+            source = (request.model_path, request.base, change.version, change.partial, change.checksums)
             seconds: dict[str, float] = {}
             if request.stage_only or self._staged_from != source:  # a trainer that starts again may write anew
                 seconds = await self._stage(request)
@@ -142,6 +142,8 @@ class Updates:
             "version": request.change.version,
             "checksums": request.change.checksums,
             "partial": request.change.partial,
+            "keep": request.keep,
+            "base": request.base,
         }
         return longest(await self._weights.job("read", arguments, self._settings.update_s))
 

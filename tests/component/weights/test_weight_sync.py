@@ -24,6 +24,7 @@ from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
 from skyrl.weights import process_group
 from skyrl.weights.adapters import AdapterFiles
+from skyrl.weights.changes_on_disk import ChangesOnDisk
 from skyrl.weights.digests import digest
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import NotApplied, TrainerGroup
@@ -79,10 +80,11 @@ def media(workers: Workers, directory: Path) -> dict[str, Any]:
         "disk": CheckpointOnDisk(workers, directory),
         "group": TrainerGroup(workers, timeout_s=TIMEOUT_S, checksums=True),
         "memory": SharedMemory(workers, checksums=True),
+        "changes": ChangesOnDisk(workers, directory),
     }
 
 
-@pytest.mark.parametrize("medium", ["disk", "group", "memory"])
+@pytest.mark.parametrize("medium", ["disk", "group", "memory", "changes"])
 async def test_full_weights_keep_the_promises_of_a_medium(medium: str, workers: Workers, tmp_path: Path) -> None:
     async def served() -> list[list[str]]:
         return [[version] for version in (await workers.versions()).values()]
@@ -121,7 +123,7 @@ async def infos(workers: Workers) -> list[Any]:
         return found
 
 
-@pytest.mark.parametrize("medium", ["disk", "group", "memory"])
+@pytest.mark.parametrize("medium", ["disk", "group", "memory", "changes"])
 async def test_a_failure_at_one_of_two_names_it(medium: str, workers: Workers, tmp_path: Path) -> None:
     await Workers(workers.urls[:1]).post("/break")
     parts = [{name: tensor for part in tensors("7") for name, tensor in part.items()}]
@@ -132,6 +134,21 @@ async def test_a_failure_at_one_of_two_names_it(medium: str, workers: Workers, t
     versions = await workers.versions()
     assert versions[workers.urls[1]] == "7" != versions[workers.urls[0]]
     assert [info["paused"] for info in await infos(workers)] == [None, None]
+    assert os.listdir(tmp_path) == []
+
+
+async def test_changes_alone_are_sent_until_a_server_lacks_their_base(workers: Workers, tmp_path: Path) -> None:
+    medium, a = ChangesOnDisk(workers, tmp_path), torch.zeros(4, 3, dtype=torch.bfloat16)
+    sent, sums = [], []
+    for number in range(4):
+        if number == 3:
+            await Workers(workers.urls[1:]).post("/forget")
+        a[0, 0] = number + 1
+        await publish(medium, f"c{number}", [{"a": a}, {"b": torch.zeros(5)}])
+        sent.append(medium.sent_bytes)
+        sums.append([info["sums"]["a"] for info in await infos(workers)])
+    assert sent == [44, 6, 6, 6 + 44]
+    assert sums == [[1.0] * 2, [2.0] * 2, [3.0] * 2, [4.0] * 2]
     assert os.listdir(tmp_path) == []
 
 
@@ -166,7 +183,7 @@ async def test_a_server_that_does_not_answer_is_named(workers: Workers, tmp_path
 
 
 def test_a_training_loop_without_an_event_loop_can_push(workers: Workers, tmp_path: Path) -> None:
-    for version, medium in zip(("4", "5", "6"), media(workers, tmp_path).values(), strict=True):
+    for version, medium in zip(("4", "5", "6", "7"), media(workers, tmp_path).values(), strict=True):
         push(medium, version, tensors(version))
         assert set(asyncio.run(workers.versions()).values()) == {version}
 
@@ -201,7 +218,7 @@ def test_another_view_of_the_same_memory_is_another_tensor() -> None:
 
 async def test_parts_need_not_be_contiguous(workers: Workers, tmp_path: Path) -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()
-    for version, medium in zip(("11", "12/a", "13"), media(workers, tmp_path / "new").values(), strict=True):
+    for version, medium in zip(("11", "12/a", "13", "14"), media(workers, tmp_path / "new").values(), strict=True):
         await publish(medium, version, [{"a": tensor, "b": torch.zeros(5)}])
         assert [info["first"] for info in await infos(workers)] == [[0, 4, 8], [0, 4, 8]]
 

@@ -18,6 +18,7 @@ from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, serv
 from skyrl.inference.vllm_plugin.weights import receiver as module
 from skyrl.inference.vllm_plugin.weights.groups import MOST_GROUPS
 from skyrl.inference.vllm_plugin.weights.receiver import Receiver
+from skyrl.weights.deltas import delta
 from skyrl.weights.digests import digest
 from skyrl.weights.segments import Segment, places_of
 
@@ -133,6 +134,71 @@ def test_a_checkpoint_is_read_and_then_applied(world: World, tmp_path: Path) -> 
     assert torch.equal(world.model.attn.qk.weight[:4], new[QUERY])
     assert world.call("state")["staged"] == 0
     assert "nothing to apply" in world.call("apply", partial=False)["error"]
+
+
+def test_the_next_update_is_staged_in_the_same_memory(world: World, tmp_path: Path) -> None:
+    world.join()
+    directory, places = checkpoint(tmp_path / "new", [tensors(2.0)]), []
+    for number in range(4):
+        assert (world.read(directory) if number % 2 else world.receive(tensors(2.0)))["ok"]
+        staged = world.receiver._staged
+        assert staged is not None
+        places.append(min(tensor.data_ptr() for tensor in staged.tensors.values()))
+        del staged
+        assert world.call("apply", partial=False)["broken"] is None
+    assert len(set(places)) == 1
+
+
+def test_a_version_is_made_of_the_one_before_and_what_differs(world: World, tmp_path: Path) -> None:
+    old, new = tensors(2.0), tensors(2.0)
+    new[QUERY][1, 2], new[SCALE] = 7.0, torch.tensor(9.0)
+    entries = {key: one for name in new for key, one in delta(name, old[name], new[name]).items()}
+    sums = {name: digest(name, tensor) for name, tensor in new.items()}
+    assert world.read(checkpoint(tmp_path / "old", [old]), keep=True)["ok"]
+    assert world.call("apply", partial=False)["broken"] is None
+    changes = checkpoint(tmp_path / "new", [entries])
+    assert world.read(changes, version="2", keep=True, base="1", checksums=sums)["tensors"] == len(SHAPES)
+    assert torch.equal(world.model.attn.qk.weight[:4], old[QUERY])
+    assert world.call("apply", partial=False)["broken"] is None
+    assert torch.equal(world.model.attn.qk.weight, torch.cat([new[QUERY], new[KEY]]))
+    assert torch.equal(world.model.scale, new[SCALE])
+    assert "bytes of '1' are not kept here, but those of '2'" in world.read(changes, version="3", base="1")["error"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "arguments", "message"),
+    [
+        ({"other:positions": torch.tensor([0])}, {}, "base: it has no other"),
+        ({f"{KEY}:positions": torch.tensor([99]), f"{KEY}:values": torch.zeros(1)}, {}, "go beyond"),
+        ({f"{KEY}:values": torch.zeros(1)}, {}, "do not fit"),
+        ({f"{KEY}:positions": torch.tensor([0]), f"{KEY}:values": torch.tensor([torch.nan])}, {}, "not a finite"),
+        ({SCALE: torch.zeros(3)}, {}, "shapes: scale"),
+        ({SCALE: torch.tensor(1.0)}, {"checksums": {KEY: "00"}}, "checksums: attn.k.weight was made"),
+    ],
+)
+def test_wrong_changes_leave_the_model_and_no_base(
+    entries: dict[str, torch.Tensor], arguments: dict[str, Any], message: str, world: World, tmp_path: Path
+) -> None:
+    assert world.read(checkpoint(tmp_path / "old", [tensors(0.0)]), keep=True)["ok"]
+    assert world.call("apply", partial=False)["broken"] is None
+    changes = checkpoint(tmp_path / "new", [entries])
+    assert message in world.read(changes, version="2", base="1", **arguments)["error"]
+    assert world.call("state")["staged"] == 0
+    assert world.untouched()
+    assert "those of none" in world.read(changes, version="2", base="1")["error"]
+
+
+def test_a_tensor_that_the_model_took_as_its_own_is_no_base(world: World, tmp_path: Path) -> None:
+    def load(given: Any) -> None:
+        for name, tensor in given:
+            TinyModel.load_weights(world.model, [(name, tensor)])
+            if name == SCALE:
+                world.model.scale.data = tensor
+
+    world.model.load_weights = load  # type: ignore[method-assign]
+    world.read(checkpoint(tmp_path / "old", [tensors(2.0)]), keep=True)
+    assert world.call("apply", partial=False)["broken"] is None
+    assert "those of none" in world.read(tmp_path / "old", version="2", base="1")["error"]
 
 
 def test_a_tied_head_may_be_in_an_earlier_file_than_the_embedding(world: World, tmp_path: Path) -> None:

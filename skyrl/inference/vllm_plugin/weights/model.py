@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,11 @@ class ServedModel:
             for number, of_layer in by_number.items():
                 with plain([form for form in self._forms if form.number == number], keep=keep):
                     self._model.load_weights(iter(of_layer.items()))
+
+    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the model has taken one of these tensors as its own, instead of copying it."""
+        own = {one.untyped_storage().data_ptr() for _, one in chain(self._parameters(), self._buffers())}
+        return any(tensor.numel() and tensor.untyped_storage().data_ptr() in own for tensor in tensors.values())
 
     def reset(self) -> None:
         """Overwrite every parameter with random numbers."""

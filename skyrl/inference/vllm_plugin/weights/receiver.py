@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from skyrl.inference.vllm_plugin.weights.changes import make
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 from skyrl.inference.vllm_plugin.weights.groups import Group, Groups, Join
@@ -55,7 +56,10 @@ class Receiver:
         self._prepare = prepare
         self._jobs = Jobs()
         self._staged: Staged | None = None
+        self._kept: Staged | None = None
+        """The base of a later update."""
         self._memory = StagingMemory()
+        self._freeing: threading.Thread | None = None
         self._groups = Groups()
         self._snapshot: dict[str, str] | None = None
         self._broken: str | None = None
@@ -112,16 +116,30 @@ class Receiver:
         return {}
 
     def read(
-        self, directory: str, version: str | None, checksums: dict[str, str] | None, partial: bool
+        self,
+        directory: str,
+        version: str | None,
+        checksums: dict[str, str] | None,
+        partial: bool,
+        keep: bool = False,
+        base: str | None = None,
     ) -> dict[str, Any]:
-        """Stage a checkpoint of this machine. The job ends with `tensors`, `bytes` and `seconds` of each stage."""
+        """Stage a checkpoint of this machine. The job ends with `tensors`, `bytes` and `seconds` of each stage. `keep`:
+        after `apply` its bytes stay, as the base of a later one. `base`: the directory has what differs from it."""
         needed = self._model.needed()
         self._jobs.check_idle()
+        kept, self._kept = self._kept, None
+        if base is not None:
+            if kept is None or kept.version != base:
+                held = "none" if kept is None else repr(kept.version)
+                raise WeightsError(f"base: the bytes of {base!r} are not kept here, but those of {held}")
+            return {"job": self._start("making the new weights", self._making(kept, directory, version, checksums))}
+        del kept
         self._forget()
 
         def work(job: Job) -> dict[str, Any]:
             found = entries(Path(directory))
-            staged = Staged(version)
+            staged = Staged(version, keep)
             for name, entry in found.items():  # all headers first: reading takes long
                 needed.check(name, entry.shape, entry.dtype)
             if not partial and (missing := [n for n in needed.shapes if n not in found and n not in needed.optional]):
@@ -143,6 +161,24 @@ class Receiver:
             return {"tensors": len(staged.tensors), "bytes": staged.bytes, "seconds": took.seconds}
 
         return {"job": self._start("reading the new weights", work)}
+
+    def _making(
+        self, base: Staged, directory: str, version: str | None, checksums: dict[str, str] | None
+    ) -> Callable[[Job], dict[str, Any]]:
+        needed = self._model.needed()
+
+        def work(job: Job) -> dict[str, Any]:
+            took, staged = Stages(), Staged(version, True, base.tensors, base.bytes)
+            found = took.of("read", entries, Path(directory))
+            took.of("make", make, staged, found, needed, checksums or {}, job.stopped, self._model.has_embedding)
+            self._staged = staged
+            if job.stopped():
+                self._staged = None
+                raise WeightsError("reading was stopped")
+            return {"tensors": len(staged.tensors), "bytes": staged.bytes, "seconds": took.seconds}
+
+        self._forget()
+        return work
 
     def join_group(
         self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str, timeout_s: float
@@ -327,6 +363,8 @@ class Receiver:
     def _forget(self) -> None:
         """Drop what is staged. No job may run."""
         self._staged = None
+        if self._freeing is not None:
+            self._freeing.join()
         self._memory.reuse()
 
     def apply(self, partial: bool) -> dict[str, Any]:
@@ -350,9 +388,11 @@ class Receiver:
             logger.error("%s", self._broken)
         else:
             self._broken = None
+            self._kept = staged if staged.keep and not missing and not self._model.holds(staged.tensors) else None
         answer = {"broken": self._broken, "tensors": len(staged.tensors), "bytes": staged.bytes, "seconds": seconds}
         del staged
-        self._memory.reuse()
+        self._freeing = threading.Thread(target=self._memory.reuse, name="skyrl memory", daemon=True)
+        self._freeing.start()  # 0.1 s per GiB, for which the engine need not wait
         return answer
 
     def mark_broken(self, reason: str) -> dict[str, Any]:

@@ -38,12 +38,20 @@ class Needed:
             kind = "a floating-point" if self.floats[name] else "an integer"
             raise WeightsError(f"dtypes: {name} is {dtype_name(dtype)}, the model has {kind} tensor")
 
+    def check_values(self, name: str, values: torch.Tensor) -> None:
+        """Raises WeightsError for values that the model's tensor of this name must not have."""
+        if not is_finite(values):
+            raise WeightsError(f"{name} has a value that is not a finite number")
+        if not _fits(values, self.largest):
+            raise WeightsError(f"{name} has a value larger than {self.largest:g}, the largest of the model's dtype")
+
 
 @dataclass(slots=True)
 class Staged:
-    """`version` belongs to the whole update. `checksums`: digests that the sender gave."""
+    """`version` belongs to the whole update. `keep`: its bytes are the base of a later update."""
 
     version: str | None
+    keep: bool = False
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     bytes: int = 0
 
@@ -60,10 +68,7 @@ class Staged:
         needed.check(name, tuple(tensor.shape), tensor.dtype)
         if checksum is not None and checksum != (found := digest(name, tensor)):
             raise WeightsError(f"checksums: {name} arrived with the digest {found}, not with {checksum}")
-        if not is_finite(tensor):
-            raise WeightsError(f"{name} has a value that is not a finite number")
-        if not _fits(tensor, needed.largest):
-            raise WeightsError(f"{name} has a value larger than {needed.largest:g}, the largest of the model's dtype")
+        needed.check_values(name, tensor)
         if name not in needed.shapes:
             if not self._has(tensor) and not in_model(tensor):
                 raise WeightsError(
