@@ -21,6 +21,7 @@ import torch
 
 from skyrl.inference.vllm_plugin.weights.changes import make
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
+from skyrl.inference.vllm_plugin.weights.checks import Checks
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 from skyrl.inference.vllm_plugin.weights.groups import Group, Groups, Join
 from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs
@@ -29,7 +30,6 @@ from skyrl.inference.vllm_plugin.weights.plan import elements, plan_of
 from skyrl.inference.vllm_plugin.weights.stages import Stages
 from skyrl.inference.vllm_plugin.weights.staging import SHOWN, Needed, Staged, named
 from skyrl.inference.vllm_plugin.weights.staging_memory import StagingMemory
-from skyrl.weights.digests import checksum
 from skyrl.weights.segments import SegmentError, opened
 
 logger = logging.getLogger("vllm.skyrl_plugin")
@@ -51,7 +51,6 @@ class Receiver:
         self._model = model
         self._join = join
         self._device = device
-        self._ranks = ranks
         self._rank = rank
         self._prepare = prepare
         self._jobs = Jobs()
@@ -61,9 +60,9 @@ class Receiver:
         self._memory = StagingMemory()
         self._freeing: threading.Thread | None = None
         self._groups = Groups()
-        self._snapshot: dict[str, str] | None = None
         self._broken: str | None = None
         self._one_at_a_time = threading.Lock()
+        checks = Checks(model, ranks)
         self._calls: dict[str, Callable[..., dict[str, Any]]] = {
             "state": self.state,
             "job": self._jobs.state,
@@ -77,9 +76,9 @@ class Receiver:
             "discard": self.discard,
             "apply": self.apply,
             "mark_broken": self.mark_broken,
-            "checksum": self.checksum,
-            "snapshot": self.snapshot,
-            "compare": self.compare,
+            "checksum": lambda: {"job": self._start("computing checksums", checks.checksum)},
+            "snapshot": lambda: {"job": self._start("taking a snapshot", checks.snapshot)},
+            "compare": lambda: {"job": self._start("comparing with the snapshot", checks.compare)},
             "reset_tensors": self.reset_tensors,
             "weight": self.weight,
         }
@@ -399,31 +398,6 @@ class Receiver:
         self._broken = reason
         return {}
 
-    def checksum(self) -> dict[str, Any]:
-        """The job ends with `checksums` (of each tensor), `per_gpu_checksum`, `parallelism_info`."""
-        return {"job": self._start("computing checksums", lambda _: self._payload(self._model.digests()))}
-
-    def snapshot(self) -> dict[str, Any]:
-        """Remember the checksums for `compare`."""
-
-        def work(_: Job) -> dict[str, Any]:
-            self._snapshot = self._model.digests()
-            return {"tensors": len(self._snapshot)}
-
-        return {"job": self._start("taking a snapshot", work)}
-
-    def compare(self) -> dict[str, Any]:
-        """The job ends with `differing`, the names of the tensors that are not as in the snapshot."""
-        if self._snapshot is None:
-            raise WeightsError("action: compare needs a snapshot first")
-        before = self._snapshot
-
-        def work(_: Job) -> dict[str, Any]:
-            now = self._model.digests()
-            return {"differing": sorted(name for name in before.keys() | now if before.get(name) != now.get(name))}
-
-        return {"job": self._start("comparing with the snapshot", work)}
-
     def reset_tensors(self) -> dict[str, Any]:
         """Random numbers instead of the weights, so that a test sees whether an update replaces all of them."""
         self._jobs.check_idle()
@@ -434,9 +408,6 @@ class Receiver:
 
     def weight(self, name: str, most: int) -> dict[str, Any]:
         return {"rows": self._model.read(name, most)}
-
-    def _payload(self, digests: dict[str, str]) -> dict[str, Any]:
-        return {"checksums": digests, "per_gpu_checksum": checksum(digests), "parallelism_info": self._ranks}
 
     def _start(self, name: str, work: Callable[[Job], dict[str, Any]]) -> int:
         def prepared(job: Job) -> dict[str, Any]:
