@@ -37,6 +37,15 @@ def test_the_next_update_gets_the_same_memory() -> None:
     assert {name: one.data_ptr() for name, one in filled(memory).items() if one.numel()} | {"d": 0} == places
 
 
+def test_another_order_of_the_tensors_takes_no_more_memory() -> None:
+    memory, sizes = StagingMemory(arena_bytes=1024), [5000, 300, 300, 300, 300, 300]
+    for order in (sizes, sizes[::-1]):
+        kept = [memory.empty((size,), torch.uint8) for size in order]
+        assert sum(map(len, memory._arenas)) == 5000 + 2 * 1024
+        del kept
+        memory.reuse()
+
+
 def test_memory_of_a_tensor_that_is_kept_is_not_used_again() -> None:
     memory = StagingMemory()
     kept = filled(memory)["b"][2:4]

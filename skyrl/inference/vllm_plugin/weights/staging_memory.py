@@ -45,10 +45,12 @@ class StagingMemory:
         return flat.view(dtype).view(tuple(shape))
 
     def _arena_with(self, size: int) -> int:
-        """The number of the first arena with room for so many bytes."""
-        for number, filled in enumerate(self._filled):
-            if filled + size <= len(self._arenas[number]):
-                return number
+        """The number of an arena with room for so many bytes: of those the fullest, so that a large tensor finds the
+        arena that was made for it also when tensors come in another order."""
+        rooms = {number: len(self._arenas[number]) - filled for number, filled in enumerate(self._filled)}
+        fitting = [number for number, room in rooms.items() if room >= size]
+        if fitting:
+            return min(fitting, key=rooms.__getitem__)
         arena = mmap.mmap(-1, max(size, self._arena_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._arenas.append(arena)
         self._filled.append(0)
