@@ -4,11 +4,11 @@ Seconds depend on what else runs on the machine and on how far a cache reaches. 
 instructions (more work), misses of a cache (the same work on more memory), page faults, system calls and context
 switches (the kernel), garbage collections.
 
-Two servers get the same loads. The first runs as always, and the kernel counts (`Native`). The second runs under
-valgrind's callgrind, which executes every instruction of the process itself and simulates a cache (`Simulated`). It
-needs no counters of the processor, which a virtual machine often hides, but takes some 60 ms a sample. So it counts no
-more than SIMULATED_AT_MOST in flight: beyond, a sample takes longer than the API holds a poll, and is asked for again.
-What the server does without samples is measured first, and taken off.
+The kernel counts for a server that runs as always (`Native`). A second server runs under valgrind's callgrind, which
+executes every instruction of the process itself and simulates a cache (`Simulated`). It needs no counters of the
+processor, which a virtual machine often hides, but takes some 60 ms a sample. So it gets fewer samples in flight:
+beyond a few hundred a sample takes longer than the API holds a poll. What the server does without samples is measured
+first, and taken off. More than one poll a sample, or a negative count, says that the machine was too busy.
 
 A window lasts until the upstream has got some multiple of the samples in flight, so that the samples that are half
 done at its begin cost as much as those at its end.
@@ -24,14 +24,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from signal import SIGINT
 
-import httpx
-
-from benchmarks.processes import TICKS_PER_S, parts_of, resident_mb
+from benchmarks.process_counts import POLLS, Counts, count_system_calls, of_kernel, of_metrics
+from benchmarks.processes import parts_of, resident_mb
 from benchmarks.samples import MODEL, LoadSpec
 from benchmarks.stage import NullUpstream
 from benchmarks.table import aligned, number
@@ -39,7 +37,7 @@ from skyrl.cli.demo.server import DemoServer
 
 NATIVE_SAMPLES, SIMULATED_SAMPLES = 20_000, 512
 """A window has at least so many samples, and at least one for each in flight."""
-SIMULATED_AT_MOST = 512
+SIMULATED_IN_FLIGHT = (64, 256)
 WITHOUT_SAMPLES_S = 10.0
 LONGEST_S = 600.0
 CACHES = ("--I1=32768,8,64", "--D1=49152,12,64", "--LL=1048576,16,64")
@@ -54,15 +52,12 @@ EVENTS = {
 }
 """Figures of a sample, and callgrind's events that make up each."""
 
-Counts = dict[str, float]
-
 
 class Native:
     """The kernel's counts of a process that runs as always."""
 
     command: Sequence[str] = (sys.executable, "-m", "skyrl.cli.main")
     least_samples = NATIVE_SAMPLES
-    at_most = sys.maxsize
 
     def prepare(self, server: DemoServer) -> None:
         """Called before the first load."""
@@ -70,11 +65,11 @@ class Native:
     def begin(self, server: DemoServer) -> Callable[[], Counts]:
         """Begin to count. The returned function ends that, and has the counts of the window."""
         pid = parts_of(server.pid)["api"]
-        calls = _count_system_calls(pid)
-        before = _of_kernel(pid) | _collections(server)
+        calls = count_system_calls(pid)
+        before = of_kernel(pid) | of_metrics(server)
 
         def end() -> Counts:
-            after = _of_kernel(pid) | _collections(server)
+            after = of_kernel(pid) | of_metrics(server)
             counts = {name: after[name] - before[name] for name in before}
             return counts | calls() | {RESIDENT: resident_mb(pid)}
 
@@ -85,7 +80,6 @@ class Simulated:
     """The instructions and the misses of simulated caches of a process under callgrind."""
 
     least_samples = SIMULATED_SAMPLES
-    at_most = SIMULATED_AT_MOST
 
     def __init__(self, directory: Path) -> None:
         """Callgrind's files are written to `directory`. Raises SystemExit without valgrind."""
@@ -101,7 +95,8 @@ class Simulated:
     def prepare(self, server: DemoServer) -> None:
         end = self.begin(server)
         time.sleep(WITHOUT_SAMPLES_S)
-        self._per_second = {name: value / WITHOUT_SAMPLES_S for name, value in end().items()}
+        counts = end()
+        self._per_second = {name: counts[name] / WITHOUT_SAMPLES_S for name in EVENTS}
 
     def begin(self, server: DemoServer) -> Callable[[], Counts]:
         """As in `Native`."""
@@ -109,6 +104,7 @@ class Simulated:
         known = set(self._dumps(pid))
         self._control(pid, "--instr=on")
         time.sleep(2.0)  # the caches begin empty
+        before = of_metrics(server)
         self._control(pid, "--zero")
         began = time.monotonic()
 
@@ -122,7 +118,8 @@ class Simulated:
                 time.sleep(0.1)
             self._control(pid, "--instr=off")
             sums = {name: sum(events[event] for event in of) for name, of in EVENTS.items()}
-            return {name: value - seconds * self._per_second[name] for name, value in sums.items()}
+            counts = {name: value - seconds * self._per_second[name] for name, value in sums.items()}
+            return counts | {POLLS: of_metrics(server)[POLLS] - before[POLLS]}
 
         return end
 
@@ -141,46 +138,6 @@ def _events(dump: Path) -> dict[str, int]:
     if names is None or sums is None:
         return {}
     return dict(zip(names[1].split(), map(int, sums[1].split()), strict=True))
-
-
-def _of_kernel(pid: int) -> Counts:
-    """CPU in user mode and in the kernel (ms), page faults, and context switches of all threads so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    user, kernel = (int(field) * 1e3 / TICKS_PER_S for field in fields[11:13])
-    waits = preempted = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-            lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
-            waits += int(lines["voluntary_ctxt_switches"])
-            preempted += int(lines["nonvoluntary_ctxt_switches"])
-    faults = int(fields[7])
-    return {"user ms": user, "kernel ms": kernel, "page faults": faults, "waits": waits, "preemptions": preempted}
-
-
-def _collections(server: DemoServer) -> Counts:
-    """The garbage collections of the API process so far."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60, trust_env=False).text
-    counts = re.findall(r"^python_gc_collections_total\{[^}]*\} ([0-9.e+]+)$", text, re.M)
-    return {"garbage collections": sum(map(float, counts))}
-
-
-def _count_system_calls(pid: int) -> Callable[[], Counts]:
-    """Count the process's system calls with perf until the returned function is called. Without perf, or without the
-    right to use it, there is no count."""
-    event = "raw_syscalls:sys_enter"
-    if shutil.which("perf") is None:
-        return dict
-    counting = subprocess.Popen(
-        ["perf", "stat", "-x", ";", "-e", event, "-p", str(pid)], stderr=subprocess.PIPE, text=True
-    )
-
-    def end() -> Counts:
-        counting.send_signal(SIGINT)
-        _, text = counting.communicate(timeout=60)
-        found = re.search(rf"^(\d+);.*{event}", text, re.M)
-        return {} if found is None else {"system calls": float(found[1])}
-
-    return end
 
 
 def _in_window(upstream: NullUpstream, server: DemoServer, in_flight: int, way: Native | Simulated) -> Counts:
@@ -227,26 +184,30 @@ def _gateway(upstream: NullUpstream, command: Sequence[str]) -> Generator[DemoSe
             server.stop()
 
 
-def count(in_flight: Sequence[int]) -> dict[int, Counts]:
-    """The counts of one sample at each number in flight."""
-    found: dict[int, Counts] = {at: {} for at in in_flight}
+def count(in_flight: Sequence[int]) -> dict[str, dict[int, Counts]]:
+    """The counts of one sample at each number in flight, by the kernel and simulated."""
+    found: dict[str, dict[int, Counts]] = {}
     with NullUpstream() as upstream, tempfile.TemporaryDirectory() as directory:
-        for way in (Native(), Simulated(Path(directory))):
+        for way, numbers in ((Native(), in_flight), (Simulated(Path(directory)), SIMULATED_IN_FLIGHT)):
+            name = type(way).__name__.lower()
             with _gateway(upstream, way.command) as server:
                 way.prepare(server)
-                for at in [at for at in in_flight if at <= way.at_most]:
-                    found[at] |= _in_window(upstream, server, at, way)
-                    print(f"{type(way).__name__.lower()}, {at:,} in flight: counted", flush=True)
+                found[name] = {at: _in_window(upstream, server, at, way) for at in numbers}
+            print(f"{name}: counted", flush=True)
     return found
 
 
-def text(found: Mapping[int, Counts]) -> str:
+def text(found: Mapping[str, Mapping[int, Counts]]) -> str:
+    return "\n\n".join(_table(name, counts) for name, counts in found.items())
+
+
+def _table(name: str, found: Mapping[int, Counts]) -> str:
     """A line for each figure: its value at each number in flight, then the same over the first."""
     first = next(iter(found.values()))
-    header = ["of a sample", *(f"{at:,}" for at in found), *(f"{at:,} / first" for at in list(found)[1:])]
+    header = [f"of a sample, {name}", *(f"{at:,}" for at in found), *(f"{at:,} / first" for at in list(found)[1:])]
     rows = []
-    for name, base in first.items():
-        values = [counts.get(name) for counts in found.values()]
-        ratios = [number(value / base) if value is not None and base else "" for value in values[1:]]
-        rows.append([name, *(number(value) for value in values), *ratios])
+    for figure, base in first.items():
+        values = [counts[figure] for counts in found.values()]
+        ratios = [number(value / base) if base else "" for value in values[1:]]
+        rows.append([figure, *(number(value) for value in values), *ratios])
     return aligned([header, *rows])
