@@ -1,5 +1,5 @@
-"""Rows about new weights: seconds and bytes per second of an update from disk and over a gloo group, beside reading the
-files, and the gaps that an update makes in streams of tokens.
+"""Rows about new weights: seconds and bytes per second of an update from disk, over a gloo group and in shared memory,
+beside reading the files; where the time in vLLM goes; and the gaps that an update makes in streams of tokens.
 
 The tiny model runs on two vLLMs, a random Qwen3 of 0.6 billion parameters (float32, 2.4 GB) on one. Trainer and servers
 share the cores. Samples run during all updates.
@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,11 +30,13 @@ from skyrl.base.tiny import model_path
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import TrainerGroup
 from skyrl.weights.protocol import publish
+from skyrl.weights.shared_memory import SharedMemory
 from skyrl.weights.tensors import in_buckets
 from skyrl.weights.workers import Workers
 
 PROMPT = list(range(10, 42))
 TIMEOUT_S = 300.0
+UPDATES = ("disk", "gloo, float32", "gloo, bfloat16", "shared memory")
 OPTIONS = {"generator.inference_engine.max_model_len": 1024}
 
 
@@ -53,6 +55,22 @@ class Size:
 
 TINY = Size("tiny", engines=2, streams=4, tokens=200, rounds=20, seconds=6.0)
 LARGE = Size("0.6B", engines=1, streams=1, tokens=100, rounds=3, seconds=20.0)
+
+
+class WatchedWorkers(Workers):
+    """Adds up the seconds of the stages that the servers tell, those of the slowest server."""
+
+    def __init__(self, workers: Workers) -> None:
+        super().__init__(workers.urls, update_s=TIMEOUT_S)
+        self.stages: dict[str, float] = {}
+
+    async def post(self, path: str, body: Any = None, bodies: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        answers = await super().post(path, body, bodies)
+        told = [answer.get("seconds") or {} for answer in answers.values() if isinstance(answer, dict)]
+        for stage in {stage for each in told for stage in each}:
+            longest = max(each.get(stage, 0.0) for each in told)
+            self.stages[stage] = self.stages.get(stage, 0.0) + longest
+        return answers
 
 
 @contextlib.asynccontextmanager
@@ -123,7 +141,7 @@ def _tensors(model: Path) -> dict[str, torch.Tensor]:
 
 
 async def measure(size: Size, router: str, model: Path, directory: Path, rounds: int) -> dict[str, Any]:
-    workers = await Workers.behind(router, update_s=TIMEOUT_S)
+    workers = WatchedWorkers(await Workers.behind(router))
     checkpoint = directory / "checkpoint"
     tensors = _tensors(model)
     writer = CheckpointOnDisk(workers, directory, pause=None)
@@ -154,12 +172,18 @@ async def measure(size: Size, router: str, model: Path, directory: Path, rounds:
 
         return update
 
+    memory = SharedMemory(workers)
+
+    async def in_memory(number: int) -> None:
+        await publish(memory, f"memory-{number}", in_buckets(tensors.items()))
+
     ways = {
         "none": nothing,
         "pause": pause,
         "disk": from_disk,
         "gloo, float32": over_gloo(torch.float32),
         "gloo, bfloat16": over_gloo(torch.bfloat16),
+        "shared memory": in_memory,
     }
     found: dict[str, Any] = {
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
@@ -167,11 +191,13 @@ async def measure(size: Size, router: str, model: Path, directory: Path, rounds:
         "ways": {},
     }
     for name, work in ways.items():
+        workers.stages.clear()
         async with streaming(workers.urls, size) as gaps:
             seconds = await _timed(work, rounds, 0.3)
         found["ways"][name] = {
             "s": statistics.median(seconds),
             "all_s": seconds,
+            "stages_s": {stage: seconds / rounds for stage, seconds in workers.stages.items()},
             "gap_median_s": quantile(gaps, 0.5),
             "gap_p99_s": quantile(gaps, 0.99),
             "gap_max_s": max(gaps),
@@ -183,12 +209,13 @@ async def measure(size: Size, router: str, model: Path, directory: Path, rounds:
 def _rows(size: Size, found: dict[str, Any]) -> list[Row]:
     ways, mib = found["ways"], found["bytes"] / 2**20
     rows = []
-    for name in ("disk", "gloo, float32", "gloo, bfloat16"):
+    for name in UPDATES:
         rate = mib / (2 if "bfloat16" in name else 1) / ways[name]["s"]
-        note = f"{rate:,.0f} MiB/s of {mib:,.0f} MiB; reading the files: {mib / found['read_s']:,.0f} MiB/s"
+        stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in ways[name]["stages_s"].items())
+        note = f"{rate:,.0f} MiB/s of {mib:,.0f} MiB; files: {mib / found['read_s']:,.0f} MiB/s; in vLLM, s: {stages}"
         what = f"s per update, {name}, {size.name} on {size.engines} (direct: reading the files)"
         rows.append(Row("weights", what, "s", ways[name]["s"], direct=found["read_s"], note=note))
-    for name in ("pause", "disk", "gloo, float32", "gloo, bfloat16"):
+    for name in ("pause", *UPDATES):
         way, none = ways[name], ways["none"]
         note = (
             f"median {1000 * way['gap_median_s']:.0f}, p99 {1000 * way['gap_p99_s']:.0f} ms of {way['gaps']} gaps; "
