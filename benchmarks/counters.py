@@ -7,8 +7,9 @@ switches (the kernel), garbage collections.
 The kernel counts for a server that runs as always (`Native`). A second server runs under valgrind's callgrind, which
 executes every instruction of the process itself and simulates a cache (`Simulated`). It needs no counters of the
 processor, which a virtual machine often hides, but takes some 60 ms a sample. So it gets fewer samples in flight:
-beyond a few hundred a sample takes longer than the API holds a poll. What the server does without samples is measured
-first, and taken off. More than one poll a sample, or a negative count, says that the machine was too busy.
+beyond a few hundred a sample takes longer than the API holds a poll. More than one poll a sample says that the machine
+was too busy. What the server does every second without samples is in the counts: compare them, as the real ones are
+lower.
 
 A window lasts until the upstream has got some multiple of the samples in flight, so that the samples that are half
 done at its begin cost as much as those at its end.
@@ -38,7 +39,6 @@ from skyrl.cli.demo.server import DemoServer
 NATIVE_SAMPLES, SIMULATED_SAMPLES = 20_000, 512
 """A window has at least so many samples, and at least one for each in flight."""
 SIMULATED_IN_FLIGHT = (64, 256)
-WITHOUT_SAMPLES_S = 10.0
 LONGEST_S = 600.0
 CACHES = ("--I1=32768,8,64", "--D1=49152,12,64", "--LL=1048576,16,64")
 """Bytes, ways and bytes of a line of the simulated caches. The last is the second level of an AMD EPYC of 2024: each
@@ -58,9 +58,6 @@ class Native:
 
     command: Sequence[str] = (sys.executable, "-m", "skyrl.cli.main")
     least_samples = NATIVE_SAMPLES
-
-    def prepare(self, server: DemoServer) -> None:
-        """Called before the first load."""
 
     def begin(self, server: DemoServer) -> Callable[[], Counts]:
         """Begin to count. The returned function ends that, and has the counts of the window."""
@@ -89,14 +86,6 @@ class Simulated:
         tool = ("valgrind", "--tool=callgrind", "--trace-children=yes", "--instr-atstart=no", "--cache-sim=yes")
         files = (f"--callgrind-out-file={directory}/of.%p", f"--vgdb-prefix={directory}/vgdb")
         self.command = (*tool, *CACHES, *files, *Native.command)
-        self._per_second: Counts = dict.fromkeys(EVENTS, 0.0)
-        """What the server does without samples."""
-
-    def prepare(self, server: DemoServer) -> None:
-        end = self.begin(server)
-        time.sleep(WITHOUT_SAMPLES_S)
-        counts = end()
-        self._per_second = {name: counts[name] / WITHOUT_SAMPLES_S for name in EVENTS}
 
     def begin(self, server: DemoServer) -> Callable[[], Counts]:
         """As in `Native`."""
@@ -106,19 +95,16 @@ class Simulated:
         time.sleep(2.0)  # the caches begin empty
         before = of_metrics(server)
         self._control(pid, "--zero")
-        began = time.monotonic()
 
         def end() -> Counts:
             self._control(pid, "--dump")
-            seconds = time.monotonic() - began
             deadline = time.monotonic() + LONGEST_S
             while not (new := set(self._dumps(pid)) - known) or not (events := _events(new.pop())):
                 if time.monotonic() > deadline:
                     raise TimeoutError("callgrind wrote no counts")
                 time.sleep(0.1)
             self._control(pid, "--instr=off")
-            sums = {name: sum(events[event] for event in of) for name, of in EVENTS.items()}
-            counts = {name: value - seconds * self._per_second[name] for name, value in sums.items()}
+            counts = {name: float(sum(events[event] for event in of)) for name, of in EVENTS.items()}
             return counts | {POLLS: of_metrics(server)[POLLS] - before[POLLS]}
 
         return end
@@ -191,7 +177,6 @@ def count(in_flight: Sequence[int]) -> dict[str, dict[int, Counts]]:
         for way, numbers in ((Native(), in_flight), (Simulated(Path(directory)), SIMULATED_IN_FLIGHT)):
             name = type(way).__name__.lower()
             with _gateway(upstream, way.command) as server:
-                way.prepare(server)
                 found[name] = {at: _in_window(upstream, server, at, way) for at in numbers}
             print(f"{name}: counted", flush=True)
     return found
