@@ -13,8 +13,8 @@ MAX_IDLE_S = 4.0
 
 REFRESH_S = 2.0
 """A connection that was unused for so long is given before the most recently used one. With 2,048 samples in flight,
-peaks need more connections than the time between them: without this, one connection for ten samples was closed and
-opened again, at 60 µs of CPU each."""
+peaks need more connections than the time between them: without this, up to one connection for ten samples was closed
+and opened again, at 60 µs of CPU each."""
 
 
 class Connection(Protocol):
