@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from prometheus_client import CollectorRegistry, Gauge
 
 from skyrl.runtime.metrics.tallies import Spreads
@@ -11,17 +13,19 @@ ROWS_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 class CommitMetrics:
-    """Group commits. Not for two threads at once."""
+    """Group commits of one or several writers."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         about = "Time of one group commit, from BEGIN to its end."
         self._seconds = Spreads(registry, "skyrl_db_commit_seconds", about, COMMIT_BOUNDS).only
         about = "Writes in one group commit."
         self._rows = Spreads(registry, "skyrl_db_rows_per_commit", about, ROWS_BOUNDS).only
+        self._lock = threading.Lock()
 
     def committed(self, rows: int, seconds: float) -> None:
-        self._rows.add(rows)
-        self._seconds.add(seconds)
+        with self._lock:
+            self._rows.add(rows)
+            self._seconds.add(seconds)
 
 
 class DatabaseGauges:

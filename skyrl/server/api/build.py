@@ -92,6 +92,8 @@ class Base:
     metrics: ApiMetrics
     database: Database
     writer: GroupCommitWriter
+    recorder: GroupCommitWriter
+    """Records forwarded samples. On PostgreSQL it waits for no other process; on SQLite it is `writer`."""
     notifier: Notifier
     futures: FutureStore
     keys: Keys
@@ -102,6 +104,7 @@ class Base:
         metrics = ApiMetrics.new([one.config.role.labels for one in runtime.each])
         database = Database(runtime.config.database)
         writer = GroupCommitWriter(database, metrics.commits)
+        recorder = writer if database.is_sqlite else GroupCommitWriter(database, metrics.commits, ordered=False)
         notifier = Notifier(
             runtime.process_id,
             own_doorbell=runtime.api_doorbell,
@@ -113,8 +116,9 @@ class Base:
             metrics=metrics,
             database=database,
             writer=writer,
+            recorder=recorder,
             notifier=notifier,
-            futures=FutureStore(database, writer, runtime.process_id, notifier.peers),
+            futures=FutureStore(database, writer, runtime.process_id, notifier.peers, recorder),
             keys=Keys(database, writer),
             counter=UsageCounter(writer),
         )

@@ -84,7 +84,8 @@ async def close(process: ApiProcess) -> None:
         if model.lane.client is not None:
             await model.lane.client.close()
     await services.picture_checks.close()
-    await base.writer.close()
+    for writer in {base.recorder, base.writer}:
+        await writer.close()
     base.database.close()
     if services.spans is not None:
         await asyncio.to_thread(services.spans.close)

@@ -25,11 +25,20 @@ LARGE_BODY_BYTES = 256 * 2**10
 
 
 class Recording:
-    """Records the requests that arrive at one API process. `owner` is the name of this process."""
+    """Records the requests that arrive at one API process. `owner` is the name of this process. `recorder` writes the
+    rows of forwarded samples, which nobody reads in the order of their commits; `writer` writes all else."""
 
-    def __init__(self, database: Database, writer: GroupCommitWriter, entries: Entries, owner: str | None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        writer: GroupCommitWriter,
+        recorder: GroupCommitWriter,
+        entries: Entries,
+        owner: str | None,
+    ) -> None:
         self._database = database
         self._writer = writer
+        self._recorder = recorder
         self._entries = entries
         self._owner = owner
         self._large_writes = asyncio.Lock()
@@ -92,7 +101,8 @@ class Recording:
         raises."""
         parameters = self._parameters(entry, request)
         if not large and not request.numbered and first is None:
-            await self._writer.execute(rows.RECORD, parameters)
+            writer = self._recorder if request.kind == Kind.EXTERNAL else self._writer
+            await writer.execute(rows.RECORD, parameters)
             return
 
         def insert(connection: Connection) -> None:

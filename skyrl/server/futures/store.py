@@ -26,7 +26,8 @@ look-ups while no such request is pending."""
 
 class FutureStore:
     """All requests of one API process. `owner` is the name of the process: it owns the samples that it forwards.
-    `peers` tells the other API processes of the database which requests have ended here.
+    `peers` tells the other API processes of the database which requests have ended here. `recorder` writes the rows of
+    new forwarded samples; `writer` does without it.
 
     `record`, `wait` and `settle` return the coroutine of their part: every sample passes through them, and a coroutine
     around a coroutine would cost it time."""
@@ -37,10 +38,11 @@ class FutureStore:
         writer: GroupCommitWriter,
         owner: str | None = None,
         peers: PeerNotifier | None = None,
+        recorder: GroupCommitWriter | None = None,
     ) -> None:
         peers = peers or PeerNotifier()
         self._entries = Entries()
-        self._recording = Recording(database, writer, self._entries, owner)
+        self._recording = Recording(database, writer, recorder or writer, self._entries, owner)
         self._waiting = Waiting(database, self._entries)
         self.ends = StoredEnds(database, self._waiting.follow, lambda: peers.alone)
         """Answers the long polls for all samples of a client."""

@@ -36,6 +36,9 @@ CONNECT_TIMEOUT_S = 10
 WRITE_LOCK = 0x736B79726C
 """PostgreSQL: the number of the advisory lock that every write transaction holds. The bytes spell `skyrl`."""
 
+UNORDERED = "skyrl_unordered"
+"""The execution option of connections whose transactions do not take the write lock."""
+
 EMPTY_LOG_WAIT_S = 0.25
 """How long `empty_log` waits for readers. Writers wait for it meanwhile."""
 
@@ -54,7 +57,8 @@ class Database:
 
     A write transaction takes the write lock at its BEGIN. So two processes that write at the same time wait for each
     other and do not fail, and nothing changes between a read and a write of one transaction. A read transaction sees
-    the database as it was at one moment.
+    the database as it was at one moment. On PostgreSQL transactions of `unordered_writer` take no lock: they are for
+    rows that nobody reads in the order of their commits.
 
     On SQLite a commit survives the death of any process. A `power_safe` commit also syncs the log to disk (about 5 ms):
     then this commit and all earlier ones, of every process, survive a loss of power.
@@ -73,10 +77,12 @@ class Database:
                 self.reader = self._sqlite("BEGIN")
                 self.writer = self._sqlite("BEGIN IMMEDIATE")
                 self._syncing_writer = self._sqlite("BEGIN IMMEDIATE", "FULL")
+                self.unordered_writer = self.writer
             else:
                 self.reader = _server(parsed, "REPEATABLE READ")
                 self.writer = self._syncing_writer = _server(parsed, "READ COMMITTED")
                 event.listen(self.writer, "begin", _lock_writes)
+                self.unordered_writer = self.writer.execution_options(**{UNORDERED: True})
                 for engine in (self.reader, self.writer):
                     event.listen(engine, "checkin", self._returned)
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
@@ -212,4 +218,6 @@ def _server(url: URL, isolation_level: Any) -> Engine:
 
 
 def _lock_writes(connection: Connection) -> None:
+    if UNORDERED in connection.get_execution_options():
+        return
     connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITE_LOCK})")

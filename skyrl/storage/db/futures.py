@@ -57,6 +57,7 @@ RECORD = RowStatement(
     insert(futures).values({column: bindparam(column.key) for column in _RECORDED}),
     many=f"INSERT INTO futures ({_RECORDED_NAMES}) SELECT {_RECORDED_NAMES} FROM given WHERE id IS NOT NULL",
     long=("body",),
+    key=("sampling_session_id", "sample_seq_id"),
 )
 """Adds one row. The parameters are the columns of a request that is not settled."""
 

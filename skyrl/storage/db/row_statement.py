@@ -40,6 +40,9 @@ class RowStatement:
     runs. Large rows (see ROW_BYTES) run one by one, before the others. A statement without `many` runs once for each
     row.
 
+    `key` names the parameters of a unique key. Processes that write the same keys at the same time must write them in
+    the same order, or each would wait for the other.
+
     `long` names the parameters whose text or bytes may be long; a row has the size of these. A character of text counts
     as a byte.
     """
@@ -51,6 +54,7 @@ class RowStatement:
         rising: str | None = None,
         first_of: str | None = None,
         long: Sequence[str] = (),
+        key: Sequence[str] = (),
     ) -> None:
         self.statement: Executable = statement
         compiled = statement.compile(dialect=sqlite.dialect())
@@ -62,12 +66,17 @@ class RowStatement:
         self._rising = rising
         self._first_of = first_of
         self._long = tuple(long)
+        self._key = tuple(key)
         self._values = itemgetter(*self.parameters)
         self.sql_of = cache(self._sql_of)
 
     def bytes_of(self, row: dict[str, Any]) -> int:
         """The size of a row."""
         return sum([len(value) for name in self._long if (value := row[name]) is not None])
+
+    def in_order(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows in the order of their unique key, if the statement has one."""
+        return sorted(rows, key=lambda row: [(row[name] is not None, row[name]) for name in self._key])
 
     def run(self, driver: sqlite3.Connection, rows: Sequence[dict[str, Any]]) -> int:
         """Run it for the parameters of each row. Returns the number of changed rows. Raises sqlite3.Error; then the

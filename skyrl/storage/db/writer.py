@@ -59,11 +59,12 @@ class GroupCommitWriter:
     Writes of one group with the same statement object run together. So the writes of a group do not run in their order,
     and a write that depends on another one must wait until that one is committed.
 
-    The thread starts with the first write.
+    The thread starts with the first write. Without `ordered`, transactions on PostgreSQL do not take the write lock.
     """
 
-    def __init__(self, database: Database, metrics: CommitMetrics | None = None) -> None:
+    def __init__(self, database: Database, metrics: CommitMetrics | None = None, *, ordered: bool = True) -> None:
         self._database = database
+        self._engine = database.writer if ordered else database.unordered_writer
         self._metrics = metrics or CommitMetrics()
         self._waiting: list[Write] = []
         self._only_rows = True
@@ -222,7 +223,7 @@ class GroupCommitWriter:
                 begun = True
                 self._thread_rows.commit(group)
             else:
-                with self._database.writer.begin() as connection:
+                with self._engine.begin() as connection:
                     begun = True
                     self._apply(connection, group)
         except Exception as error:
@@ -247,8 +248,10 @@ class GroupCommitWriter:
             if first.change is not None:
                 first.result = first.change(connection)
             elif first.statement is not None:
-                statement = first.statement.statement if isinstance(first.statement, RowStatement) else first.statement
-                changed = connection.execute(statement, [write.parameters for write in writes]).rowcount
+                statement, rows = first.statement, [write.parameters for write in writes]
+                if isinstance(statement, RowStatement):
+                    statement, rows = statement.statement, statement.in_order(rows)
+                changed = connection.execute(statement, rows).rowcount
                 for write in writes:
                     write.result = changed == len(writes)
 

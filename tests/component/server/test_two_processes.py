@@ -163,6 +163,24 @@ async def test_a_process_hears_of_an_end_without_reading_the_database(
             await asyncio.sleep(0.001)  # only this test's own tasks run, because the poll is answered from memory
 
 
+async def test_a_sample_is_recorded_while_another_process_commits(
+    two: tuple[Api, Api], upstream: FakeUpstream, database: Database
+) -> None:
+    if database.is_sqlite:
+        pytest.skip("SQLite has one writer at a time")
+    first, _ = two
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    sampler = await first.sampler()
+    with database.writer.begin():
+        promise = await asyncio.wait_for(first.sample(sampler, 1), LONG_S)
+        await until(lambda: len(upstream.completions) == 1)
+        go.set()
+        assert (await first.post("asample", sample_body(sampler, 1))).json() == promise
+        assert first.services.futures.is_pending(promise["request_id"]), "its end waits, because ends have an order"
+    assert tokens(await first.result(promise["request_id"])) == [[0, 1, 2]]
+
+
 async def test_one_process_takes_over_the_samples_of_a_silent_process(
     two: tuple[Api, Api], ownerships: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:

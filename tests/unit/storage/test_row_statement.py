@@ -204,3 +204,13 @@ async def test_a_row_with_a_stored_key_fails_alone(database: Database) -> None:
     await writer.close()
     ids = database.read(lambda c: list(c.execute(select(futures.c.id).order_by(futures.c.n)).scalars()))
     assert ids == ["r1", "r2", "r4"]
+
+
+def test_rows_are_written_in_the_order_of_their_unique_key() -> None:
+    """Two processes that write the same samples at once would wait for each other otherwise."""
+    rows = [recorded(number) for number in (5, 2, 4, 1)]
+    ordered = RECORD.in_order(rows)
+    assert RECORD.in_order(rows[::-1]) == ordered
+    assert [row["sample_seq_id"] for row in ordered if row["sample_seq_id"] is not None] == sorted(
+        row["sample_seq_id"] for row in rows if row["sample_seq_id"] is not None
+    )
