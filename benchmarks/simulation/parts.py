@@ -85,8 +85,8 @@ class Api:
 
     def __init__(self, cluster: Cluster, thread: Thread, number: int) -> None:
         self.cluster, self.thread, self.number = cluster, thread, number
-        self._writes: deque[tuple[str, Signal]] = deque()
-        self._writing = False
+        self._writes: dict[str, deque[Signal]] = {"record": deque(), "settle": deque()}
+        self._writing: set[str] = set()
         self.own: dict[int, Sample] = {}
         self._ended: list[Sample] = []
         """Settled here, and not told to the other processes yet."""
@@ -106,34 +106,39 @@ class Api:
     # The database
 
     def write(self, kind: str) -> Activity:
-        """Add a row to the next group commit, and wait until it is committed."""
+        """Add a row to the next group commit of its kind, and wait until it is committed."""
         done = Signal()
-        self._writes.append((kind, done))
-        if not self._writing:
-            self._writing = True
-            self.cluster.clock.start(self._commit())
+        self._writes[kind].append(done)
+        if kind not in self._writing:
+            self._writing.add(kind)
+            self.cluster.clock.start(self._commit(kind))
         yield done
 
-    def _commit(self) -> Activity:
-        database, services = self.cluster.database, self.cluster.services
-        while self._writes:
-            group = [self._writes.popleft() for _ in range(min(MAX_BATCH, len(self._writes)))]
-            kinds = [kind for kind, _ in group]
-            record, settle = kinds.count("record"), kinds.count("settle")
-            client_s = services.record_api.of(record) if record else 0.0
-            client_s += services.settle_api.each * settle if record else services.settle_api.of(settle)
-            server_s = services.record_db.of(record) if record else 0.0
-            server_s += services.settle_db.each * settle if record else services.settle_db.of(settle)
-            yield from self.thread.work(client_s * (1 - self.cluster.held_share))
-            yield database.lock.take()
-            yield from self.thread.work(client_s * self.cluster.held_share)
-            yield self.cluster.lock_trips * database.trip_s
-            yield database.work(server_s)
+    def _commit(self, kind: str) -> Activity:
+        """Records take no write lock, unless the cluster's `records_lock` says so."""
+        cluster, database, services = self.cluster, self.cluster.database, self.cluster.services
+        waiting = self._writes[kind]
+        locks = kind == "settle" or cluster.records_lock
+        api, server = (
+            (services.record_api, services.record_db) if kind == "record" else (services.settle_api, services.settle_db)
+        )
+        while waiting:
+            group = [waiting.popleft() for _ in range(min(MAX_BATCH, len(waiting)))]
+            seconds = api.of(len(group))
+            if locks:
+                yield from self.thread.work(seconds * (1 - cluster.held_share))
+                yield database.lock.take()
+                yield from self.thread.work(seconds * cluster.held_share)
+            else:
+                yield from self.thread.work(seconds)
+            yield cluster.lock_trips * database.trip_s
+            yield database.work(server.of(len(group)))
             yield database.sync_s
-            database.lock.give_back()
-            for _, done in group:
+            if locks:
+                database.lock.give_back()
+            for done in group:
                 done.set()
-        self._writing = False
+        self._writing.discard(kind)
 
     # A sample
 
@@ -381,6 +386,7 @@ class Cluster:
         """CPU seconds of looking at one polling client for each end that another process tells of."""
         self.held_share = 1.0
         """The share of a commit's CPU time in the API process for which the write lock is held."""
+        self.records_lock = False
         self.lock_trips = 4
         """Round trips while the lock is held."""
 

@@ -11,6 +11,7 @@ from benchmarks.series import quantile
 from benchmarks.simulation.events import Clock, Cores
 from benchmarks.simulation.parts import Api, Client, Cluster, Database, Replica, Router, Thread
 from benchmarks.simulation.services import Services
+from skyrl.storage.notify.peers import APART_S
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Scenario:
     trip_s: float = 0.0
     warm_up_s: float = 4.0
     seconds: float = 8.0
-    notice_pause_s: float = 0.0
+    notice_pause_s: float = APART_S
     """How long an API process gathers notices before it sends them."""
     poll_search_s: float = 0.0
     held_share: float = 0.8
     lock_trips: int = 3
+    records_lock: bool = False
     dead_apis: int = 0
     dead_replicas: int = 0
     dead_after_s: float = 0.0
@@ -76,6 +78,7 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
     cluster.sessions = scenario.clients
     cluster.notice_pause_s, cluster.poll_search_s = scenario.notice_pause_s, scenario.poll_search_s
     cluster.held_share, cluster.lock_trips = scenario.held_share, scenario.lock_trips
+    cluster.records_lock = scenario.records_lock
     cluster.apis = [Api(cluster, Thread(clock, cores(1)), number) for number in range(scenario.apis)]
     cluster.living = list(cluster.apis)
     replicas = [Replica(clock, scenario.slots, scenario.sample_s) for _ in range(scenario.replicas)]
@@ -158,7 +161,6 @@ LARGE = Scenario(
     routers=4,
     sync_s=0.001,
     trip_s=0.0001,
-    poll_search_s=50e-9,
 )
 """10,000 clients on 64 nodes. Each API process and each router has a core, PostgreSQL has 16."""
 
