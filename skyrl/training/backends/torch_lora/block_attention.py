@@ -42,15 +42,15 @@ class Running:
         """Before the first key. query: [heads, q, head_dim]; sinks: [heads], scores without a value."""
         heads, rows, _ = query.shape
         output = query.new_zeros(heads, rows, value_dim, dtype=torch.float32)
-        if sinks is None:
-            return Running(output, torch.full_like(output[..., 0], float("-inf")))
+        if sinks is None:  # not -inf, of which differences are not a number
+            return Running(output, torch.full_like(output[..., 0], torch.finfo(torch.float32).min))
         return Running(output, sinks.float()[:, None].expand(heads, rows).clone())
 
 
 def attend_to(running: Running, query: Tensor, key: Tensor, value: Tensor, distance: int, scoring: Scoring) -> None:
     """Add keys to what the queries have attended to, in place. query: [heads, q, head_dim], key [kv_heads, k,
-    head_dim], value [kv_heads, k, value_dim]; the first query is `distance` tokens after the first key. A query sees
-    the keys up to itself. Each query's own key must be among the keys of the first call."""
+    head_dim], value [kv_heads, k, value_dim]; the first query is `distance` tokens after the first key, or before it if
+    that is negative. A query sees the keys up to itself."""
     kv_heads = len(key)
     for rows, columns in _blocks(len(query), query.shape[1], key.shape[1], distance, scoring.window):
         states = _grouped(query[:, rows], kv_heads)
@@ -114,8 +114,7 @@ def gradients_to(
 
 
 def _blocks(heads: int, rows: int, columns: int, distance: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries and keys of which some query sees some key. Each block of queries begins with the block that
-    has their own keys, if there is one."""
+    """Blocks of queries and keys of which some query sees some key."""
     size = LARGEST_BLOCK
     while size > _SMALLEST_BLOCK and 4 * heads * size * size > BLOCK_BYTES:
         size //= 2

@@ -49,10 +49,12 @@ class SequencePart:
     def rows_of(self, rank: int) -> int:
         return self.bounds[rank + 1] - self.bounds[rank]
 
-    def reach(self, window: int | None) -> int:
-        """How many ranks before its own a rank may attend to with a sliding window of so many tokens; the same on
-        every rank."""
-        if window is None:
-            return self.ranks - 1
-        fewest = min(self.rows_of(rank) for rank in range(self.ranks))
-        return min(self.ranks - 1, -(-(window - 1) // fewest))
+    @property
+    def partner(self) -> int:
+        """The rank as far from the last one as this rank is from the first: of both together, rows see as many rows
+        before them as of any other two."""
+        return self.ranks - 1 - self.rank
+
+    def middle_of(self, rank: int) -> int:
+        """Where the second half of a rank's rows begins."""
+        return (self.bounds[rank] + self.bounds[rank + 1]) // 2
