@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch_lora_support import VOCAB, grpo, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.training.backends.base import AdamParams, Datum, PassResult, TrainingPass
+from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora import logprobs as logprobs_module
 from skyrl.training.backends.torch_lora import lora_product, passes
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
@@ -46,9 +46,9 @@ def _backend(*, merge: bool) -> TorchLoraBackend:
 
 
 def _passes() -> list[TrainingPass]:
-    data: list[list[Datum]] = [rl(1, 20, 20), grpo(2, 2, 4, 24), grpo(3, 1, 5, 24, 20), sft(4, 17, 9), rl(5, 20)]
+    data = [rl(1, 20, 20), grpo(2, 2, 4, 24), grpo(3, 1, 5, 24, 20), sft(4, 17, 9), rl(5, 20)]
     losses = ("ppo", "importance_sampling", "ppo", "cross_entropy", "dro")
-    return [train(model_id, *each) for model_id, *each in zip(RANKS, data, losses, strict=True)]
+    return [train(*each) for each in zip(RANKS, data, losses, strict=True)]
 
 
 def _assert_close(

@@ -43,12 +43,13 @@ class Shape(NamedTuple):
 class Indices:
     """Which row each cell of the grids holds, and back. Cells after a segment's end hold its last row.
 
-    cells: int64 [cells], the row of each cell; places: int64 [rows], the cell where the row is for itself. `copies`:
-    the cells that hold rows of a prefix, and these rows, int64 [copies] each. None for queries, and without any."""
+    cells: int64 [cells], the row of each cell; places: int64 [rows], the cell where the row is for itself. `holders`:
+    int64 [holders], the cells that hold each row, those of one row after those of another, and int64 [rows], where
+    those of each row begin. None: no row is in several cells, but for those after a segment's end."""
 
     cells: Tensor
     places: Tensor
-    copies: tuple[Tensor, Tensor] | None = None
+    holders: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -139,18 +140,13 @@ def _indices(pieces: Sequence[_Piece], device: torch.device) -> tuple[Indices, I
         copies.append(key_cells[:, : shape.before].reshape(-1))
         before_queries, before_keys = before_queries + cells.size, before_keys + key_cells.size
     order = np.argsort(np.concatenate(row_of))
-    cells_of_keys, copied = np.concatenate(keys), np.concatenate(copies)
-    made = [
-        torch.from_numpy(array).to(device)
-        for array in (
-            np.concatenate(queries),
-            np.concatenate(of_queries)[order],
-            cells_of_keys,
-            np.concatenate(of_keys)[order],
-            copied,
-            cells_of_keys[copied],
-        )
-    ]
+    of_queries, of_keys = (np.concatenate(each)[order] for each in (of_queries, of_keys))
+    cells, copied = np.concatenate(keys), np.concatenate(copies)
+    holders = np.concatenate([of_keys, copied])
+    rows = np.concatenate([np.arange(len(of_keys)), cells[copied]])
+    firsts = np.searchsorted(np.sort(rows), np.arange(len(of_keys)))
+    arrays = [np.concatenate(queries), of_queries, cells, of_keys, holders[np.argsort(rows, kind="stable")], firsts]
+    made = [torch.from_numpy(array).to(device) for array in arrays]
     return Indices(made[0], made[1]), Indices(made[2], made[3], (made[4], made[5]) if len(copied) else None)
 
 
@@ -166,11 +162,12 @@ class IntoCells(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         indices: Indices = ctx.indices
-        of_rows = gradients[0].index_select(0, indices.places)
-        if indices.copies is not None:
-            cells, rows = indices.copies
-            of_rows.index_add_(0, rows, gradients[0].index_select(0, cells))
-        return of_rows, None
+        if indices.holders is None:
+            return gradients[0].index_select(0, indices.places), None
+        # adds the cells of each row in their order, also on CUDA, where sums by index need a sort for that
+        flat = gradients[0].reshape(len(indices.cells), -1)
+        of_rows = torch.nn.functional.embedding_bag(indices.holders[0], flat, indices.holders[1], mode="sum")
+        return of_rows.view(-1, *gradients[0].shape[1:]), None
 
 
 class FromCells(torch.autograd.Function):
