@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,30 @@ def test_nothing_of_the_size_of_a_weight_is_kept_for_the_backward(tmp_path: Path
     large = [each.shape for each in kept if not isinstance(each, QuantizedWeight) and each.numel() >= smallest]
     heads = backend._base.packed.lm_head.base.weight.shape
     assert all(shape == heads or 40 in shape for shape in large), large
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_numbers_of_one_weight_live_at_a_time(
+    tmp_path: Path, recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = release("mixture-fp8", tmp_path)
+    settings = {"trainer.keep_quantized": True, "trainer.gradient_checkpointing": recomputed}
+    backend: Any = create_backend("fsdp", load_config({"base_model": path, "backend_config": settings}))
+    backend.create_model("m", spec(4, 1))
+    whole, living, most, computed = QuantizedWeight.whole, [], 0, 0
+
+    def noted(weight: QuantizedWeight) -> Tensor:
+        nonlocal most, computed
+        made = whole(weight)
+        living[:] = [each for each in living if each() is not None] + [weakref.ref(made)]
+        most, computed = max(most, len(living)), computed + 1
+        return made
+
+    monkeypatch.setattr(QuantizedWeight, "whole", noted)
+    ok(backend.run([train("m", sft(0, 40))]))
+    assert most == 1
+    quantized = sum(isinstance(each, QuantizedWeight) for each in backend._base.packed.parameters())
+    assert computed >= (3 if recomputed else 2) * quantized - 3, "the first layer's inputs need no gradient"
 
 
 def test_a_quantized_weight_is_never_changed(tmp_path: Path) -> None:
