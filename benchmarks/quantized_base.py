@@ -1,0 +1,117 @@
+"""A frozen base in 8 and 4 bits beside the full dtype: memory, CPU time of a step, and how far logprobs are apart.
+
+Usage: python -m benchmarks.quantized_base [--models tiny quarter 0.6b] [--vllm] [--out FILE]
+
+Each model is quantized as `skyrl quantize` does, in groups of 64 columns. Each row is a process of its own: it loads
+the base (kept in its bits, or computed at loading), and trains two steps of an adapter of rank 16, with layers computed
+again in the backward. `held` are the bytes of the base, `load` is the peak of the process while it loads above its
+start, and `step` that of a step above what it holds then. The gap is that of the trainer's logprobs to those of the
+full model, in nats: the mean over tokens of the absolute value. With --vllm also that of vLLM's logprobs to the
+trainer's with the same files. On a CPU vLLM serves the full model in float32, 4 bits in bfloat16, and no 8 bits.
+
+tiny is trained on its corpus; its text is measured. The others have random weights, and random tokens: their gaps say
+nothing of a released model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from benchmarks.models import make_large, make_quarter
+from skyrl.base.tiny import model_path
+
+MODELS: dict[str, Callable[[Path], str]] = {
+    "tiny": lambda directory: str(model_path()),
+    "quarter": make_quarter,
+    "0.6b": make_large,
+}
+GROUP = 64
+TEXTS, RANDOM = (4, 128), (2, 64)
+"""Sequences and tokens of each: of tiny's corpus, and random ones."""
+ROWS = ("full", "8 bits, computed at loading", "8 bits", "4 bits, computed at loading", "4 bits")
+PART = "from benchmarks.quantized_base_part import main; main()"
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_base", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "quarter"])
+    parser.add_argument("--vllm", action="store_true", help="compare vLLM's logprobs, too")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for model in options.models:
+        with tempfile.TemporaryDirectory(prefix="skyrl-quantized-") as directory:
+            rows += compare(model, Path(directory), vllm=options.vllm)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def compare(model: str, directory: Path, *, vllm: bool) -> list[Row]:
+    """The rows of one model, printed as they come."""
+    path = MODELS[model](directory / "full")
+    texts = directory / "texts.npy"
+    np.save(texts, _texts(model))
+    print(f"{model:8} {'base':28} {'held':>9} {'load':>9} {'step':>9} {'CPU s':>7} {'gap':>9} {'vLLM':>9}")
+    rows: list[Row] = []
+    full: np.ndarray[Any, Any] | None = None
+    for name in ROWS:
+        bits = 0 if name == "full" else int(name[0])
+        release = str(directory / f"{bits}-bits") if bits else path
+        if bits and not Path(release).exists():
+            _in_process("quantized", path, release, str(bits), str(GROUP))
+        kept = bits > 0 and "loading" not in name
+        row = {"model": model, "base": name} | _in_process("trained", release, str(texts), "kept" if kept else "")
+        trained = np.array(row.pop("logprobs"))
+        full = trained if full is None else full
+        row["gap"] = float(np.abs(trained - full).mean())
+        if vllm and bits != 8 and (kept or not bits):
+            sampled = np.array(_in_process("sampled", release, str(texts))["logprobs"])
+            row["vllm_gap"] = float(np.abs(sampled - trained).mean())
+        rows.append(row)
+        print(
+            f"{'':8} {name:28} {row['held_mb']:6.1f} MB {row['load_mb']:6.0f} MB {row['step_mb']:6.0f} MB "
+            f"{row['step_cpu_s']:7.2f} {row['gap']:9.5f} {row.get('vllm_gap', float('nan')):9.5f}",
+            flush=True,
+        )
+    return rows
+
+
+def _texts(model: str) -> np.ndarray[Any, Any]:
+    """int64 [sequences, tokens]."""
+    if model != "tiny":
+        return np.random.default_rng(0).integers(0, 32_768, RANDOM)
+    from transformers import AutoTokenizer
+
+    from skyrl.base.tiny.corpus import paragraph
+
+    random, tokens = Random(0), []
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_path())
+    sequences, length = TEXTS
+    while len(tokens) < sequences * length:
+        tokens += tokenizer.encode(paragraph(random, 4) + "\n")
+    return np.array(tokens[: sequences * length]).reshape(sequences, length)
+
+
+def _in_process(function: str, *arguments: str) -> Row:
+    """Call a function of `quantized_base_part` in a new process; returns what it returns."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        command = [sys.executable, "-c", PART, function, out.name, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{function} of {arguments[0]} failed:\n{done.stderr[-2000:]}")
+        return json.loads(Path(out.name).read_text())
+
+
+if __name__ == "__main__":
+    main()
