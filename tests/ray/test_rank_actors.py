@@ -48,13 +48,13 @@ SHORT_S = 8.0
 STEP = AdamParams(learning_rate=1e-2, eps=0.1)
 
 
-def _config(ranks: int, **settings: Any) -> ServerConfig:
+def _config(ranks: int, architecture: str = "qwen3", **settings: Any) -> ServerConfig:
     """Each rank asks for a node's only box."""
     resources = {"CPU": 1, "box": 1}
     trainer = {"placement.policy_num_cpu_ranks": ranks, "placement.policy_resources": resources, "merge_passes": False}
     return load_config(
         {
-            "base_model": base_path(),
+            "base_model": base_path(architecture),
             "backend_config": {f"trainer.{key}": value for key, value in (trainer | settings).items()},
         }
     )
@@ -94,6 +94,18 @@ def test_two_ranks_on_two_nodes_train_as_one_device_does_until_one_dies(nodes: l
         assert_same(saved(backend, "other", tmp_path / "other"), state)
         assert_close(state, expected, 1e-5)
         _named_while_no_command_runs(group, backend, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_two_ranks_on_two_nodes_hold_experts_and_give_all_of_an_adapter(nodes: list[Machine], tmp_path: Path) -> None:
+    config = _config(2, "mixture", rank_timeout_s=60, **{"placement.expert_parallel": True})
+    expected = _learn(TorchLoraBackend(config), tmp_path / "one")
+    with _ranks(config) as (_, backend):
+        state = _learn(backend, tmp_path / "ranks")
+        assert_close(state, expected, 1e-4)
+        backend.delete_model("m")
+        backend.restore_model("m", spec(4, 1), tmp_path / "ranks")
+        assert_same(saved(backend, "m", tmp_path / "restored"), state)
 
 
 @pytest.mark.slow

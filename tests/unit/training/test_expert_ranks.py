@@ -40,8 +40,8 @@ SPECS = {
     "attention": spec(4, 3, train_mlp=False),
 }
 LAYERS = 2
-OF_MIXTURES = 2 * TOLERANCE
-"""A router sums the roundings of all experts; ranks that gather experts have the same differences."""
+OF_WEIGHTS = 5 * TOLERANCE
+"""After one step lora_B is small, so its rounding is a larger part of it: up to 1e-5 with ranks that gather experts."""
 Make = Callable[..., ShardedBackend]
 
 
@@ -87,7 +87,10 @@ def _assert_close(one: Run, other: Run) -> None:
     assert_close_results(one, other)
     for model_id, state in one[2].items():
         assert {key.partition(".")[0] for key in state} == {"weights", "exp_avg", "exp_avg_sq", "gradient"}
-        assert_close(state, other[2][model_id], OF_MIXTURES)
+        weights = {key: value for key, value in state.items() if key.startswith("weights.")}
+        assert_close(weights, {key: other[2][model_id][key] for key in weights}, OF_WEIGHTS)
+        others = {key: value for key, value in state.items() if key not in weights}
+        assert_close(others, {key: value for key, value in other[2][model_id].items() if key not in weights}, TOLERANCE)
 
 
 def _assert_same(one: Run, other: Run) -> None:
@@ -107,6 +110,23 @@ def test_ranks_that_hold_experts_train_as_one_device_does(
 ) -> None:
     expected = _learn(make_backend("mixture", micro_batch_tokens=48), tmp_path / "one")
     _assert_close(_learn(divided(count, **settings), tmp_path / "ranks"), expected)
+
+
+class Together(ExpertRank):
+    """Computes the entries of all ranks in the same products, as on GPUs."""
+
+    def load(self) -> Any:
+        facts = super().load()
+        assert self._model.exchange is not None
+        self._model.exchange.together = True
+        return facts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", [False, True])
+def test_entries_of_all_ranks_computed_together_differ_by_rounding(tmp_path: Path, divided: Make, merge: bool) -> None:
+    expected = _learn(make_backend("mixture", micro_batch_tokens=48), tmp_path / "one")
+    _assert_close(_learn(divided(3, rank_class=Together, merge=merge), tmp_path / "ranks"), expected)
 
 
 @pytest.mark.slow
@@ -182,7 +202,7 @@ def test_files_are_those_of_one_device_and_go_on_with_any_number_of_ranks(
         backend.optim_step("all", STEP)
         after.append(saved(backend, "all", tmp_path / f"after{number}"))
     for state in after[1:]:
-        assert_close(state, after[0], TOLERANCE)
+        assert_close(state, after[0], OF_WEIGHTS)
 
 
 def test_each_rank_holds_its_experts_and_what_adapters_have_of_them(divided: Make) -> None:

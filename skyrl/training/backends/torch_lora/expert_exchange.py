@@ -31,12 +31,14 @@ from skyrl.training.backends.torch_lora.lora_experts import MultiLoraExperts, ba
 class ExpertExchange:
     """Computes a model's experts, of which each rank holds its share.
 
-    The entries of each rank's micro-batch are computed apart, as they would be on one device: so other ranks'
-    micro-batches, which may belong to other passes, change no bit of a pass."""
+    On a CPU the entries of each rank's micro-batch are computed apart, as they would be on one device: so other ranks'
+    micro-batches, which may belong to other passes, change no bit of a pass. Elsewhere those of all ranks are computed
+    together (`together`), in fewer products; results differ by rounding."""
 
-    def __init__(self, share: ExpertShare, active: ActiveSegments) -> None:
+    def __init__(self, share: ExpertShare, active: ActiveSegments, *, together: bool) -> None:
         """`active`: this rank's segments of the running micro-batch."""
         self.share = share
+        self.together = together
         self._active = active
         self._others: Sequence[Sequence[LoraSegment]] = [()] * share.ranks
         self._slots = 0
@@ -83,22 +85,40 @@ class ExpertExchange:
         sizes = torch.stack([each.sum() for each in (*counts.split(held), *of_ranks)]).tolist()
         sent, received = sizes[:ranks], sizes[ranks:]
         arrived = _exchanged(x, sent, received)
-        made = [
-            self._of_rank(experts, rank, *each)
-            for rank, each in enumerate(zip(arrived.split(received), of_ranks, strict=True))
-        ]
-        return summed_entries(_exchanged(torch.cat(made), received, sent), weights, order).to(hidden.dtype)
+        if self.together:
+            made = self._of_all(experts, arrived, of_ranks)
+        else:
+            parts = zip(arrived.split(received), of_ranks, strict=True)
+            made = torch.cat([self._of_rank(experts, rank, *part) for rank, part in enumerate(parts)])
+        return summed_entries(_exchanged(made, received, sent), weights, order).to(hidden.dtype)
 
     def _of_rank(self, experts: MultiLoraExperts, rank: int, x: Tensor, counts: Tensor) -> Tensor:
         """What this rank's experts make of the entries of a rank. counts: int64 [experts, slots]."""
         if not len(x):
             return x
-        updates: list[ExpertsUpdate | None] = [None] * counts.shape[1]
+        return counted_entries(x, counts, base_experts(experts.base), self._updates(experts, rank))
+
+    def _of_all(self, experts: MultiLoraExperts, x: Tensor, counts: Tensor) -> Tensor:
+        """What this rank's experts make of the entries of all ranks, which come rank by rank. counts: int64 [ranks,
+        experts, slots]."""
+        if not len(x):
+            return x
+        of_expert = counts.sum(dim=2).flatten()
+        expert = torch.arange(counts.shape[1], device=x.device).repeat(len(counts)).repeat_interleave(of_expert)
+        order = expert.argsort(stable=True)
+        updates = [update for rank in range(len(counts)) for update in self._updates(experts, rank)]
+        parts = counts.transpose(0, 1).flatten(1)
+        made = counted_entries(x[order], parts, base_experts(experts.base), updates)
+        return torch.empty_like(made).index_copy(0, order, made)
+
+    def _updates(self, experts: MultiLoraExperts, rank: int) -> list[ExpertsUpdate | None]:
+        """Of a rank's entries, by slot."""
+        updates: list[ExpertsUpdate | None] = [None] * (self._slots + 1)
         is_own = rank == self.share.rank
         segments = zip(self._own_slots, self._active.segments, strict=True) if is_own else enumerate(self._others[rank])
         for slot, segment in segments:
             updates[slot] = experts.update(segment)
-        return counted_entries(x, counts, base_experts(experts.base), updates)
+        return updates
 
     def _gathered(self, experts: MultiLoraExperts, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """As transformers computes the experts. All ranks call this at the same time."""

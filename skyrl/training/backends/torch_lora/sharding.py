@@ -166,7 +166,7 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *,
     packed = form.wrap(path, model)
     total = sum(parameter.numel() for parameter in packed.parameters())
     share = ExpertShare(mesh.get_local_rank(), mesh.size())
-    exchange = _divide_experts(path, packed, share) if form.whole_experts else None
+    exchange = _divide_experts(path, packed, share, device) if form.whole_experts else None
     whole = {each for experts in packed.experts.values() if exchange for each in experts.parameters()}
     for layer in packed.decoder_layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=whole)
@@ -183,12 +183,12 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *,
     return _Loaded(BaseModel(path, device, packed, config, tower), total, in_files, exchange)
 
 
-def _divide_experts(path: str, packed: PackedModel, share: ExpertShare) -> ExpertExchange:
+def _divide_experts(path: str, packed: PackedModel, share: ExpertShare, device: torch.device) -> ExpertExchange:
     """Raises ConfigError for a model without experts that could be divided."""
     if not packed.experts:
         which = "is no mixture of experts" if packed.mixture is None else "has experts of a kind that cannot be divided"
         raise ConfigError(f"trainer.placement.expert_parallel: {path} {which}: leave it out")
-    exchange = ExpertExchange(share, packed.active)
+    exchange = ExpertExchange(share, packed.active, together=device.type != "cpu")
     exchange.divide(packed.experts.values())
     return exchange
 
