@@ -32,6 +32,7 @@ from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
 from skyrl.training.backends.torch_lora.plan import make_plan
 from skyrl.training.backends.torch_lora.rank import Rank
 from skyrl.training.backends.torch_lora.rank_base import RankSettings
+from skyrl.training.backends.torch_lora.row_budget import BudgetSettings
 
 VOCAB, LORA_RANK, BUDGET, STEPS = 4096, 8, 4096, 3
 MB = 1e6
@@ -98,7 +99,8 @@ def _run(connection: Connection, kind: type[Rank], rank: int, ranks: int, path: 
             _count(name, _gathered)
     _count("all_to_all_single", _exchanged)
     _count("all_reduce", _reduced)
-    settings = RankSettings(path, 1, False, "refuse", True, 300.0, False)
+    budget = BudgetSettings(BUDGET, full=False, of_samplers=0.0, takes_turns=False)
+    settings = RankSettings(path, 1, False, "refuse", True, 300.0, False, budget)
     made = kind(rank, ranks, settings)
     made.join("127.0.0.1", port, "benchmark")
     facts = made.load()

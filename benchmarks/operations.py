@@ -25,6 +25,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks import machine, trainer_ways
+from benchmarks.cuda_norms import norms_as_on_cuda
 from benchmarks.operation_counts import Operations, in_phase
 from benchmarks.table import aligned, number
 from benchmarks.trainer_rows import MIXED_RANKS, RANK, BatchRow, Shape
@@ -83,6 +84,8 @@ def as_on_cuda() -> Iterator[None]:
         stack.enter_context(patch.object(backend, "SHARED_ROWS_ON_CPU", trainer_ways.BUDGET))
         stack.enter_context(patch.object(attention_kernels, "wants_all_heads", lambda device: True))
         stack.enter_context(patch.object(passes, "groups_adapters", lambda device: True))
+        stack.enter_context(patch.object(model, "fuses_norms", lambda device: True))
+        stack.enter_context(norms_as_on_cuda())
         yield
 
 

@@ -77,8 +77,8 @@ def sampled(path: str, texts: str) -> dict[str, Any]:
     from skyrl.base.model_files import json_of
     from skyrl.inference.model_options import has_delta_rule
 
-    quantized = "quantization_config" in json_of(path, "config.json")
-    dtype = "bfloat16" if quantized or has_delta_rule(path) else "float32"
+    config = json_of(path, "config.json")
+    dtype = "bfloat16" if "quantization_config" in config or has_delta_rule(config) else "float32"
     tokens = np.load(texts)
     llm = LLM(path, dtype=dtype, max_model_len=tokens.shape[1] + 1, enforce_eager=True, skip_tokenizer_init=True)
     prompts: list[Any] = [{"prompt_token_ids": text.tolist()} for text in tokens]

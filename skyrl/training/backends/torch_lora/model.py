@@ -17,6 +17,7 @@ from skyrl.base.pictures.sight import Sight
 from skyrl.training.backends.base import Datum, ModelLimits
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.device import align, base_dtype
+from skyrl.training.backends.torch_lora.fused_norms import fuse_norms, fuses_norms
 from skyrl.training.backends.torch_lora.loading import load_model
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.packing import pack_alone
@@ -170,6 +171,8 @@ def load_base_model(
     base.check_stock()
     expected = base.stock_logits()
     packed.use_own_kernels()
+    if fuses_norms(device):
+        fuse_norms(packed)
     base.verify(expected)
     packed.recompute(gradient_checkpointing)
     return base

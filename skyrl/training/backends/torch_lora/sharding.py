@@ -24,6 +24,7 @@ from skyrl.training.backends.torch_lora.conversions import FileTensor, Rows, fil
 from skyrl.training.backends.torch_lora.device import HOST, base_dtype
 from skyrl.training.backends.torch_lora.expert_exchange import ExpertExchange
 from skyrl.training.backends.torch_lora.expert_shares import ExpertShare
+from skyrl.training.backends.torch_lora.fused_norms import fuse_norms, fuses_norms
 from skyrl.training.backends.torch_lora.loading import check_weights
 from skyrl.training.backends.torch_lora.model import BaseModel, check_config, wrap
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, read_config
@@ -122,6 +123,8 @@ def load_sharded_model(
         base.check_stock()
         expected = base.stock_logits()
         packed.use_own_kernels()
+        if not form.trained and fuses_norms(device):
+            fuse_norms(packed)
         if loaded.exchange is not None:
             loaded.exchange.compute(packed.experts.values())
         base.verify(expected)
