@@ -61,6 +61,8 @@ _DATA_PARALLEL = (
     "the trainer's ranks each hold a shard of every layer, and divide the data: trainer.placement.policy_num_nodes and "
     "policy_num_gpus_per_node are their numbers"
 )
+_DIVIDED_SEQUENCES = "trainer.context_parallel_tokens divides long sequences over all ranks of the trainer"
+_DIVIDED_EXPERTS = "trainer.placement.expert_parallel divides the experts of a mixture over all ranks of the trainer"
 _TENSOR_ONLY = f"vLLM is spread over GPUs by {ENGINE}tensor_parallel_size alone"
 _BY_TOKENS = "a pass is cut by tokens, not by sequences: trainer.micro_batch_tokens is what to lower for less memory"
 _DTYPE = "the device decides: bfloat16 base weights on CUDA, float32 on a CPU"
@@ -104,10 +106,10 @@ KEYS: dict[str, Entry] = {
     f"{MEGATRON}lora_config.lora_type": _taken("lora", why="adapters are plain LoRA in PEFT's format"),
     f"{MEGATRON}tensor_model_parallel_size": _taken(1, why=_DATA_PARALLEL),
     f"{MEGATRON}pipeline_model_parallel_size": _taken(1, why=_DATA_PARALLEL),
-    f"{MEGATRON}context_parallel_size": _taken(1, why=_DATA_PARALLEL),
-    f"{MEGATRON}expert_model_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    f"{MEGATRON}context_parallel_size": _taken(1, why=_DIVIDED_SEQUENCES),
+    f"{MEGATRON}expert_model_parallel_size": _taken(1, why=_DIVIDED_EXPERTS),
     f"{MEGATRON}expert_tensor_parallel_size": _taken(1, None, why=_DATA_PARALLEL),
-    "trainer.policy.sequence_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    "trainer.policy.sequence_parallel_size": _taken(1, why=_DIVIDED_SEQUENCES),
     "trainer.policy.fsdp_config.cpu_offload": _taken(False, why="weights and optimizer states stay on the device"),
     "trainer.policy.fsdp_config.fsdp_size": _taken(-1, 1, why=_DATA_PARALLEL),
     "trainer.policy.language_model_only": _taken(
@@ -193,7 +195,7 @@ KEYS: dict[str, Entry] = {
     "max_lora_adapters": _refused("models are not counted in advance; quota_models bounds those of one tenant"),
     "train_micro_batch_size": _refused(_BY_TOKENS),
     "tensor_parallel_size": _taken(1, why=_DATA_PARALLEL),
-    "expert_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    "expert_parallel_size": _taken(1, why=_DIVIDED_EXPERTS),
     "fully_sharded_data_parallel_size": _taken(1, why=_DATA_PARALLEL),
     "num_processes": _taken(1, None, why=_DATA_PARALLEL),
     "coordinator_address": _taken(None, why=_DATA_PARALLEL),
