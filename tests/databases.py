@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.cli.demo.server import DemoServer
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
 from tests.postgres_server import PostgresServer
+
+
+def hold_records(connection: Connection) -> None:
+    """With the write lock held by the same transaction: nothing at all is committed until it ends. On PostgreSQL
+    forwarded samples are recorded without that lock."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("LOCK TABLE futures IN EXCLUSIVE MODE")
 
 
 class StateDatabases:

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from skyrl.cli.demo.server import DemoServer
 from skyrl.storage.db.database import Database
-from tests.databases import rows_in, url_of
+from tests.databases import hold_records, rows_in, url_of
 from tests.servers import SLOW_START_S
 
 WAIT_S = 300.0
@@ -85,7 +85,8 @@ class MortalServer(DemoServer):
     @contextmanager
     def commits_held(self) -> Iterator[None]:
         """Hold the write lock, so that nothing is committed inside the block."""
-        with closing(Database(url_of(self.state_dir))) as database, database.writer.begin():
+        with closing(Database(url_of(self.state_dir))) as database, database.writer.begin() as connection:
+            hold_records(connection)
             yield
 
     def ask(self, query: str) -> list[tuple[Any, ...]]:

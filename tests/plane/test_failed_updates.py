@@ -216,6 +216,7 @@ async def test_a_trainer_that_ends_or_hangs_leaves_the_model_as_it_was(
         await trainer.communicate()
 
 
+@pytest.mark.slow
 async def test_a_vllm_killed_in_an_update_stays_out_until_it_is_updated(
     plane: RunningPlane, workers: list[Worker], variants: list[Path]
 ) -> None:

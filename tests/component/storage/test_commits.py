@@ -15,6 +15,7 @@ from sqlalchemy import func, select
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
+from tests.databases import hold_records
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
@@ -26,8 +27,9 @@ answer that does not wait for its commit."""
 
 @contextmanager
 def commits_held(database: Database) -> Iterator[None]:
-    """Another process holds the write lock."""
-    with database.writer.begin():
+    """Another process holds the write lock, and what is written without it."""
+    with database.writer.begin() as connection:
+        hold_records(connection)
         yield
 
 

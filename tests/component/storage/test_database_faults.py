@@ -40,6 +40,7 @@ from skyrl.storage.db.sessions import sessions
 from skyrl.storage.notify.doorbell import Doorbell
 from skyrl.training.engine.failures import failed
 from tests.component.server.test_forwarding_failures import JOB
+from tests.databases import hold_records
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 
 LARGE = {"unknown": "x" * 200_000}
@@ -54,7 +55,8 @@ def short_lock_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def locked(database: Database) -> Iterator[None]:
-    with database.writer.begin():
+    with database.writer.begin() as connection:
+        hold_records(connection)
         yield
 
 

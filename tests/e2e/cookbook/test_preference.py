@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 PREFERENCES = "`Anthropic/hh-rlhf`: rows with `chosen` and `rejected`"
 
 
+@pytest.mark.slow
 def test_dpo_starts_at_the_reference_and_moves_away(workspace: Workspace, stored: Stored) -> None:
     options = ("batch_size=4", "max_length=256", "learning_rate=1e-3", "max_steps=3")
     run = workspace.run("preference.dpo.train", "dpo", *options)

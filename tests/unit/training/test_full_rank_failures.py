@@ -18,9 +18,8 @@ from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutO
 from skyrl.training.backends.torch_full import rank as rank_module
 from skyrl.training.backends.torch_full import sharded_state
 from skyrl.training.backends.torch_full.rank import FullRank
+from skyrl.training.backends.torch_lora import dividing, sharding
 from skyrl.training.backends.torch_lora import model as model_module
-from skyrl.training.backends.torch_lora import plan as plan_module
-from skyrl.training.backends.torch_lora import sharding
 from skyrl.training.backends.torch_lora.losses import Loss, LossInputs, LossValue
 from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
 from skyrl.training.backends.torch_lora.rank_base import RankSettings
@@ -154,7 +153,7 @@ def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
             raise MemoryError("no memory left")
         return prefix_tree(data)
 
-    monkeypatch.setattr(plan_module, "prefix_tree", short)
+    monkeypatch.setattr(dividing, "prefix_tree", short)
     assert [type(each) for each in backend.run([good, bad, good])] == [PassResult, OutOfMemory, PassResult]
 
 

@@ -21,7 +21,7 @@ from torch_lora_support import assert_same, base_path, make_ranks, ok, rl, saved
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, RankDied
-from skyrl.training.backends.torch_lora import plan as plan_module
+from skyrl.training.backends.torch_lora import dividing
 from skyrl.training.backends.torch_lora import rank as rank_module
 from skyrl.training.backends.torch_lora.losses import Loss, LossInputs, LossValue
 from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
@@ -170,7 +170,7 @@ def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
             raise MemoryError("no memory left")
         return prefix_tree(data)
 
-    monkeypatch.setattr(plan_module, "prefix_tree", short)
+    monkeypatch.setattr(dividing, "prefix_tree", short)
     first, failed, last = backend.run(passes)
     assert isinstance(failed, OutOfMemory)
     ok([first, last])

@@ -10,6 +10,7 @@ user are answered. A request and its answer are one line of JSON each.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -51,8 +52,11 @@ class Line:
             call, arguments = asked["call"], asked["arguments"]
         except (ValueError, KeyError, TypeError):
             return  # the peer ended in the middle of its line
-        if call not in ENGINE_CALLS:
-            connection.sendall(json.dumps(self._answer(call, arguments)).encode() + b"\n")
+        if call in ENGINE_CALLS:
+            return
+        answer = json.dumps(self._answer(call, arguments)).encode() + b"\n"
+        with contextlib.suppress(ConnectionError):  # the peer has not waited for it
+            connection.sendall(answer)
 
     def close(self) -> None:
         self._server.shutdown()

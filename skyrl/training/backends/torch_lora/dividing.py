@@ -36,9 +36,10 @@ def divide(data: Sequence[Datum], ranks: int, tokens: int | None) -> Division:
         if least is not None and len(datum.tokens) >= least and not datum.pictures
     )
     left = tuple(index for index in range(len(data)) if index not in divided)
-    of_left = prefix_tree([data[index] for index in left]) if left else PrefixTree((), ())
     if not divided:
-        return Division(of_left, divided, left, of_left)
+        tree = prefix_tree(data)
+        return Division(tree, divided, left, tree)
+    of_left = prefix_tree([data[index] for index in left]) if left else PrefixTree((), ())
     nodes = [replace(node, source=left[node.source]) for node in of_left.nodes]
     ends = dict(zip(left, of_left.ends, strict=True))
     for index in divided:
