@@ -127,6 +127,7 @@ def test_student_and_teacher_score_the_same_tokens_differently(
     assert max(abs(a - b) for a, b in zip(student, teacher, strict=True)) > 0.01
 
 
+@pytest.mark.slow
 def test_the_student_trains_while_the_teachers_vllm_is_killed(
     server: DemoServer, connect: Callable[[], tinker.ServiceClient]
 ) -> None:

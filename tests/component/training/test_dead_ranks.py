@@ -92,6 +92,7 @@ async def _learn(harness: Harness, *, kills: bool) -> list[Any]:
     return answers
 
 
+@pytest.mark.slow
 async def test_ranks_killed_in_a_pass_and_between_commands_change_no_bit(harness: Harness, tmp_path: Path) -> None:
     disturbed = await _learn(harness, kills=True)
     mode = FULL if harness.config.full_finetuning else {}

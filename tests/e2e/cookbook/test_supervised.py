@@ -7,7 +7,7 @@ import pytest
 from .conftest import CHATS, Stored, assert_final_is_kept
 from .workspace import Run, Workspace, kill_after_checkpoint
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 def test_supervised_training_lowers_the_loss(rolling: Run) -> None:
@@ -23,7 +23,6 @@ def test_rolling_checkpoints_are_deleted_and_the_others_are_kept(rolling: Run, s
     assert_final_is_kept(rolling, stored)
 
 
-@pytest.mark.slow
 def test_a_killed_run_resumes_at_its_last_checkpoint(workspace: Workspace, stored: Stored) -> None:
     run, process = workspace.start("chat_sl.train", "killed", *CHATS, "save_every=3")
     kill_after_checkpoint(run, process)
