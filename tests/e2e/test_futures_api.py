@@ -118,7 +118,7 @@ def test_cancelled_futures_stop_in_vllm_and_the_others_go_on(server: DemoServer,
         before = vllm.generated
         pending = [sampler.sample(PROMPT, 1, LONG if place == 3 else ENDLESS) for place in range(7)]
         wait_until_polled(proxy, 7)
-        wait_until(lambda: vllm.running == 7)
+        wait_until(lambda: vllm.running >= 6)  # on a busy machine the one that ends may have ended
         kept = pending.pop(3)
         for future in pending:
             assert future.future().cancel()

@@ -88,8 +88,11 @@ class BothApps:
         """Send the request to the direct application, then through FastAPI; return the answer. Both answers must be
         equal, with headers."""
         request["headers"] = {"X-API-Key": "tml-one", "X-Request-Id": "same"} | request.get("headers", {})
-        answers = [await way.client.request(method, path, **request) for way in (self.short, self.framework)]
-        short, framework = ((answer.status_code, answer.content, dict(answer.headers)) for answer in answers)
+        for may_differ in (True, False):  # a token names its second, which may end between the two
+            answers = [await way.client.request(method, path, **request) for way in (self.short, self.framework)]
+            short, framework = ((answer.status_code, answer.content, dict(answer.headers)) for answer in answers)
+            if path != "/api/v1/auth/token" or short == framework or not may_differ:
+                break
         assert short == framework
         return answers[0]
 
