@@ -131,6 +131,7 @@ def test_thoughts_come_apart_in_each_dialect_and_are_continued(session: Session,
 def test_a_stop_sequence_is_named(session: Session, streamed: bool) -> None:
     other = anthropic.Anthropic(base_url=session.url, auth_token=session.key, api_key=None, max_retries=0)
     asked: Any = {"model": "tools", "max_tokens": 60, "messages": TASK, "stop_sequences": list("aeiou")}
+    message: Any = None
     for _ in range(5):  # a sample may end before its first vowel
         if streamed:
             with other.messages.stream(**asked) as stream:
