@@ -1,10 +1,10 @@
-"""Two tenants' RL, one after the other and beside each other, and how near the latter comes to the hardware's bound:
-`python -m benchmarks.tenants [--rounds N] [--steps N] [--base-models N] [--out FILE]`.
+"""Tenants' RL, one after the other and beside each other, and how near the latter comes to the hardware's bound:
+`python -m benchmarks.tenants [--tenants N] [--rounds N] [--steps N] [--base-models N] [--out FILE]`.
 
 A real `skyrl serve` with the tiny model, real vLLM and real training, one thread each, on two cores. The tenants A and
-B are processes with the unmodified SDK. A round runs A alone, B alone, and A beside B; every other round in the other
-order. "A then B" is the sum of the first two wall times. With two base models each tenant trains its own, so that the
-server has two trainers and two vLLMs; both have the files of the tiny model.
+B, or up to four, are processes with the unmodified SDK. A round runs A alone, B alone, and A beside B; every other
+round in the other order. "A then B" is the sum of the first two wall times. With two base models each tenant
+trains its own, so that the server has two trainers and two vLLMs; both have the files of the tiny model.
 
 The bound is a wall time below which A beside B cannot be. With C cores, let c(p) be the CPU seconds of each part p of
 the run (trainer, vLLM, API, clients, others), and t(i) those of each thread i of these processes. C cores do at most C
@@ -19,7 +19,8 @@ possible speed-up is A then B over the bound.
 The bound leaves out that a loop is a chain: a step needs its own samples, and a sample the update before it. The chain
 by itself is the wall time of a tenant alone (`chain_s` is that of the slower one). `schedule_s` takes both into
 account: the shortest time of any schedule of two such chains (`benchmarks.best_schedule`). `of_schedule` is that over
-the measured wall time. `greedy_s` is the time of the schedule in which each loop runs whenever it can.
+the measured wall time. `greedy_s` is the time of the schedule in which each loop runs whenever it can. They are left
+out with more than two tenants.
 
 A line for each run says where its time went: the shares of the wall time in which the busiest threads of trainer and
 vLLM want a core, and in which so many of all working threads do. While no thread wants a core, all wait for timers,
@@ -54,13 +55,14 @@ from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.demo.tenants import Run, Tenant
 
 CORES = 2
-TENANTS = {"A": "count", "B": "sort"}
+TENANTS = {"A": "count", "B": "sort", "C": "count", "D": "sort"}
+"""The task of each."""
+TWO = ("A", "B")
 CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
 """As in the demo: vLLM pads every adapter to the maximal rank."""
 COMPUTING = ("trainer", "vllm")
 WORKING_S = 0.02
 """A thread that has used so much CPU time in the run before is watched in the next."""
-ALONE_A, ALONE_B, BESIDE = ("A",), ("B",), ("A", "B")
 LOOK_EVERY_S = 0.02
 MANY = 3
 """So many threads, or more, are counted together."""
@@ -176,19 +178,22 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Scene:
-    """The server, with `flags`, and a process for each tenant."""
+    """The server, with `flags`, and a process for each tenant. `own_models`: each tenant trains a base model of its
+    own."""
 
-    def __init__(self, stack: ExitStack, base_models: int, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, stack: ExitStack, names: Sequence[str], *, own_models: bool = False, flags: Sequence[str] = ()
+    ) -> None:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-tenants-")))
-        entries = [{"base_model": "tiny", "served_model_names": [f"tiny-{name}"]} for name in TENANTS]
-        several = ("--base-models", json.dumps(entries)) if base_models == len(TENANTS) else ()
-        self._base_model = {name: f"tiny-{name}" if several else "tiny" for name in TENANTS}
+        entries = [{"base_model": "tiny", "served_model_names": [f"tiny-{name}"]} for name in names]
+        several = ("--base-models", json.dumps(entries)) if own_models else ()
+        self._base_model = {name: f"tiny-{name}" if own_models else "tiny" for name in names}
         self._server = DemoServer(state / "state", *several, *flags, backend_config=CONFIG)
         stack.callback(self._server.stop)
         self._server.start()
         self._tenants: dict[str, Tenant] = {}
-        for name, task in TENANTS.items():
-            tenant = self._tenants[name] = Tenant(name, task, state)
+        for name in names:
+            tenant = self._tenants[name] = Tenant(name, TENANTS[name], state)
             stack.callback(tenant.stop)
         self._server.wait_ready()
         for tenant in self._tenants.values():
@@ -198,7 +203,7 @@ class Scene:
         """The process and the thread of trainer and vLLM that worked most in the run before."""
         self._working: list[tuple[int, int]] = []
         """The threads that worked in the run before."""
-        self.run(BESIDE, Settings(steps=2))  # first steps take longer
+        self.run(names, Settings(steps=2))  # first steps take longer
 
     def _parts(self) -> dict[str, list[int]]:
         """The process ids of each part. vLLM is all the server's processes but skyrl's own."""
@@ -249,20 +254,23 @@ class Scene:
         }
 
 
-def measure(rounds: int, settings: Settings, base_models: int) -> list[dict[str, Any]]:
+def measure(names: Sequence[str], rounds: int, settings: Settings, *, own_models: bool) -> list[dict[str, Any]]:
     """One entry per round: the runs by name, and what `compared` gives. Prints a line for each run."""
     found: list[dict[str, Any]] = []
+    beside = tuple(names)
+    order = [*((name,) for name in names), beside]
     with ExitStack() as stack:
-        scene = Scene(stack, base_models)
+        scene = Scene(stack, names, own_models=own_models)
         for number in range(rounds):
-            order = [ALONE_A, ALONE_B, BESIDE]
             runs: dict[tuple[str, ...], Spent] = {}
-            for names in order if number % 2 == 0 else reversed(order):
-                runs[names] = scene.run(names, settings)
-                print(line(names, runs[names]), flush=True)
-            alone, beside = [runs[ALONE_A], runs[ALONE_B]], runs[BESIDE]
-            result = compared(alone, beside, CORES) | scheduled(alone, beside, CORES)
-            found.append(result | {"runs": {"+".join(names): asdict(run) for names, run in runs.items()}})
+            for of_run in order if number % 2 == 0 else reversed(order):
+                runs[of_run] = scene.run(of_run, settings)
+                print(line(of_run, runs[of_run]), flush=True)
+            alone = [runs[name,] for name in names]
+            result = compared(alone, runs[beside], CORES)
+            if beside == TWO:
+                result |= scheduled(alone, runs[beside], CORES)
+            found.append(result | {"runs": {"+".join(of_run): asdict(run) for of_run, run in runs.items()}})
     return found
 
 
@@ -279,15 +287,19 @@ def line(names: Sequence[str], run: Spent) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Two tenants' RL beside each other, at the hardware's bound.")
+    parser = argparse.ArgumentParser(description="Tenants' RL beside each other, at the hardware's bound.")
+    parser.add_argument("--tenants", type=int, choices=range(2, len(TENANTS) + 1), default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="steps of a tenant in each run")
-    parser.add_argument("--base-models", type=int, choices=(1, len(TENANTS)), default=1)
+    parser.add_argument("--base-models", type=int, choices=(1, 2), default=1, help="2: one for each of two tenants")
     parser.add_argument("--out", type=Path, help="a file for the JSON")
     options = parser.parse_args()
+    if options.base_models == 2 and options.tenants != 2:
+        parser.error("--base-models 2 is for two tenants")
+    names = tuple(TENANTS)[: options.tenants]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # the server and the tenants inherit it
     machine = facts()
-    found = measure(options.rounds, Settings(steps=options.steps), options.base_models)
+    found = measure(names, options.rounds, Settings(steps=options.steps), own_models=options.base_models == 2)
     figures = medians([{name: value for name, value in each.items() if name != "runs"} for each in found])
     print(", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
     result = {"facts": machine, "settings": asdict(Settings(steps=options.steps)), "medians": figures, "rounds": found}

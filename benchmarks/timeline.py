@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from benchmarks.collector import Collector, Span
 from benchmarks.table import aligned
-from benchmarks.tenants import BESIDE, Scene, line
+from benchmarks.tenants import TWO, Scene, line
 from skyrl.cli.demo.rl import Settings
 
 SENT_S = 7.0
@@ -107,7 +107,7 @@ def together(one: Sequence[Interval], other: Sequence[Interval]) -> dict[tuple[s
 
 def text(tenants: Sequence[Sequence[Interval]]) -> str:
     lines = [["tenant", *ORDER]]
-    for name, of_tenant in zip(BESIDE, tenants, strict=True):
+    for name, of_tenant in zip(TWO, tenants, strict=True):
         lines.append([name, *(f"{share:.0%}" for share in shares(of_tenant).values())])
     pairs = together(*tenants)
     whole = sum(pairs.values())
@@ -123,14 +123,14 @@ def main() -> None:
     with Collector() as collector, ExitStack() as stack:
         config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "config.toml"
         config.write_text(f'otlp_endpoint = "{collector.url}"\ntrace_ratio = 1.0\n')
-        scene = Scene(stack, 1, ("--config", str(config)))
+        scene = Scene(stack, TWO, flags=("--config", str(config)))
         time.sleep(SENT_S)
         collector.spans.clear()
-        print(line(BESIDE, scene.run(BESIDE, Settings(steps=options.steps))))
+        print(line(TWO, scene.run(TWO, Settings(steps=options.steps))))
         time.sleep(SENT_S)
         tenants = intervals(collector.spans)
     print(text(tenants))
-    for name, of_tenant in zip(BESIDE, tenants, strict=True):
+    for name, of_tenant in zip(TWO, tenants, strict=True):
         for each in of_tenant[: options.print]:
             since_ms = (each.began - tenants[0][0].began) * 1e3
             print(f"{name} {since_ms:8.0f} ms {(each.ended - each.began) * 1e3:6.0f} ms {each.state}")
