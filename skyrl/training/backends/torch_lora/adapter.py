@@ -86,13 +86,12 @@ class Adapter:
         return flat
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named matrices that share memory with `flat`, a buffer as long as `weights`; of a stack of such buffers
-        [adapters, numel], named stacks of matrices."""
+        """Named matrices that share memory with `flat`, a buffer as long as `weights`."""
         views: dict[str, Tensor] = {}
         offset = 0
         for name, shape in self.shapes.items():
             size = math.prod(shape)
-            views[name] = flat[..., offset : offset + size].view(*flat.shape[:-1], *shape)
+            views[name] = flat[offset : offset + size].view(shape)
             offset += size
         return views
 
@@ -110,18 +109,7 @@ class Adapter:
         """New autograd leaves, by target name: float32 ones share the weights' memory. Each slice of a pass gets its
         own set. Those of another `dtype` are copies, made at once for all layers. An adapter on experts has float32
         leaves in any case: a copy of all its matrices would need much memory."""
-        return self._leaves(self.weights.detach(), requires_grad, dtype)
-
-    @staticmethod
-    def stacked_leaves(
-        adapters: Sequence[Adapter], requires_grad: bool, dtype: torch.dtype = torch.float32
-    ) -> dict[str, LoraPair]:
-        """Leaves of adapters with the same targets and rank: each matrix [adapters, ...], in the order given."""
-        flat = torch.stack([adapter.weights.detach() for adapter in adapters])
-        return adapters[0]._leaves(flat, requires_grad, dtype)
-
-    def _leaves(self, flat: Tensor, requires_grad: bool, dtype: torch.dtype) -> dict[str, LoraPair]:
-        """flat: [numel], or [adapters, numel]."""
+        flat = self.weights.detach()
         if not any(target.experts for target in self.targets):
             flat = flat.to(dtype)
         views = self.views(flat)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from skyrl.training.backends.torch_lora.adapter import LoraPair, Target
+from skyrl.training.backends.torch_lora.adapter_stack import AdapterStack
 from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, StackedUpdate, Update, linear_with_updates
 
 
@@ -19,24 +20,21 @@ from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, StackedU
 class LoraSegment:
     """Rows [start, stop) of a micro-batch. `pairs`: their adapter's matrices, by layer; `scale`: alpha / rank.
 
-    `ends`: the rows are those of several adapters, as in `StackedUpdate`, and the pairs hold the matrices of all."""
+    `stack`: the rows are those of several adapters, as in `StackedUpdate` with these `ends`. The pairs are the stack's
+    leaves, which have the scales in them."""
 
     start: int
     stop: int
     scale: float
     pairs: Mapping[str, LoraPair] = field(default_factory=dict)
     ends: Tensor | None = None
-
-    @property
-    def adapters(self) -> int:
-        """How many adapters have rows in the segment."""
-        return 1 if self.ends is None else len(self.ends)
+    stack: AdapterStack | None = None
 
     def update(self, name: str) -> Update:
         """The update of one layer on the segment's rows."""
         if self.ends is None:
             return RowsUpdate(self.start, self.stop, self.scale, *self.pairs[name])
-        return StackedUpdate(self.start, self.stop, self.scale, *self.pairs[name], self.ends)
+        return StackedUpdate(self.start, self.stop, *self.pairs[name], self.ends)
 
 
 class ActiveSegments:

@@ -3,8 +3,8 @@
 The base model's product is one product over all rows. Each adapter's update is added to its slice of the result in
 place: no row is copied, and no zeros are computed for rows without an adapter. Only the input and the low-rank rows are
 kept for the backward. Each gradient comes from the rows of its own adapter alone, so numbers that are not finite stay
-with their tenant. On CUDA, where each operation costs the host more than a small product costs the GPU, adapters of one
-rank are updated together by grouped products. Knows nothing of modules or passes.
+with their tenant. On CUDA, where each operation costs the host more than a small product costs the GPU, adapters are
+updated together by grouped products. Knows nothing of modules or passes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ class RowsUpdate(NamedTuple):
 
 
 class StackedUpdate(NamedTuple):
-    """The updates of several adapters, whose rows lie one after the other in [start, stop). lora_a [adapters, rank,
-    in_features], lora_b [adapters, out_features, rank]. ends: int32 [adapters], where the rows of each end, counted
-    from `start`. `may_lack_rows`: an adapter may have none of the rows."""
+    """The updates (x A^T) B^T of several adapters, whose rows lie one after the other in [start, stop). lora_a
+    [adapters, rank, in_features], lora_b [adapters, out_features, rank], with the scales in it. ends: int32 [adapters],
+    where the rows of each end, counted from `start`. `may_lack_rows`: an adapter may have none of the rows."""
 
     start: int
     stop: int
-    scale: float
     lora_a: Tensor
     lora_b: Tensor
     ends: Tensor
@@ -74,7 +73,7 @@ class _Product(torch.autograd.Function):
             lora_a, lora_b = update.lora_a.to(x.dtype), update.lora_b.to(x.dtype)
             own, of_own = _rows(rows, update), _rows(of_rows, update)
             if isinstance(update, StackedUpdate):
-                low_rank = grouped_mm(own, lora_a.transpose(1, 2), offs=update.ends).mul_(update.scale)
+                low_rank = grouped_mm(own, lora_a.transpose(1, 2), offs=update.ends)
                 of_own.add_(grouped_mm(low_rank, lora_b.transpose(1, 2), offs=update.ends))
             else:
                 low_rank = torch.mm(own, lora_a.t()).mul_(update.scale)
@@ -97,7 +96,7 @@ class _Product(torch.autograd.Function):
             own, of_output = _rows(rows, update), _rows(grad, update)
             if isinstance(update, StackedUpdate):
                 ends, of_output = update.ends, of_output.contiguous()
-                of_low_rank = grouped_mm(of_output, lora_b, offs=ends).mul_(update.scale)
+                of_low_rank = grouped_mm(of_output, lora_b, offs=ends)
                 pair = [grouped_mm(of_low_rank.t(), own, offs=ends), grouped_mm(of_output.t(), low_rank, offs=ends)]
                 of_matrices += [of_used_experts(matrix, ends) for matrix in pair] if update.may_lack_rows else pair
                 if of_rows is not None:

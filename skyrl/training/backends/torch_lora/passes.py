@@ -277,10 +277,8 @@ def slice_gradients(
     found: list[Tensor] = []
     for segment, of_segment in zip(segments, leaves, strict=True):
         own = [next(gradients) for _ in of_segment]
-        if segment.ends is not None:
-            rows = torch.cat([gradient.flatten(1) for gradient in own], dim=1)
-            # copies, so that a gradient that waits for its step does not keep the others in memory
-            found += [row.to(torch.float32, copy=True) for row in rows]
+        if segment.stack is not None:
+            found += segment.stack.gradients(own)
         elif own:
             found.append(torch.cat([gradient.reshape(-1) for gradient in own]).float())
     return found

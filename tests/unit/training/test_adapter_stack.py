@@ -1,0 +1,131 @@
+"""Adapters of several ranks in one stack compute what each computes alone, and each gets its own gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl.base.types.lora import LoraSpec
+from skyrl.training.backends.torch_lora.adapter import Adapter, LoraPair, Target
+from skyrl.training.backends.torch_lora.adapter_stack import AdapterStack
+from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, StackedUpdate, Update, linear_with_updates
+
+CPU = torch.device("cpu")
+WIDTHS = (48, 96, 32, 48)
+"""Three layers, one after the other."""
+TARGETS = [Target(f"layer{number}", *WIDTHS[number : number + 2]) for number in range(3)]
+RANKS = (8, 16, 32, 64, 8, 4, 64, 16)
+ROWS = (5, 1, 12, 3, 8, 7, 2, 9)
+ENDS = torch.tensor([*accumulate(ROWS)], dtype=torch.int32)
+SPANS = [*zip([0, *ENDS.tolist()], ENDS.tolist(), strict=False)]
+
+Pairs = Mapping[str, LoraPair]
+
+
+def _adapters() -> list[Adapter]:
+    """With different scales: alphas are 1, 4, 7, ... Their lora_B is not zero."""
+    made = [Adapter(LoraSpec(rank, 1.0 + 3 * number, number), TARGETS, CPU) for number, rank in enumerate(RANKS)]
+    generator = torch.Generator().manual_seed(7)
+    for adapter in made:
+        adapter.weights.add_(0.1 * torch.randn(len(adapter.weights), generator=generator))
+    return made
+
+
+def _inputs() -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(sum(ROWS), WIDTHS[0], generator=generator)
+    return x, [torch.randn(t.out_features, t.in_features, generator=generator) / 8 for t in TARGETS]
+
+
+def _outputs(x: Tensor, weights: Sequence[Tensor], update: Callable[[Target], Update]) -> Tensor:
+    for target, weight in zip(TARGETS, weights, strict=True):
+        x = torch.tanh(linear_with_updates(x, weight, None, [update(target)]))
+    return x
+
+
+def _together(adapters: Sequence[Adapter]) -> tuple[Tensor, list[Tensor]]:
+    """Outputs [rows, out_features], and each adapter's gradient."""
+    stack = AdapterStack(adapters)
+    pairs = stack.leaves(True, torch.float32)
+    outputs = _outputs(*_inputs(), lambda target: StackedUpdate(0, sum(ROWS), *pairs[target.name], ENDS))
+    leaves = [leaf for pair in pairs.values() for leaf in pair]
+    return outputs.detach(), stack.gradients(torch.autograd.grad(outputs.square().sum(), leaves))
+
+
+def _alone(adapter: Adapter, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    pairs = adapter.leaves(True)
+    x, weights = _inputs()
+    outputs = _outputs(
+        x[start:stop], weights, lambda target: RowsUpdate(0, stop - start, adapter.scale, *pairs[target.name])
+    )
+    leaves = [leaf for pair in pairs.values() for leaf in pair]
+    found = torch.autograd.grad(outputs.square().sum(), leaves)
+    return outputs.detach(), torch.cat([gradient.reshape(-1) for gradient in found])
+
+
+def test_eight_adapters_of_several_ranks_and_scales_have_the_gradients_that_they_have_alone() -> None:
+    adapters = _adapters()
+    assert len({adapter.scale for adapter in adapters}) == 8
+    outputs, gradients = _together(adapters)
+    for adapter, gradient, span in zip(adapters, gradients, SPANS, strict=True):
+        expected, of_adapter = _alone(adapter, *span)
+        torch.testing.assert_close(outputs[slice(*span)], expected, rtol=0, atol=2e-6)
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, of_adapter, rtol=0, atol=1e-5 * float(of_adapter.abs().max()))
+
+
+@pytest.mark.parametrize("broken", [0, 3, 5])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_do_not_reach_other_adapters(broken: int, value: float) -> None:
+    """Neither from an adapter of the highest rank nor from one that is padded: not one bit of the others changes."""
+    adapters = _adapters()
+    outputs, gradients = _together(adapters)
+    adapters[broken].weights.fill_(value)
+    beside, found = _together(adapters)
+    assert not beside[slice(*SPANS[broken])].isfinite().all()
+    for number in (number for number in range(8) if number != broken):
+        assert torch.equal(beside[slice(*SPANS[number])], outputs[slice(*SPANS[number])])
+        assert torch.equal(found[number], gradients[number])
+
+
+def test_gradients_of_the_padding_are_dropped() -> None:
+    """Also where they are not finite."""
+    adapters = _adapters()
+    stack = AdapterStack(adapters)
+    of_leaves: list[Tensor] = []
+    for lora_a, lora_b in stack.leaves(False, torch.bfloat16).values():
+        of_a, of_b = torch.ones_like(lora_a), torch.ones_like(lora_b)
+        for number, rank in enumerate(RANKS):
+            of_a[number, rank:] = math.nan
+            of_b[number, :, rank:] = math.nan
+        of_leaves += [of_a, of_b]
+    for adapter, gradient in zip(adapters, stack.gradients(of_leaves), strict=True):
+        assert gradient.dtype == torch.float32
+        for name, matrix in adapter.views(gradient).items():
+            expected = adapter.scale if name.endswith(".lora_B") else 1.0
+            assert torch.equal(matrix, torch.full_like(matrix, expected))
+
+
+def test_the_matrices_of_a_stack_are_rounded_once() -> None:
+    adapters = _adapters()
+    leaves = AdapterStack(adapters).leaves(False, torch.bfloat16)
+    for number, adapter in enumerate(adapters):
+        rank = adapter.spec.rank
+        for name, (lora_a, lora_b) in adapter.leaves(False).items():
+            of_a, of_b = leaves[name]
+            assert torch.equal(of_a[number, :rank], lora_a.bfloat16())
+            assert torch.equal(of_b[number, :, :rank], (adapter.scale * lora_b).bfloat16())
+            assert not of_a[number, rank:].any()
+            assert not of_b[number, :, rank:].any()
+
+
+def test_gradients_share_no_memory() -> None:
+    """One that waits for its optimizer step does not keep those of the others."""
+    _, gradients = _together(_adapters())
+    for gradient in gradients:
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes
