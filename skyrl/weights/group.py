@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 from typing import Any
 
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
 from skyrl.weights.digests import digest, dtype_name
-from skyrl.weights.process_group import Group, join
+from skyrl.weights.process_group import Group, join, listen
 from skyrl.weights.tensors import Part
 from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
 
@@ -55,12 +56,13 @@ class TrainerGroup:
         self._version, self._last = version, None
         self._name = f"skyrl-{secrets.token_hex(8)}"
         ranks = await self._workers.ranks()
-        world, port = 1 + sum(ranks.values()), _free_port(self._address)
+        world = 1 + sum(ranks.values())
+        store = await asyncio.to_thread(listen, self._address, world, self._timeout_s)
         bodies, offset = {}, 1
         for url, size in ranks.items():
             bodies[url] = {
                 "master_address": self._address,
-                "master_port": port,
+                "master_port": store.port,
                 "rank_offset": offset,
                 "world_size": world,
                 "group_name": self._name,
@@ -68,11 +70,11 @@ class TrainerGroup:
                 "timeout_s": self._timeout_s,
             }
             offset += size
-        joining = asyncio.to_thread(self._join, self._name, port, world)
+        joining = asyncio.to_thread(self._join, self._name, store, world)
         await _both(joining, self._workers.post("/init_weights_update_group", bodies=bodies))
 
-    def _join(self, name: str, port: int, world: int) -> None:
-        group = join(self._address, port, 0, world, name, self._backend, self._timeout_s)
+    def _join(self, name: str, store: TCPStore, world: int) -> None:
+        group = join(self._address, store.port, 0, world, name, self._backend, self._timeout_s, store)
         self._group = group
         if self._name != name:  # the update was abandoned meanwhile
             self._group = None
@@ -144,13 +146,5 @@ async def _both(sending: Any, telling: Any) -> tuple[Any, Any]:
 
 
 def _broadcast_all(group: Group, part: Part) -> None:
-    for tensor in part.values():
-        group.broadcast(tensor)
-
-
-def _free_port(address: str) -> int:
-    """A port of this machine that is free now."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.bind((address, 0))
-        return listener.getsockname()[1]
+    for _ in group.broadcast_each(part.values()):
+        pass

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -21,6 +22,9 @@ BACKENDS = ("gloo", "nccl")
 _AS_BYTES = (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
 """gloo, NCCL or both do not know these."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_BYTES_AT_ONCE = 64 * 2**20
+"""Of tensors that are on their way at the same time, besides the first of them. One at a time, each waits until the
+threads of all members have had their turn: 7 ms on a machine whose cores are all in use."""
 
 
 class GroupError(Exception):
@@ -40,6 +44,28 @@ class Group:
         """Send rank 0's `tensor`, or fill this one with it. All members call this with the same shape and dtype.
         Returns when the values are there. Raises GroupError, at the latest after the group's timeout; ValueError for a
         tensor to fill that is not contiguous."""
+        deque(self.broadcast_each([tensor]), maxlen=0)
+
+    def broadcast_each(self, tensors: Iterable[torch.Tensor]) -> Generator[torch.Tensor]:
+        """As `broadcast` of one after the other, with several of them on their way at once: a tensor is taken from
+        `tensors` up to 64 MiB ahead. Gives each when its values are there. Raises as `broadcast`; when this ends, no
+        tensor is on its way any more."""
+        started, size = deque[tuple[torch.Tensor, distributed_c10d.Work]](), 0
+        try:
+            for tensor in tensors:
+                started.append((tensor, self._start(tensor)))
+                size += tensor.nbytes
+                while size - started[0][0].nbytes > _BYTES_AT_ONCE:
+                    size -= started[0][0].nbytes
+                    yield self._ended(*started.popleft())
+            while started:
+                yield self._ended(*started.popleft())
+        finally:
+            for _, work in started:  # after an error; each ends with the group's timeout at the latest
+                with contextlib.suppress(RuntimeError):
+                    work.wait(self._timeout)
+
+    def _start(self, tensor: torch.Tensor) -> distributed_c10d.Work:
         if self._group is None:
             raise GroupError("the group is closed")
         options = distributed_c10d.BroadcastOptions()
@@ -51,9 +77,16 @@ class Group:
         if tensor.dtype in _AS_BYTES:
             tensor = tensor.reshape(-1).view(torch.uint8)
         try:
-            self._group.broadcast([tensor], options).wait(self._timeout)
+            return self._group.broadcast([tensor], options)
         except RuntimeError as error:
             raise GroupError(f"rank {self._rank}: {_first_line(error)}") from error
+
+    def _ended(self, tensor: torch.Tensor, work: distributed_c10d.Work) -> torch.Tensor:
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise GroupError(f"rank {self._rank}: {_first_line(error)}") from error
+        return tensor
 
     def close(self) -> None:
         """Leave the group. A second call changes nothing."""
@@ -63,16 +96,36 @@ class Group:
                 distributed_c10d.destroy_process_group(group)
 
 
-def join(address: str, port: int, rank: int, world: int, name: str, backend: str, timeout_s: float) -> Group:
-    """Wait until all `world` members are there. Rank 0, the trainer, opens `port`. `timeout_s` bounds this call, and
-    each broadcast later. Raises GroupError, ValueError (an argument)."""
+def listen(address: str, world: int, timeout_s: float) -> TCPStore:
+    """The store of a new group, on a free port of this machine, its `port`. Open it before the others are told to join:
+    one that comes too early tries again only after a second. Raises GroupError if `address` does not lead here."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        return TCPStore(address, 0, world, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError as error:
+        raise GroupError(f"{address}: {_first_line(error)}") from error
+
+
+def join(
+    address: str,
+    port: int,
+    rank: int,
+    world: int,
+    name: str,
+    backend: str,
+    timeout_s: float,
+    store: TCPStore | None = None,
+) -> Group:
+    """Wait until all `world` members are there. Rank 0, the trainer, has the `store` of `listen`, or opens `port`.
+    `timeout_s` bounds this call, and each broadcast later. Raises GroupError, ValueError (an argument)."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if not 0 <= rank < world:
         raise ValueError(f"rank: {rank} is not in a group of {world}")
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = TCPStore(address, port, world, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+        if store is None:
+            store = TCPStore(address, port, world, is_master=rank == 0, timeout=timeout, multi_tenant=True)
         with _errors_are_raised(backend):
             group, _ = distributed_c10d._new_process_group_helper(
                 world, rank, [], backend, PrefixStore(name, store), group_name=GroupName(name), timeout=timeout

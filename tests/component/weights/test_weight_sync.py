@@ -261,6 +261,25 @@ def test_every_kind_of_tensor_arrives_as_it_was_sent(tensor: torch.Tensor, pair:
     assert digest("t", arrived) == digest("t", tensor)
 
 
+def test_a_server_that_stops_in_the_middle_still_gets_the_tensors_that_are_on_their_way(
+    pair: tuple[Group, Group],
+) -> None:
+    trainer, server = pair
+    sent = [torch.full((size,), float(size)) for size in (3, 4, 5)]
+    rooms = [torch.zeros(size) for size in (3, 4, 5)]
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(list, trainer.broadcast_each(sent))
+        arriving = server.broadcast_each(rooms)
+        assert next(arriving) is rooms[0]
+        arriving.close()
+        sending.result(TIMEOUT_S)
+        assert all(torch.equal(one, other) for one, other in zip(sent, rooms, strict=True))
+        sending = thread.submit(trainer.broadcast, torch.ones(3))
+        server.broadcast(rooms[0])
+        sending.result(TIMEOUT_S)
+    assert torch.equal(rooms[0], torch.ones(3))
+
+
 def test_a_tensor_to_fill_must_be_contiguous(pair: tuple[Group, Group]) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         pair[1].broadcast(torch.empty(2, 3).t())

@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ class FakeGroup:
         self.closed = False
         self.during: Callable[[], object] = lambda: None
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self.during()
-        if not self.sent:
-            raise RuntimeError("the trainer is gone")
-        tensor.copy_(self.sent.pop(0))
+    def broadcast_each(self, tensors: Iterable[torch.Tensor]) -> Generator[torch.Tensor]:
+        for tensor in tensors:
+            self.during()
+            if not self.sent:
+                raise RuntimeError("the trainer is gone")
+            yield tensor.copy_(self.sent.pop(0))
 
     def close(self) -> None:
         self.closed = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from typing import Protocol
 
 import torch
@@ -16,8 +16,9 @@ MOST_GROUPS = 8
 class Group(Protocol):
     """A torch.distributed group of a trainer (rank 0) and all workers."""
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill `tensor` with rank 0's. Raises RuntimeError when the group fails or its time is over."""
+    def broadcast_each(self, tensors: Iterable[torch.Tensor]) -> Generator[torch.Tensor]:
+        """Fill each tensor with rank 0's next one, and give it when its values are there; tensors are taken ahead.
+        Raises RuntimeError when the group fails or its time is over. When this ends, no tensor is filled any more."""
         ...
 
     def close(self) -> None: ...

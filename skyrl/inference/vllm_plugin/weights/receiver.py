@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from skyrl.inference.vllm_plugin.weights.changes import make
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
 from skyrl.inference.vllm_plugin.weights.checks import Checks
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.inference.vllm_plugin.weights.groups import Group, Groups, Join
+from skyrl.inference.vllm_plugin.weights.groups import Groups, Join
 from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs
 from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
 from skyrl.inference.vllm_plugin.weights.plan import elements, plan_of
@@ -253,12 +253,14 @@ class Receiver:
             wrong: WeightsError | None = None
             received = False
             took = Stages()
+            rooms = (self._room(staged, needed, name, dtype, shape) for name, dtype, shape, _ in plan)
+            arriving = members.broadcast_each(rooms)
             try:
-                for name, dtype, shape, _ in plan:
+                for name, *_ in plan:
                     if job.stopped() or not self._groups.has(group, members):
                         raise WeightsError(f"the update was stopped before {name}")
                     try:
-                        tensor = took.of("receive", self._received, members, staged, needed, name, dtype, shape)
+                        tensor = took.of("receive", self._received, arriving, staged, needed, name)
                     except Exception as error:
                         why = str(error) or type(error).__name__
                         raise WeightsError(f"the group {group!r} failed at {name}: {why}") from error
@@ -280,6 +282,7 @@ class Receiver:
                     self._groups.fail(group, str(error) or type(error).__name__)
                 raise
             finally:
+                arriving.close()
                 self._groups.receiving = None
                 if not self._groups.has(group, members):
                     members.close()
@@ -346,18 +349,24 @@ class Receiver:
             self._staged = Staged(version)
         return self._staged
 
-    def _received(
-        self, group: Group, staged: Staged, needed: Needed, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+    def _room(
+        self, staged: Staged, needed: Needed, name: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """The next tensor of the group, in main memory. A name that is sent again takes no more of the staging
-        memory."""
-        again = name in staged.tensors or name not in needed.shapes
-        empty = torch.empty if again else self._memory.empty
+        """Where a tensor of a group arrives: in the staging memory, or on the GPU."""
+        if self._device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return self._empty_for(name, staged, needed)(shape, dtype=dtype)
+
+    def _received(self, arriving: Iterator[torch.Tensor], staged: Staged, needed: Needed, name: str) -> torch.Tensor:
+        """The next tensor of the group, in main memory."""
+        arrived = next(arriving)
         if self._device.type == "cpu":
-            group.broadcast(tensor := empty(shape, dtype=dtype))
-            return tensor
-        group.broadcast(arrived := torch.empty(shape, dtype=dtype, device=self._device))
-        return empty(shape, dtype=dtype).copy_(arrived)
+            return arrived
+        return self._empty_for(name, staged, needed)(arrived.shape, dtype=arrived.dtype).copy_(arrived)
+
+    def _empty_for(self, name: str, staged: Staged, needed: Needed) -> Callable[..., torch.Tensor]:
+        """A name that is sent again takes no more of the staging memory."""
+        return torch.empty if name in staged.tensors or name not in needed.shapes else self._memory.empty
 
     def _forget(self) -> None:
         """Drop what is staged. No job may run."""
