@@ -167,8 +167,8 @@ async def measure(size: Size, router: str, model: Path, directory: Path, rounds:
 
     def over_gloo(dtype: torch.dtype) -> Callable[[int], Coroutine[Any, Any, None]]:
         async def update(number: int) -> None:
-            medium = TrainerGroup(workers, timeout_s=TIMEOUT_S)
-            await publish(medium, f"{dtype}-{number}", in_buckets(tensors.items(), dtype))
+            medium = TrainerGroup(workers, timeout_s=TIMEOUT_S, dtype=dtype)
+            await publish(medium, f"{dtype}-{number}", in_buckets(tensors.items()))
 
         return update
 

@@ -7,11 +7,12 @@ import contextlib
 import secrets
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from skyrl.weights.digests import digest, dtype_name
 from skyrl.weights.process_group import Group, join, listen
-from skyrl.weights.tensors import Part
+from skyrl.weights.tensors import Part, sent_as
 from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
 
 TIMEOUT_S = 120.0
@@ -27,7 +28,8 @@ class TrainerGroup:
 
     Servers stage what arrives while they sample. The last tensor makes them apply the update; `pause` holds all of them
     around it, so that they change together. With the pause `in_place`, samples in flight keep their cache. `timeout_s`
-    bounds the forming of the group, and each broadcast. `checksums`: servers check what arrives.
+    bounds the forming of the group, and each broadcast. `checksums`: servers check what arrives. `dtype`: of all
+    floating-point tensors on their way; each is cast while those before it travel, which needs no memory for a part.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class TrainerGroup:
         timeout_s: float = TIMEOUT_S,
         *,
         checksums: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._workers = workers
         self._address = address
@@ -46,6 +49,7 @@ class TrainerGroup:
         self._pause: PauseMode | None = pause
         self._timeout_s = timeout_s
         self._checksums = checksums
+        self._dtype = dtype
         self._group: Group | None = None
         self._name = ""
         self._version = ""
@@ -113,17 +117,24 @@ class TrainerGroup:
         assert self._group is not None
         body: dict[str, Any] = {
             "names": list(part),
-            "dtypes": [dtype_name(tensor.dtype) for tensor in part.values()],
+            "dtypes": [dtype_name(sent_as(tensor, self._dtype)) for tensor in part.values()],
             "shapes": [list(tensor.shape) for tensor in part.values()],
             "group_name": self._name,
             "flush_cache": self._pause != "in_place",
             "weight_version": self._version,
         }
         if self._checksums:
-            body["checksums"] = {name: digest(name, tensor) for name, tensor in part.items()}
-        sending = asyncio.to_thread(_broadcast_all, self._group, part)
+            body["checksums"] = {name: digest(name, self._cast(tensor)) for name, tensor in part.items()}
+        sending = asyncio.to_thread(self._broadcast_each, self._group, part)
         _, answers = await _both(sending, self._workers.post("/update_weights_from_distributed", body))
         return answers
+
+    def _broadcast_each(self, group: Group, part: Part) -> None:
+        for _ in group.broadcast_each(self._cast(tensor) for tensor in part.values()):
+            pass
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(sent_as(tensor, self._dtype))
 
     async def _leave(self) -> None:
         name, self._name, self._last = self._name, "", None
@@ -143,8 +154,3 @@ async def _both(sending: Any, telling: Any) -> tuple[Any, Any]:
         if isinstance(outcome, BaseException):
             raise outcome
     return sent, told
-
-
-def _broadcast_all(group: Group, part: Part) -> None:
-    for _ in group.broadcast_each(part.values()):
-        pass

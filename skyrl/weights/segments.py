@@ -4,7 +4,7 @@ A segment of main memory is a memfd. It has no file, so it is free once the last
 nothing must be swept, and the size of /dev/shm does not bound it. It cannot shrink (its seals), so reading it never
 ends a process. Servers open it under `/proc`, which the kernel allows to the same user.
 
-A segment of a GPU is shared by CUDA's handle. Imports torch alone, because vLLM's workers import it too.
+A segment of a GPU is shared by CUDA's handle. Needs torch alone, because vLLM's workers import it too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from skyrl.weights.tensors import sent_as
 
 NAME = "skyrl-weights"
 ALIGNMENT = 64
@@ -42,11 +44,15 @@ class Segment:
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
         self._flat = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
 
-    def fill(self, tensors: Mapping[str, torch.Tensor], places: Sequence[int]) -> None:
-        """Copy each tensor to its place, which is in bytes. Returns when the values are there."""
+    def fill(
+        self, tensors: Mapping[str, torch.Tensor], places: Sequence[int], dtype: torch.dtype | None = None
+    ) -> None:
+        """Copy each tensor to its place, which is in bytes, floating-point ones as `dtype`. Returns when the values are
+        there."""
         for tensor, begin in zip(tensors.values(), places, strict=True):
             if tensor.numel():
-                of_tensor = self._flat[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                kind = sent_as(tensor, dtype)
+                of_tensor = self._flat[begin : begin + tensor.numel() * kind.itemsize].view(kind).view(tensor.shape)
                 of_tensor.copy_(tensor)
         if self._flat.is_cuda:
             torch.cuda.synchronize(self._flat.device)
@@ -68,12 +74,12 @@ class Segment:
             os.close(descriptor)
 
 
-def places_of(tensors: Mapping[str, torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in a segment, and the size of the segment. In bytes."""
+def places_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> tuple[list[int], int]:
+    """Where each tensor begins in a segment, floating-point ones as `dtype`, and the size of the segment. In bytes."""
     places, end = [], 0
     for tensor in tensors.values():
         places.append(end)
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        end += -(-tensor.numel() * sent_as(tensor, dtype).itemsize // ALIGNMENT) * ALIGNMENT
     return places, max(end, ALIGNMENT)
 
 

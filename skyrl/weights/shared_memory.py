@@ -11,7 +11,7 @@ import torch
 from skyrl.weights.digests import digest, dtype_name
 from skyrl.weights.group import NotApplied
 from skyrl.weights.segments import Segment, places_of
-from skyrl.weights.tensors import Part
+from skyrl.weights.tensors import Part, sent_as
 from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
 
 ROUTE = "/update_weights_from_tensor"
@@ -27,7 +27,8 @@ class SharedMemory:
     returned; together they take the model's size once. With `keep_memory` the next update writes into the same memory,
     which is several times as fast. Parts on a GPU go through one buffer there, and servers copy them.
 
-    With the pause `in_place`, samples in flight keep their cache. `checksums`: servers check what they find.
+    With the pause `in_place`, samples in flight keep their cache. `checksums`: servers check what they find. `dtype`:
+    of all floating-point tensors in the memory; they are cast where they are copied.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class SharedMemory:
         *,
         checksums: bool = False,
         keep_memory: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._workers = workers
         self._pause: PauseMode | None = pause
         self._checksums = checksums
         self._keep_memory = keep_memory
+        self._dtype = dtype
         self._version = ""
         self._free: list[Segment] = []
         self._sent: list[Segment] = []
@@ -64,10 +67,10 @@ class SharedMemory:
         if not part:
             return
         device = next(iter(part.values())).device
-        places, size = places_of(part)
+        places, size = places_of(part, self._dtype)
         segment = self._segment(size, device)
         self._sent.append(segment)
-        await asyncio.to_thread(segment.fill, part, places)
+        await asyncio.to_thread(segment.fill, part, places, self._dtype)
         await self._tell(part, places, segment, stage_only=True)
         if device.type == "cuda":  # the servers have copied it
             self._free.append(self._sent.pop())
@@ -116,7 +119,7 @@ class SharedMemory:
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "names": list(part),
-            "dtypes": [dtype_name(tensor.dtype) for tensor in part.values()],
+            "dtypes": [dtype_name(sent_as(tensor, self._dtype)) for tensor in part.values()],
             "shapes": [list(tensor.shape) for tensor in part.values()],
             "places": places,
             "memory": None if segment is None else segment.described(),
@@ -125,5 +128,7 @@ class SharedMemory:
             "weight_version": self._version,
         }
         if self._checksums:
-            body["checksums"] = {name: digest(name, tensor) for name, tensor in part.items()}
+            body["checksums"] = {
+                name: digest(name, tensor.to(sent_as(tensor, self._dtype))) for name, tensor in part.items()
+            }
         return await self._workers.post(ROUTE, body)

@@ -152,6 +152,18 @@ async def test_changes_alone_are_sent_until_a_server_lacks_their_base(workers: W
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("medium", [TrainerGroup, SharedMemory])
+async def test_tensors_are_rounded_to_the_mediums_dtype_on_their_way(
+    medium: type[TrainerGroup | SharedMemory], workers: Workers
+) -> None:
+    third = torch.full((4, 3), 1 / 3)
+    parts = in_buckets([("a", third), ("b", torch.zeros(5))])
+    await publish(medium(workers, checksums=True, dtype=torch.bfloat16), "rounded", parts)
+    for info in await infos(workers):
+        assert info["first"] == third[0].to(torch.bfloat16).tolist()
+    assert third.dtype == torch.float32
+
+
 async def test_an_update_that_lacks_tensors_says_so(workers: Workers) -> None:
     before = await workers.versions()
     with pytest.raises(NotApplied, match="a tensor is missing"):
