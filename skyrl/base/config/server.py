@@ -124,7 +124,7 @@ class ServerConfig(ServerKeys):
         return self
 
     @model_validator(mode="after")
-    def _one_process_keeps_quantized(self) -> ServerConfig:
+    def _adapters_keep_quantized(self) -> ServerConfig:
         if not self.backend_config.trainer.keep_quantized:
             return self
         key = "trainer.keep_quantized"
@@ -132,11 +132,6 @@ class ServerConfig(ServerKeys):
             raise ValueError(
                 f"{key}: with trainer.full_finetuning weights change, and quantized ones cannot: leave out one of "
                 "the two"
-            )
-        if self.ray is not None:
-            raise ValueError(
-                f"{key}: ranks divide the weights of the device's dtype, and no quantized ones: leave it out, or "
-                "ray_address and the number of ranks"
             )
         return self
 

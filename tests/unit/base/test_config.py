@@ -309,10 +309,6 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
             {"backend_config": FULL | {"trainer.keep_quantized": True}},
             "configuration: trainer.keep_quantized: with trainer.full_finetuning weights change, and quantized ones",
         ),
-        (
-            {"backend_config": {"trainer.placement.policy_num_cpu_ranks": 2, "trainer.keep_quantized": True}},
-            "configuration: trainer.keep_quantized: ranks divide the weights of the device's dtype, and no quantized",
-        ),
         ({"prot": 1}, "configuration: unknown key 'prot'; the nearest known one is 'port'"),
     ],
 )

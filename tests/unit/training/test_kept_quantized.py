@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kept_support import CASES, release
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch_lora_support import assert_same, make_backend, ok, saved, sft, spec, train
@@ -19,25 +19,8 @@ from skyrl.training.backends.base import AdamParams
 from skyrl.training.backends.registry import create_backend
 from skyrl.training.backends.torch_lora.loading import load_model
 from skyrl.training.backends.torch_lora.quantized_weights import QuantizedWeight, held_bytes
-from tests.families import make_family
-from tests.quantized import FP8, INT4, MXFP4, Stored, block_fp8, int4, mxfp4, quantize
 
-LATENT = {"q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
-WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 96}
-"""Blocks of 128 end inside of an expert's rows and columns."""
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[str, Tensor], Stored]]] = {
-    "dense-fp8": ("qwen3", WIDE, FP8, block_fp8()),
-    "dense-int4": ("qwen3", WIDE, INT4, int4()),
-    "mixture-fp8": ("qwen3-moe", WIDE, FP8, block_fp8(torch.bfloat16)),
-    "latent-mixture-int4": ("deepseek-v3", WIDE | LATENT | {"head_dim": None}, INT4, int4(torch.float32)),
-    "fused-mixture-mxfp4": ("gpt-oss", {}, MXFP4, mxfp4),
-}
 STEP = AdamParams(learning_rate=1e-2)
-
-
-def release(case: str, directory: Path) -> str:
-    family, shape, config, stored = CASES[case]
-    return quantize(make_family(family, directory, **shape), directory / "release", config, stored)
 
 
 def trained(path: str, out: Path, **settings: Any) -> tuple[list[Any], dict[str, Tensor]]:

@@ -29,8 +29,9 @@ from skyrl.training.backends.torch_lora.optimizer import non_finite_gradient
 from skyrl.training.backends.torch_lora.passes import MicroBatch
 from skyrl.training.backends.torch_lora.plan import Plan
 from skyrl.training.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
+from skyrl.training.backends.torch_lora.rank_weights import local_of
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
-from skyrl.training.backends.torch_lora.sharding import ModelForm, local_of, reshard
+from skyrl.training.backends.torch_lora.sharding import ModelForm, reshard
 from skyrl.training.backends.torch_lora.state import OPTIMIZER_PARTS
 from skyrl.training.backends.torch_lora.vision import Seen
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from skyrl.base.config.server import ConfigError
+from skyrl.training.backends.torch_lora.quantized_slices import QuantizedSlice, StoredForm, stacked
 
 
 class Rows(Protocol):
@@ -37,6 +38,11 @@ class Rows(Protocol):
         """The names and shapes of the files' tensors whose elements, one tensor after the other, are this tensor's.
 
         Raises ValueError if its elements have another order in the files."""
+        ...
+
+    @property
+    def form(self) -> StoredForm | None:
+        """How the files hold it in fewer bits; None if they do not, or not in a form that can be kept."""
         ...
 
     def get_shape(self) -> list[int]: ...
@@ -54,6 +60,10 @@ class _OfFile:
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return {self.name: tuple(self.get_shape())}
+
+    @property
+    def form(self) -> StoredForm | None:
+        return self.stored.form if isinstance(self.stored, QuantizedSlice) else None
 
     def get_shape(self) -> list[int]:
         return list(self.stored.get_shape())
@@ -73,6 +83,12 @@ class _JoinedExperts:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return _one_after_the_other([part for parts in self.parts for part in parts])
 
+    @property
+    def form(self) -> StoredForm | None:
+        pieces = [stacked([part.form for part in of_projection]) for of_projection in zip(*self.parts, strict=True)]
+        known = tuple(piece for piece in pieces if piece is not None)
+        return StoredForm(known) if len(known) == len(pieces) else None
+
     def get_shape(self) -> list[int]:
         shapes = [part.get_shape() for part in self.parts[0]]
         return [len(self.parts), sum(shape[0] for shape in shapes), *shapes[0][1:]]
@@ -91,6 +107,12 @@ class _Concatenated:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return _one_after_the_other(self.parts)
 
+    @property
+    def form(self) -> StoredForm | None:
+        forms = [part.form for part in self.parts]
+        known = [form for form in forms if form is not None and not form.exchanged]
+        return StoredForm(tuple(piece for form in known for piece in form.pieces)) if len(known) == len(forms) else None
+
     def get_shape(self) -> list[int]:
         shapes = [part.get_shape() for part in self.parts]
         return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
@@ -108,6 +130,11 @@ class _Transposed:
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"its files hold {', '.join(self.stored.tensors)} with rows and columns exchanged")
+
+    @property
+    def form(self) -> StoredForm | None:
+        found = self.stored.form
+        return None if found is None else replace(found, exchanged=not found.exchanged)
 
     def get_shape(self) -> list[int]:
         experts, columns, rows = self.stored.get_shape()

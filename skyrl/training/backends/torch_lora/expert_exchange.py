@@ -24,6 +24,7 @@ from skyrl.training.backends.torch_lora.expert_product import (
     summed_entries,
 )
 from skyrl.training.backends.torch_lora.expert_shares import ExpertShare
+from skyrl.training.backends.torch_lora.kept_weights import attach
 from skyrl.training.backends.torch_lora.lora import ActiveSegments, LoraSegment
 from skyrl.training.backends.torch_lora.lora_experts import MultiLoraExperts, base_experts
 
@@ -131,10 +132,12 @@ class ExpertExchange:
                 for rank, part in enumerate(parts):
                     dist.broadcast(part, src=rank)
                 setattr(base, name, nn.Parameter(torch.cat(parts), requires_grad=False))
+            attach(base)
             return base(hidden, chosen, weights)
         finally:
             for name, parameter in own.items():
                 setattr(base, name, parameter)
+            attach(base)
 
     def _held(self, experts: MultiLoraExperts) -> list[int]:
         """How many of the layer's experts each rank holds."""

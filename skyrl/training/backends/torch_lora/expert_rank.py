@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from skyrl.training.backends.torch_lora.plan import Piece, Plan
 from skyrl.training.backends.torch_lora.rank import Rank
 from skyrl.training.backends.torch_lora.rank_base import PieceResult, RankSettings
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
-from skyrl.training.backends.torch_lora.sharding import ModelForm, frozen
+from skyrl.training.backends.torch_lora.sharding import ModelForm
 from skyrl.training.backends.torch_lora.vision import Seen
 
 
@@ -51,7 +52,7 @@ class ExpertRank(Rank):
             self._of_others.clear()
 
     def _form(self) -> ModelForm:
-        return frozen(mlp_of_mixtures=self._settings.mlp_of_mixtures, whole_experts=True)
+        return replace(super()._form(), whole_experts=True)
 
     def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
         return Adapter(spec, targets, self._device, drawn=drawn, share=self._share)

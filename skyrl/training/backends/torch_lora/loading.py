@@ -53,11 +53,8 @@ def load_model(
     Raises ConfigError: files are missing or damaged, or config.json and the files do not belong together; or nothing
     is quantized that `keep_quantized` could keep."""
     described = read_config(path)
-    if keep_quantized and described.format is None:
-        raise ConfigError(
-            f"trainer.keep_quantized: {path} is not quantized: write a quantized release of it with skyrl quantize, "
-            "and give that as base_model"
-        )
+    if keep_quantized:
+        check_quantized(path, described)
     chosen = class_of(path, described.config) if model_class is None else model_class
     files = weight_files(path)
     if not files:
@@ -73,6 +70,15 @@ def load_model(
     _check_tied(path, tied, model.all_tied_weights_keys)
     model.config.name_or_path = path
     return model
+
+
+def check_quantized(path: str, described: ModelConfig) -> None:
+    """Raise ConfigError for a model of which nothing is quantized that `trainer.keep_quantized` could keep."""
+    if described.format is None:
+        raise ConfigError(
+            f"trainer.keep_quantized: {path} is not quantized: write a quantized release of it with skyrl quantize, "
+            "and give that as base_model"
+        )
 
 
 def class_of(path: str, config: Any) -> Any:

@@ -39,6 +39,7 @@ def rank_settings(config: ServerConfig) -> RankSettings:
         trainer.rank_timeout_s,
         takes_pictures(config),
         BudgetSettings.of(config),
+        trainer.keep_quantized,
     )
 
 

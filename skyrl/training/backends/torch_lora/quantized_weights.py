@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from skyrl.training.backends.torch_lora.quantization import Format
@@ -42,6 +43,45 @@ class Piece:
         return Piece(self.format, self.numbers.to(device), self.factors.to(device), self.shape)
 
 
+@dataclass(frozen=True)
+class PieceOfModule:
+    """As `Piece`; numbers and factors are parameters of `module`, named so. They are looked up whenever the piece is
+    used: FSDP2 exchanges the parameters of a module when it gathers them, and when it frees what was gathered."""
+
+    format: Format
+    module: nn.Module
+    numbers_name: str
+    factors_name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numbers(self) -> Tensor:
+        return getattr(self.module, self.numbers_name)
+
+    @property
+    def factors(self) -> Tensor:
+        return getattr(self.module, self.factors_name)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.factors.nbytes
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """Raises RuntimeError while the parameters are divided over ranks."""
+        if isinstance(self.numbers, DTensor):
+            raise RuntimeError(f"{self.numbers_name} is used where its layer is not gathered")
+        return self._now().whole(dtype)
+
+    def to(self, device: torch.device) -> Piece:
+        return self._now().to(device)
+
+    def _now(self) -> Piece:
+        return Piece(self.format, self.numbers.detach(), self.factors.detach(), self.shape)
+
+
+AnyPiece = Piece | PieceOfModule
+
+
 class QuantizedWeight(Tensor):
     """A tensor [..., rows, columns] of `dtype` whose numbers are in `pieces`, the rows of one after those of another.
     With `exchanged`, rows and columns have changed places.
@@ -51,7 +91,7 @@ class QuantizedWeight(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[QuantizedWeight], pieces: Sequence[Piece], dtype: torch.dtype, *, exchanged: bool = False
+        cls: type[QuantizedWeight], pieces: Sequence[AnyPiece], dtype: torch.dtype, *, exchanged: bool = False
     ) -> QuantizedWeight:
         """A tensor without memory: its shape, strides, dtype and device are what operations see."""
         first = pieces[0].shape
@@ -63,7 +103,7 @@ class QuantizedWeight(Tensor):
             cls, shape, strides=strides, dtype=dtype, device=pieces[0].numbers.device
         )
 
-    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, *, exchanged: bool = False) -> None:
+    def __init__(self, pieces: Sequence[AnyPiece], dtype: torch.dtype, *, exchanged: bool = False) -> None:
         self.pieces = tuple(pieces)
         self.exchanged = exchanged
 
@@ -82,7 +122,7 @@ class QuantizedWeight(Tensor):
         kinds = {type(piece.format).__name__ for piece in self.pieces}
         return f"QuantizedWeight({list(self.shape)}, {self.dtype}, {', '.join(sorted(kinds))})"
 
-    def _with(self, pieces: Sequence[Piece] | None = None, *, exchanged: bool | None = None) -> QuantizedWeight:
+    def _with(self, pieces: Sequence[AnyPiece] | None = None, *, exchanged: bool | None = None) -> QuantizedWeight:
         return QuantizedWeight(
             self.pieces if pieces is None else pieces,
             self.dtype,

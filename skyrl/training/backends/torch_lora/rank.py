@@ -72,7 +72,8 @@ class Rank(RankBase):
         return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, base.sight, budget, targets)
 
     def _form(self) -> ModelForm:
-        return frozen(mlp_of_mixtures=self._settings.mlp_of_mixtures)
+        settings = self._settings
+        return frozen(mlp_of_mixtures=settings.mlp_of_mixtures, keep_quantized=settings.keep_quantized)
 
     def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
         """What this rank has of an adapter."""

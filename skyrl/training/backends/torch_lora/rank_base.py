@@ -32,6 +32,7 @@ from skyrl.training.backends.torch_lora.metrics import Tally
 from skyrl.training.backends.torch_lora.packing import pack_alone
 from skyrl.training.backends.torch_lora.passes import MicroBatch, by_datum, look_at, loss_of
 from skyrl.training.backends.torch_lora.plan import Piece
+from skyrl.training.backends.torch_lora.rank_weights import local_of
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.row_budget import BudgetSettings, RowBudget
 from skyrl.training.backends.torch_lora.row_probe import measure_row
@@ -43,7 +44,8 @@ from skyrl.training.backends.torch_lora.vision import Seen
 @dataclass(frozen=True)
 class RankSettings:
     """What a rank is told at its start. `mlp_of_mixtures`: adapters can train the experts of a mixture. `timeout_s`: a
-    rank that waits this long for another rank fails. `pictures`: whether a model that sees keeps its vision tower."""
+    rank that waits this long for another rank fails. `pictures`: whether a model that sees keeps its vision tower.
+    `keep_quantized`: whether weights stay quantized that are quantized in the files."""
 
     base_model: str
     threads: int
@@ -53,6 +55,7 @@ class RankSettings:
     timeout_s: float
     pictures: bool
     budget: BudgetSettings
+    keep_quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,14 +152,15 @@ class RankBase:
         if settings.measures_on(self._device):
             measure_row(self._base, targets)
             reshard(packed)
-        return settings.of_model(packed, ranks=self._ranks)
+        return settings.of_model(packed, self._model.numel, ranks=self._ranks)
 
     def memory(self) -> dict[str, int]:
-        """`parameters` of the base model on this rank, of `all_parameters`. In bytes: this process's peak of resident
-        memory, and the device's peak if it has memory of its own."""
+        """`parameters` of the base model on this rank, of `all_parameters`. In bytes: `held`, what these take; this
+        process's peak of resident memory, and the device's peak if it has memory of its own."""
         found = {
             "parameters": self._model.numel,
             "all_parameters": self._model.total,
+            "held": sum(local_of(parameter).nbytes for parameter in self._base.packed.parameters()),
             "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         if self._device.type == "cuda":

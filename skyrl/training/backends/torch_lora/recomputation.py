@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl.base.config.server import ConfigError
 from skyrl.runtime.processes.host_memory import free_host_bytes, give_back_freed
+from skyrl.training.backends.torch_lora.kept_weights import weights_of
 from skyrl.training.backends.torch_lora.routing import router_of
 
 Setting = bool | Literal["auto"]
@@ -184,7 +185,7 @@ def _product_bytes(layers: Sequence[nn.Module]) -> int:
     return dense + sum(
         router.top_k * sum(weights.shape[1:]) * weights.element_size()
         for module, router in mixtures
-        for weights in module.experts.parameters()
+        for weights in weights_of(module.experts)
         if weights.ndim == 3  # [experts, outputs, inputs], or transposed; biases have no products
     )
 

@@ -20,9 +20,9 @@ import torch
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.processes.host_memory import limit_bytes
+from skyrl.training.backends.torch_lora.device import base_dtype
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Recomputation
-from skyrl.training.backends.torch_lora.sharding import local_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ class BudgetSettings:
         logger.info("a micro-batch has at most %s", smallest)
         return smallest.rows
 
-    def of_model(self, packed: PackedModel, *, ranks: int = 1) -> RowBudget:
-        """The budget for a loaded model of which this rank holds its part.
+    def of_model(self, packed: PackedModel, numel: int | None = None, *, ranks: int = 1) -> RowBudget:
+        """The budget for a loaded model, of which this rank holds `numel` parameters; None: all of them.
 
         On CUDA the number follows the memory that is free now. On a CPU where a pass is cut decides the last bits of
         its gradient. So there the number follows only what stays the same after a crash: the model's shape, and the
@@ -113,10 +113,12 @@ class BudgetSettings:
             return RowBudget(self.given, "trainer.micro_batch_tokens")
         recomputation = packed.recomputation
         assert recomputation is not None
-        parameters = [local_of(parameter) for parameter in packed.parameters()]
+        parameters = list(packed.parameters())
         device, of_row = parameters[0].device, recomputation.bytes_of_row
-        held = sum(parameter.nbytes for parameter in parameters)
-        later = FULL_BYTES * sum(parameter.numel() for parameter in parameters) if self.full else 0
+        if numel is None:
+            numel = sum(parameter.numel() for parameter in parameters)
+        held = numel * base_dtype(device).itemsize
+        later = FULL_BYTES * numel if self.full else 0
         if device.type == "cuda":
             memory, bounds = self._of_device(recomputation, device) - later, ON_CUDA
             found = f"measured {of_row / 1e6:.2f} MB a row, {memory / 1e9:.1f} GB of the GPU free"

@@ -6,32 +6,30 @@ each other: torch.distributed is already initialized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.torch_lora.collectives import SumInRankOrder, failed_anywhere
-from skyrl.training.backends.torch_lora.conversions import FileTensor, Rows, file_tensors, stored_parameters
+from skyrl.training.backends.torch_lora.conversions import FileTensor, file_tensors, stored_parameters
 from skyrl.training.backends.torch_lora.device import HOST, base_dtype
 from skyrl.training.backends.torch_lora.expert_exchange import ExpertExchange
 from skyrl.training.backends.torch_lora.expert_shares import ExpertShare
 from skyrl.training.backends.torch_lora.fused_norms import fuse_norms, fuses_norms
-from skyrl.training.backends.torch_lora.loading import check_weights
+from skyrl.training.backends.torch_lora.loading import check_quantized, check_weights
 from skyrl.training.backends.torch_lora.model import BaseModel, check_config, wrap
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, read_config
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
+from skyrl.training.backends.torch_lora.rank_weights import fill_parameters, held_numel, keep_quantized, stored_rows
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.routing import CORRECTION
-from skyrl.training.backends.torch_lora.shards import rows_of
 from skyrl.training.backends.torch_lora.stored_weights import INDEX, ONE_FILE, StoredWeights, weight_files
 from skyrl.training.backends.torch_lora.text_part import TOWER, detach_vision, model_class
 from skyrl.training.backends.torch_lora.vision import VisionTower, make_tower
@@ -41,20 +39,22 @@ from skyrl.training.backends.torch_lora.vision import VisionTower, make_tower
 class ModelForm:
     """`wrap` makes the packed model of a path and transformers' model; it may raise ConfigError. `trained`: the
     parameters are float32 and require gradients; the model computes in the device's dtype, and gathers in it.
-    `whole_experts`: a rank holds some experts whole, and gathers none."""
+    `whole_experts`: a rank holds some experts whole, and gathers none. `keep_quantized`: weights that are quantized in
+    the files are held and gathered as they are there."""
 
     wrap: Callable[[str, Any], PackedModel]
     trained: bool
     whole_experts: bool = False
+    keep_quantized: bool = False
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """That of the parameters."""
         return torch.float32 if self.trained else base_dtype(device)
 
 
-def frozen(*, mlp_of_mixtures: bool, whole_experts: bool = False) -> ModelForm:
+def frozen(*, mlp_of_mixtures: bool, keep_quantized: bool = False) -> ModelForm:
     """A base model for adapters. `mlp_of_mixtures`: see `PackedModel`."""
-    return ModelForm(partial(wrap, mlp_of_mixtures=mlp_of_mixtures), trained=False, whole_experts=whole_experts)
+    return ModelForm(partial(wrap, mlp_of_mixtures=mlp_of_mixtures), trained=False, keep_quantized=keep_quantized)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ShardedModel:
         path = self.base.path
         share = ExpertShare(self.mesh.get_local_rank(), self.mesh.size())
         with StoredWeights(path, _files(path), read_config(path).format, self.dtype) as stored:
-            _fill_parameters(path, self.base.packed, stored, share)
+            fill_parameters(path, self.base.packed, stored_rows(self.base.packed, stored), share)
 
 
 def load_sharded_model(
@@ -101,6 +101,8 @@ def load_sharded_model(
 
     `agree` is called twice, with this rank's failure or None: after loading, and after comparing the logits. It raises
     on every rank if a rank failed: the next steps need all ranks.
+
+    A weight that is kept quantized is read, held and gathered in the files' stored tensors (`kept_weights`).
 
     Raises ConfigError as `load_base_model` does, and for a model without safetensors files.
     """
@@ -133,8 +135,9 @@ def load_sharded_model(
     agree(failure)
     reshard(packed)
     packed.recompute(gradient_checkpointing, ranks=mesh.size(), anywhere=lambda own: failed_anywhere([own])[0])
-    local = sum(local_of(parameter).numel() for parameter in packed.parameters())
-    return ShardedModel(base, mesh, form.dtype(device), local, loaded.total, loaded.in_files, loaded.exchange)
+    return ShardedModel(
+        base, mesh, form.dtype(device), held_numel(packed), loaded.total, loaded.in_files, loaded.exchange
+    )
 
 
 def reshard(packed: PackedModel) -> None:
@@ -157,6 +160,8 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *,
     described = read_config(path)
     config = described.config
     check_config(path, config)
+    if form.keep_quantized:
+        check_quantized(path, described)
     files = _files(path)
     computed = base_dtype(device)
     held = form.dtype(device)
@@ -169,18 +174,21 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *,
     packed = form.wrap(path, model)
     total = sum(parameter.numel() for parameter in packed.parameters())
     share = ExpertShare(mesh.get_local_rank(), mesh.size())
-    exchange = _divide_experts(path, packed, share, device) if form.whole_experts else None
-    whole = {each for experts in packed.experts.values() if exchange for each in experts.parameters()}
-    for layer in packed.decoder_layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=whole)
-    fully_shard(packed, mesh=mesh, mp_policy=policy)
-    if form.trained:
-        _sum_gradients(packed, device)
     with StoredWeights(path, files, described.format, held) as stored:
         check_weights(path, config, type(model), stored)
+        parameters = stored_rows(packed, stored)
+        if form.keep_quantized:
+            keep_quantized(path, packed, parameters)
+        exchange = _divide_experts(path, packed, share, device) if form.whole_experts else None
+        whole = {each for experts in packed.experts.values() if exchange for each in experts.parameters()}
+        for layer in packed.decoder_layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(packed, mesh=mesh, mp_policy=policy)
+        if form.trained:
+            _sum_gradients(packed, device)
         packed.to_empty(device=device)
         _fill_buffers(path, model)
-        parameters = _fill_parameters(path, packed, stored, share)
+        fill_parameters(path, packed, parameters, share)
         in_files = file_tensors(path, model, parameters) if form.trained else {}
         tower = _tower(path, model, visual, stored, device) if pictures and visual is not None else None
     return _Loaded(BaseModel(path, device, packed, config, tower), total, in_files, exchange)
@@ -255,76 +263,3 @@ def _fill_buffers(path: str, model: Any) -> None:
                     f"base_model: {path} has a buffer {name} in {type(module).__name__} that only from_pretrained of "
                     "the whole model computes; train with one rank"
                 )
-
-
-def _fill_parameters(path: str, packed: PackedModel, opened: StoredWeights, share: ExpertShare) -> dict[str, Rows]:
-    """Copy this rank's rows, or its experts, of all parameters and buffers from the files. Returns what the files hold
-    of each.
-
-    A tied parameter has several names. If the files hold it under more than one, the values must agree.
-    """
-    filled: set[int] = set()
-    missing: dict[int, str] = {}
-    named = list(_stored_tensors(packed))
-    stored = dict.fromkeys(opened.keys(), opened)
-    shapes = {name: _whole_shape(packed, name, tensor) for name, tensor in named}
-    parameters = stored_parameters(packed.model, shapes, stored)
-    for name, tensor in named:
-        local = local_of(tensor)
-        if (found := parameters.get(name)) is None:
-            missing.setdefault(id(tensor), name)
-            continue
-        _check_shape(path, name, list(found.get_shape()), shapes[name])
-        rows = _rows(found, tensor, shapes[name], share).to(local.dtype)
-        if id(tensor) not in filled:
-            with torch.no_grad():
-                local.copy_(rows)
-            filled.add(id(tensor))
-        elif not torch.equal(local.cpu(), rows):
-            raise ConfigError(f"base_model: {path} ties its embeddings, but its files hold another tensor as {name}")
-    if absent := [name for key, name in missing.items() if key not in filled]:
-        raise ConfigError(f"base_model: the safetensors files of {path} lack {', '.join(absent[:3])}")
-    return parameters
-
-
-def _stored_tensors(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers with the names that they have in files; tied ones under each of their names."""
-    named: list[tuple[str, Tensor]] = [*packed.model.named_parameters(remove_duplicate=False)]
-    for prefix, module in packed.model.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if leaf not in module._non_persistent_buffers_set:
-                named.append((f"{prefix}.{leaf}" if prefix else leaf, buffer))
-    for name, tensor in named:
-        module, _, leaf = name.rpartition(".")
-        wrapped = module.removesuffix(".base")
-        is_wrapped = wrapped in packed.linears or wrapped in packed.experts
-        yield (f"{wrapped}.{leaf}" if is_wrapped else name), tensor
-
-
-def _whole_shape(packed: PackedModel, name: str, tensor: Tensor) -> list[int]:
-    """Of all ranks' rows, or experts."""
-    experts = packed.experts.get(name.rpartition(".")[0])
-    return list(tensor.shape) if experts is None else [experts.count, *tensor.shape[1:]]
-
-
-def _check_shape(path: str, name: str, stored: list[int], expected: list[int]) -> None:
-    if stored != expected:
-        raise ConfigError(f"base_model: {path} holds {name} with shape {stored}, its config says {expected}")
-
-
-def _rows(stored: Any, tensor: Tensor, shape: list[int], share: ExpertShare) -> Tensor:
-    """This rank's rows of a stored tensor of this shape, or its experts."""
-    if isinstance(tensor, DTensor):
-        rows = rows_of(shape[0], share.rank, share.ranks)
-    elif len(tensor) < shape[0]:
-        rows = share.of(shape[0])
-    else:
-        return stored[:]
-    if not rows:
-        return torch.empty(0, *shape[1:])
-    return stored[rows.start : rows.stop]
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor that is divided; else the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,19 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, cannot_load, one_line
 from skyrl.training.backends.torch_lora.quantization import Format
-from skyrl.training.backends.torch_lora.quantized_weights import Piece, QuantizedWeight
+from skyrl.training.backends.torch_lora.quantized_slices import QuantizedSlice
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = {
@@ -63,32 +61,6 @@ def _find(path: str, name: str) -> Path | None:
     return None if file is None else Path(file)
 
 
-@dataclass(frozen=True)
-class _Quantized:
-    """A weight that is computed when it is read. Has the methods of safetensors' slices. `kept`: where all of it is
-    read, it becomes a `QuantizedWeight`."""
-
-    format: Format
-    name: str
-    parts: Sequence[Any]
-    dtype: torch.dtype
-    kept: bool
-
-    def get_shape(self) -> list[int]:
-        return self.format.shape(self.parts)
-
-    def get_dtype(self) -> str:
-        return "BF16" if self.dtype == torch.bfloat16 else "F32"
-
-    def __getitem__(self, rows: Any) -> Tensor:
-        """`rows`: a slice of the first dimension, or an ellipsis."""
-        if self.kept and rows is ...:
-            numbers, factors = (part[:] for part in self.parts[:2])
-            return QuantizedWeight([Piece(self.format, numbers, factors, tuple(self.get_shape()))], self.dtype)
-        chosen = slice(None) if rows is ... else rows
-        return self.format.read(self.parts, range(self.get_shape()[0])[chosen], self.dtype)
-
-
 class StoredWeights:
     """All tensors of a model's files, with the names that they have in a release that is not quantized.
 
@@ -105,7 +77,7 @@ class StoredWeights:
         self._path = path
         self._keep_quantized = keep_quantized
         self._readers: dict[str, Any] = {}
-        self._quantized: dict[str, _Quantized] = {}
+        self._quantized: dict[str, QuantizedSlice] = {}
         self._opened = ExitStack()
         try:
             for file in files:
@@ -163,7 +135,7 @@ class StoredWeights:
                     self._path, f"the files hold {name} as {dtypes[name]}, and the trainer reads {' or '.join(known)}"
                 )
         parts = [self._readers.pop(name).get_slice(name) for name in names]
-        weight = _Quantized(form, form.name(stem), parts, dtype, self._keep_quantized)
+        weight = QuantizedSlice(form, form.name(stem), parts, dtype, self._keep_quantized)
         try:
             weight.get_shape()
         except ValueError as error:
