@@ -1,15 +1,17 @@
-"""What the tests of ranks share, for adapters and for full fine-tuning: passes, and comparisons of runs."""
+"""What the tests of ranks share, for adapters and for full fine-tuning: passes, runs of adapters, and comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch_lora_support import grpo, rl, sft, train
+from torch_lora_support import assert_close, assert_same, grpo, ok, rl, saved, sft, train
 
+from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
 
 TOLERANCE = 1e-5
@@ -43,6 +45,47 @@ def uneven_passes(model_id: str, seed: int) -> list[TrainingPass]:
         TrainingPass(model_id, sft(seed + 20, 8, 20), "cross_entropy", backward=False),
         train(model_id, sft(seed + 30, 11)),
     ]
+
+
+def learn_together(
+    backend: Any,
+    directory: Path,
+    specs: Mapping[str, LoraSpec],
+    passes: Callable[[str, int], list[TrainingPass]],
+    steps: int,
+) -> Run:
+    """Train adapters in mixed batches, and then run passes whose gradient waits; returns results, metrics of steps, and
+    of each adapter all weights, moments and gradients. `passes`: of an adapter in a step."""
+    results: list[PassResult] = []
+    metrics: list[dict[str, float]] = []
+    for model_id, spec in specs.items():
+        backend.create_model(model_id, spec)
+    for step in range(steps):
+        queues = [passes(model_id, step) for model_id in specs]
+        results += ok(backend.run([each for row in zip(*queues, strict=True) for each in row]))
+        metrics += [backend.optim_step(model_id, STEP) for model_id in specs]
+    for model_id in specs:
+        results += ok(backend.run(passes(model_id, steps)))
+    return results, metrics, {model_id: saved(backend, model_id, directory / model_id) for model_id in specs}
+
+
+def assert_close_runs(one: Run, other: Run, *, of_weights: float = TOLERANCE) -> None:
+    """Two runs of `learn_together` are equal up to rounding. `of_weights`: the tolerance of adapters' weights."""
+    assert_close_results(one, other)
+    for model_id, state in one[2].items():
+        assert {key.partition(".")[0] for key in state} == {"weights", "exp_avg", "exp_avg_sq", "gradient"}
+        weights = {key: value for key, value in state.items() if key.startswith("weights.")}
+        expected = other[2][model_id]
+        assert_close(weights, {key: expected[key] for key in weights}, of_weights)
+        others = {key: value for key, value in state.items() if key not in weights}
+        assert_close(others, {key: value for key, value in expected.items() if key not in weights}, TOLERANCE)
+
+
+def assert_same_runs(one: Run, other: Run) -> None:
+    """Two runs of `learn_together` have the same bits."""
+    assert_same_results(one, other)
+    for model_id, state in one[2].items():
+        assert_same(state, other[2][model_id])
 
 
 def assert_close_results(one: Run, other: Run) -> None:

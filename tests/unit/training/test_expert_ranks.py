@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_support import STEP, TOLERANCE, Run, assert_close_results, assert_same_results, closed_at_end, uneven_passes
+from rank_support import (
+    STEP,
+    TOLERANCE,
+    Run,
+    assert_close_runs,
+    assert_same_runs,
+    closed_at_end,
+    learn_together,
+    uneven_passes,
+)
 from torch_lora_support import (
     assert_close,
     assert_same,
@@ -69,34 +78,12 @@ def _passes(model_id: str, step: int) -> list[TrainingPass]:
     return [*uneven_passes(model_id, seed), train(model_id, with_experts(sft(seed + 40, 20, 9, 30), seed))]
 
 
-def _learn(backend: Any, directory: Path, model_ids: tuple[str, ...] = tuple(SPECS), steps: int = 1) -> Run:
-    """Train models in mixed batches; returns results, metrics of steps, and all weights, moments and gradients."""
-    results, metrics = [], []
-    for model_id in model_ids:
-        backend.create_model(model_id, SPECS[model_id])
-    for step in range(steps):
-        queues = [_passes(model_id, step) for model_id in model_ids]
-        results += ok(backend.run([each for row in zip(*queues, strict=True) for each in row]))
-        metrics += [backend.optim_step(model_id, STEP) for model_id in model_ids]
-    for model_id in model_ids:
-        results += ok(backend.run(_passes(model_id, steps)))
-    return results, metrics, {m: saved(backend, m, directory / m) for m in model_ids}
+def _learn(backend: Any, directory: Path, model_ids: tuple[str, ...] = tuple(SPECS)) -> Run:
+    return learn_together(backend, directory, {each: SPECS[each] for each in model_ids}, _passes, steps=1)
 
 
 def _assert_close(one: Run, other: Run) -> None:
-    assert_close_results(one, other)
-    for model_id, state in one[2].items():
-        assert {key.partition(".")[0] for key in state} == {"weights", "exp_avg", "exp_avg_sq", "gradient"}
-        weights = {key: value for key, value in state.items() if key.startswith("weights.")}
-        assert_close(weights, {key: other[2][model_id][key] for key in weights}, OF_WEIGHTS)
-        others = {key: value for key, value in state.items() if key not in weights}
-        assert_close(others, {key: value for key, value in other[2][model_id].items() if key not in weights}, TOLERANCE)
-
-
-def _assert_same(one: Run, other: Run) -> None:
-    assert_same_results(one, other)
-    for model_id, state in one[2].items():
-        assert_same(state, other[2][model_id])
+    assert_close_runs(one, other, of_weights=OF_WEIGHTS)
 
 
 @pytest.mark.slow
@@ -132,7 +119,7 @@ def test_entries_of_all_ranks_computed_together_differ_by_rounding(tmp_path: Pat
 @pytest.mark.slow
 def test_one_rank_gives_the_bits_of_one_device(tmp_path: Path, divided: Make) -> None:
     expected = _learn(make_backend("mixture", micro_batch_tokens=48), tmp_path / "one", ("all",))
-    _assert_same(_learn(divided(1), tmp_path / "rank", ("all",)), expected)
+    assert_same_runs(_learn(divided(1), tmp_path / "rank", ("all",)), expected)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +137,7 @@ def test_passes_have_the_bits_of_ranks_that_gather_experts(
             backend.create_model(model_id, each)
         results = ok(backend.run([each for model_id in SPECS for each in _passes(model_id, 0)]))
         runs.append((results, [], {m: saved(backend, m, tmp_path / f"{number}-{m}") for m in SPECS}))
-    _assert_same(runs[0], runs[1])
+    assert_same_runs(runs[0], runs[1])
 
 
 @pytest.mark.slow
@@ -158,7 +145,7 @@ def test_the_same_number_of_ranks_gives_the_same_bits_again_also_beside_other_mo
     tmp_path: Path, divided: Make
 ) -> None:
     together, again = (_learn(divided(3), tmp_path / name) for name in ("together", "again"))
-    _assert_same(again, together)
+    assert_same_runs(again, together)
     alone = divided(3)
     assert alone.repeats_exactly
     for number, model_id in enumerate(SPECS):
@@ -170,7 +157,7 @@ def test_the_same_number_of_ranks_gives_the_same_bits_again_also_beside_other_mo
 @pytest.mark.slow
 def test_recomputed_layers_change_no_bit(tmp_path: Path, divided: Make) -> None:
     runs = [_learn(divided(2, gradient_checkpointing=each), tmp_path / str(each), ("all",)) for each in (False, True)]
-    _assert_same(runs[1], runs[0])
+    assert_same_runs(runs[1], runs[0])
 
 
 def test_files_are_those_of_one_device_and_go_on_with_any_number_of_ranks(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from kept_support import CASES, release
-from rank_support import STEP, Run, assert_same_results, closed_at_end
-from torch_lora_support import assert_same, base_path, make_backend, make_ranks, ok, saved, sft, spec, train
+from rank_support import Run, assert_same_runs, closed_at_end, learn_together
+from torch_lora_support import base_path, make_backend, make_ranks, ok, sft, spec, train
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
@@ -33,20 +33,12 @@ def ranks() -> Iterator[Ranks]:
         yield make
 
 
-def _passes(step: int) -> list[TrainingPass]:
-    return [train("m", sft(step, 12, 30, 9)), train("m", sft(10 + step, 40))]
+def _passes(model_id: str, step: int) -> list[TrainingPass]:
+    return [train(model_id, sft(step, 12, 30, 9)), train(model_id, sft(10 + step, 40))]
 
 
 def _learn(backend: Any, directory: Path) -> Run:
-    backend.create_model("m", spec(4, 1))
-    results = ok(backend.run(_passes(0)))
-    metrics = [backend.optim_step("m", STEP)]
-    return results + ok(backend.run(_passes(1))), metrics, saved(backend, "m", directory)
-
-
-def _assert_same(one: Run, other: Run) -> None:
-    assert_same_results(one, other)
-    assert_same(one[2], other[2])
+    return learn_together(backend, directory, {"m": spec(4, 1)}, _passes, steps=1)
 
 
 def _slow(*parameters: Any) -> Any:
@@ -70,7 +62,7 @@ def test_ranks_give_the_bits_of_weights_computed_at_loading(
 ) -> None:
     path = release(case, tmp_path)
     computed, kept = (ranks(count, path=path, keep_quantized=keep, **settings) for keep in (False, True))
-    _assert_same(_learn(kept, tmp_path / "kept"), _learn(computed, tmp_path / "computed"))
+    assert_same_runs(_learn(kept, tmp_path / "kept"), _learn(computed, tmp_path / "computed"))
     of_kept, of_computed = kept._group.call("memory"), computed._group.call("memory")
     for own, other in zip(of_kept, of_computed, strict=True):
         assert (own["parameters"], own["all_parameters"]) == (other["parameters"], other["all_parameters"])
@@ -82,7 +74,7 @@ def test_ranks_give_the_bits_of_weights_computed_at_loading(
 def test_one_rank_gives_the_bits_of_one_device(tmp_path: Path, ranks: Ranks, case: str) -> None:
     path = release(case, tmp_path)
     expected = _learn(make_backend(path=path, keep_quantized=True, micro_batch_tokens=48), tmp_path / "one")
-    _assert_same(_learn(ranks(1, path=path, keep_quantized=True), tmp_path / "rank"), expected)
+    assert_same_runs(_learn(ranks(1, path=path, keep_quantized=True), tmp_path / "rank"), expected)
 
 
 class Watched(Rank):
@@ -132,7 +124,7 @@ def test_packed_bytes_are_read_and_gathered_and_nothing_of_a_layer_is_left(tmp_p
     for keep in (False, True):
         backend = ranks(2, path=path, keep_quantized=keep, rank_class=Watched)
         backend.create_model("m", spec(4, 1))
-        ok(backend.run(_passes(0)))
+        ok(backend.run(_passes("m", 0)))
         gathered.append(backend._group.read("gathered"))
         if keep:
             assert backend._group.read("used_outside") == "weight_numbers0 is used where its layer is not gathered"

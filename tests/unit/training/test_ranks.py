@@ -13,9 +13,10 @@ from rank_support import (
     STEP,
     TOLERANCE,
     Run,
-    assert_close_results,
-    assert_same_results,
+    assert_close_runs,
+    assert_same_runs,
     closed_at_end,
+    learn_together,
     uneven_passes,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -59,31 +60,7 @@ def _passes(model_id: str, step: int) -> list[TrainingPass]:
 
 
 def _learn(backend: Any, directory: Path, model_ids: tuple[str, ...] = tuple(SPECS)) -> Run:
-    """Train models in mixed batches; returns results, metrics of steps, and all weights, moments and gradients."""
-    results: list[PassResult] = []
-    metrics: list[dict[str, float]] = []
-    for model_id in model_ids:
-        backend.create_model(model_id, SPECS[model_id])
-    for step in range(STEPS):
-        queues = [_passes(model_id, step) for model_id in model_ids]
-        results += ok(backend.run([each for row in zip(*queues, strict=True) for each in row]))
-        metrics += [backend.optim_step(model_id, STEP) for model_id in model_ids]
-    for model_id in model_ids:
-        results += ok(backend.run(_passes(model_id, STEPS)))
-    return results, metrics, {m: saved(backend, m, directory / m) for m in model_ids}
-
-
-def _assert_close(one: Run, other: Run) -> None:
-    assert_close_results(one, other)
-    for model_id, state in one[2].items():
-        assert {key.partition(".")[0] for key in state} == {"weights", "exp_avg", "exp_avg_sq", "gradient"}
-        assert_close(state, other[2][model_id], TOLERANCE)
-
-
-def _assert_same(one: Run, other: Run) -> None:
-    assert_same_results(one, other)
-    for model_id, state in one[2].items():
-        assert_same(state, other[2][model_id])
+    return learn_together(backend, directory, {each: SPECS[each] for each in model_ids}, _passes, STEPS)
 
 
 @pytest.fixture
@@ -113,7 +90,7 @@ def test_ranks_train_as_one_device_does(
     tmp_path: Path, ranks: Ranks, architecture: str, count: int, settings: dict[str, bool]
 ) -> None:
     expected = _learn(make_backend(architecture, micro_batch_tokens=48), tmp_path / "one")
-    _assert_close(_learn(ranks(count, architecture, **settings), tmp_path / "ranks"), expected)
+    assert_close_runs(_learn(ranks(count, architecture, **settings), tmp_path / "ranks"), expected)
 
 
 class ShortOfMemory(Rank):
@@ -136,7 +113,7 @@ class ShortOfMemory(Rank):
 def test_all_ranks_recompute_layers_when_one_has_too_little_memory(tmp_path: Path, ranks: Ranks) -> None:
     expected = _learn(make_backend(micro_batch_tokens=48), tmp_path / "one", ("all",))
     backend = ranks(2, rank_class=ShortOfMemory)
-    _assert_close(_learn(backend, tmp_path / "ranks", ("all",)), expected)
+    assert_close_runs(_learn(backend, tmp_path / "ranks", ("all",)), expected)
     one, other = backend._group.call("choices")
     assert one == other
     assert set(one) == {True}
@@ -145,7 +122,7 @@ def test_all_ranks_recompute_layers_when_one_has_too_little_memory(tmp_path: Pat
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-tied"])
 def test_one_rank_gives_the_bits_of_one_device(tmp_path: Path, ranks: Ranks, architecture: str) -> None:
     expected = _learn(make_backend(architecture, micro_batch_tokens=48), tmp_path / "one")
-    _assert_same(_learn(ranks(1, architecture), tmp_path / "rank"), expected)
+    assert_same_runs(_learn(ranks(1, architecture), tmp_path / "rank"), expected)
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -153,12 +130,12 @@ def test_the_same_number_of_ranks_gives_the_same_bits_again_also_beside_other_mo
     tmp_path: Path, ranks: Ranks, count: int
 ) -> None:
     together, again = (_learn(ranks(count), tmp_path / name) for name in ("together", "again"))
-    _assert_same(again, together)
+    assert_same_runs(again, together)
     alone = ranks(count)
     assert alone.repeats_exactly
     for number, model_id in enumerate(SPECS):
         one = _learn(alone, tmp_path / "alone", (model_id,))
-        _assert_same(
+        assert_same_runs(
             one, (_of(together[0], number), together[1][number :: len(SPECS)], {model_id: together[2][model_id]})
         )
 
