@@ -1,4 +1,4 @@
-"""Adapters of several ranks in one stack compute what each computes alone, and each gets its own gradient."""
+"""Adapters of several ranks and layers in one stack compute what each computes alone. Each gets its gradient."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ WIDTHS = (48, 96, 32, 48)
 """Three layers, one after the other."""
 TARGETS = [Target(f"layer{number}", *WIDTHS[number : number + 2]) for number in range(3)]
 RANKS = (8, 16, 32, 64, 8, 4, 64, 16)
+LAYERS = ((0, 1, 2), (0, 1, 2), (0, 2), (0, 1, 2), (1,), (0, 1, 2), (1, 2), (2,))
+"""Of each adapter."""
 ROWS = (5, 1, 12, 3, 8, 7, 2, 9)
 ENDS = torch.tensor([*accumulate(ROWS)], dtype=torch.int32)
 SPANS = [*zip([0, *ENDS.tolist()], ENDS.tolist(), strict=False)]
@@ -29,7 +31,10 @@ Pairs = Mapping[str, LoraPair]
 
 def _adapters() -> list[Adapter]:
     """With different scales: alphas are 1, 4, 7, ... Their lora_B is not zero."""
-    made = [Adapter(LoraSpec(rank, 1.0 + 3 * number, number), TARGETS, CPU) for number, rank in enumerate(RANKS)]
+    made = [
+        Adapter(LoraSpec(rank, 1.0 + 3 * number, number), [TARGETS[layer] for layer in layers], CPU)
+        for number, (rank, layers) in enumerate(zip(RANKS, LAYERS, strict=True))
+    ]
     generator = torch.Generator().manual_seed(7)
     for adapter in made:
         adapter.weights.add_(0.1 * torch.randn(len(adapter.weights), generator=generator))
@@ -42,9 +47,10 @@ def _inputs() -> tuple[Tensor, list[Tensor]]:
     return x, [torch.randn(t.out_features, t.in_features, generator=generator) / 8 for t in TARGETS]
 
 
-def _outputs(x: Tensor, weights: Sequence[Tensor], update: Callable[[Target], Update]) -> Tensor:
+def _outputs(x: Tensor, weights: Sequence[Tensor], pairs: Pairs, update: Callable[[LoraPair], Update]) -> Tensor:
     for target, weight in zip(TARGETS, weights, strict=True):
-        x = torch.tanh(linear_with_updates(x, weight, None, [update(target)]))
+        updates = [update(pairs[target.name])] if target.name in pairs else []
+        x = torch.tanh(linear_with_updates(x, weight, None, updates))
     return x
 
 
@@ -52,7 +58,7 @@ def _together(adapters: Sequence[Adapter]) -> tuple[Tensor, list[Tensor]]:
     """Outputs [rows, out_features], and each adapter's gradient."""
     stack = AdapterStack(adapters)
     pairs = stack.leaves(True, torch.float32)
-    outputs = _outputs(*_inputs(), lambda target: StackedUpdate(0, sum(ROWS), *pairs[target.name], ENDS))
+    outputs = _outputs(*_inputs(), pairs, lambda pair: StackedUpdate(0, sum(ROWS), *pair, ENDS))
     leaves = [leaf for pair in pairs.values() for leaf in pair]
     return outputs.detach(), stack.gradients(torch.autograd.grad(outputs.square().sum(), leaves))
 
@@ -60,15 +66,13 @@ def _together(adapters: Sequence[Adapter]) -> tuple[Tensor, list[Tensor]]:
 def _alone(adapter: Adapter, start: int, stop: int) -> tuple[Tensor, Tensor]:
     pairs = adapter.leaves(True)
     x, weights = _inputs()
-    outputs = _outputs(
-        x[start:stop], weights, lambda target: RowsUpdate(0, stop - start, adapter.scale, *pairs[target.name])
-    )
+    outputs = _outputs(x[start:stop], weights, pairs, lambda pair: RowsUpdate(0, stop - start, adapter.scale, *pair))
     leaves = [leaf for pair in pairs.values() for leaf in pair]
     found = torch.autograd.grad(outputs.square().sum(), leaves)
     return outputs.detach(), torch.cat([gradient.reshape(-1) for gradient in found])
 
 
-def test_eight_adapters_of_several_ranks_and_scales_have_the_gradients_that_they_have_alone() -> None:
+def test_eight_adapters_of_several_ranks_scales_and_layers_have_the_gradients_that_they_have_alone() -> None:
     adapters = _adapters()
     assert len({adapter.scale for adapter in adapters}) == 8
     outputs, gradients = _together(adapters)
@@ -98,11 +102,12 @@ def test_gradients_of_the_padding_are_dropped() -> None:
     adapters = _adapters()
     stack = AdapterStack(adapters)
     of_leaves: list[Tensor] = []
-    for lora_a, lora_b in stack.leaves(False, torch.bfloat16).values():
-        of_a, of_b = torch.ones_like(lora_a), torch.ones_like(lora_b)
-        for number, rank in enumerate(RANKS):
-            of_a[number, rank:] = math.nan
-            of_b[number, :, rank:] = math.nan
+    for name, (lora_a, lora_b) in stack.leaves(False, torch.bfloat16).items():
+        of_a, of_b = torch.full_like(lora_a, math.nan), torch.full_like(lora_b, math.nan)
+        for number, adapter in enumerate(adapters):
+            if f"{name}.lora_A" in adapter.shapes:
+                of_a[number, : adapter.spec.rank] = 1
+                of_b[number, :, : adapter.spec.rank] = 1
         of_leaves += [of_a, of_b]
     for adapter, gradient in zip(adapters, stack.gradients(of_leaves), strict=True):
         assert gradient.dtype == torch.float32
@@ -115,9 +120,13 @@ def test_the_matrices_of_a_stack_are_rounded_once() -> None:
     adapters = _adapters()
     leaves = AdapterStack(adapters).leaves(False, torch.bfloat16)
     for number, adapter in enumerate(adapters):
-        rank = adapter.spec.rank
-        for name, (lora_a, lora_b) in adapter.leaves(False).items():
-            of_a, of_b = leaves[name]
+        rank, own = adapter.spec.rank, adapter.leaves(False)
+        for name, (of_a, of_b) in leaves.items():
+            if name not in own:
+                assert not of_a[number].any()
+                assert not of_b[number].any()
+                continue
+            lora_a, lora_b = own[name]
             assert torch.equal(of_a[number, :rank], lora_a.bfloat16())
             assert torch.equal(of_b[number, :, :rank], (adapter.scale * lora_b).bfloat16())
             assert not of_a[number, rank:].any()

@@ -17,9 +17,10 @@ from skyrl.training.backends.torch_lora import logprobs as logprobs_module
 from skyrl.training.backends.torch_lora import lora_product, passes
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 
-RANKS = {"a": 8, "e": 64, "b": 32, "c": 8, "d": 4}
-"""Grouped products take all together but e, which stands between the others: the rest would be padded to more than four
-times their ranks. Their scales are 4, 1, 4 and 8."""
+RANKS = {"a": 8, "e": 64, "b": 16, "c": 8, "d": 4}
+LAYERS: dict[str, dict[str, bool]] = {"b": {"train_mlp": False}, "c": {"train_attn": False}}
+"""Grouped products take all together but e, which stands between the others: the rest would become more than four times
+as large. The scales are 4, 2, 4 and 8."""
 HIGH_RANKS: dict[str, Any] = {"policy.model.lora.max_lora_rank": 64}
 
 
@@ -42,7 +43,7 @@ def _backend(*, merge: bool) -> TorchLoraBackend:
     """With adapters that have made a step, so that lora_B is not 0."""
     backend = make_backend(merge=merge, **HIGH_RANKS)
     for model_id, rank in RANKS.items():
-        backend.create_model(model_id, spec(rank, seed=ord(model_id)))
+        backend.create_model(model_id, spec(rank, seed=ord(model_id), **LAYERS.get(model_id, {})))
         ok(backend.run([train(model_id, sft(0, 20))]))
         backend.optim_step(model_id, AdamParams(learning_rate=1e-2))
     return backend

@@ -10,43 +10,56 @@ from itertools import accumulate, groupby
 
 import torch
 
+from skyrl.training.backends.torch_lora.adapter import Adapter
 from skyrl.training.backends.torch_lora.adapter_stack import AdapterStack, grouped_rank
 from skyrl.training.backends.torch_lora.lora import LoraSegment
 from skyrl.training.backends.torch_lora.packing import PackedSlice
 from skyrl.training.backends.torch_lora.running import Slice
 
 _MOST_PADDING = 4
-"""Adapters are updated together if none is padded to more than so many times its rank. The products of a padded
-adapter then take no more than this many times the operations that they need, and its matrices as much more memory."""
+"""Adapters are updated together where this makes the matrices of none more than so many times as large, and with them
+the products of its rows: all are padded to the highest rank and to the layers of all. Ranks below 8 count as 8."""
 
-Group = tuple[int, tuple[str, ...]]
-"""The lowest rank and the layers of adapters that are updated together."""
+Kind = tuple[int, tuple[str, ...]]
+"""Of an adapter: its rank, padded for grouped products, and the names of its layers."""
 
 
-def _groups(slices: Sequence[Slice]) -> list[Group | None]:
-    """Of each slice's adapter; None for one that trains experts: it is updated alone."""
-    adapters = [piece.running.adapter for piece in slices]
-    lowest: dict[int, int] = {}
-    first = 0
-    for rank in sorted({grouped_rank(adapter.spec.rank) for adapter in adapters}):
-        if rank > _MOST_PADDING * first:
-            first = rank
-        lowest[rank] = first
-    return [
-        None
-        if any(target.experts is not None for target in adapter.targets)
-        else (lowest[grouped_rank(adapter.spec.rank)], tuple(target.name for target in adapter.targets))
-        for adapter in adapters
-    ]
+def _kind_of(adapter: Adapter) -> Kind | None:
+    """None for an adapter that trains experts: it is updated alone."""
+    if any(target.experts is not None for target in adapter.targets):
+        return None
+    return grouped_rank(adapter.spec.rank), tuple(target.name for target in adapter.targets)
+
+
+def _groups(slices: Sequence[Slice]) -> list[int | None]:
+    """For each slice the number of its adapter's group, whose adapters are updated together; None for an adapter that
+    is updated alone."""
+    kinds = [_kind_of(piece.running.adapter) for piece in slices]
+    one_of = {kind: piece.running.adapter for kind, piece in zip(kinds, slices, strict=True) if kind is not None}
+    groups: list[list[Kind]] = []
+    smallest = 0
+    for kind in sorted(one_of, key=lambda kind: AdapterStack([one_of[kind]]).row_numel):
+        joined = AdapterStack([one_of[each] for each in (*groups[-1], kind)] if groups else [one_of[kind]])
+        if joined.row_numel > _MOST_PADDING * smallest:
+            groups.append([])
+            smallest = AdapterStack([one_of[kind]]).row_numel
+        groups[-1].append(kind)
+    number_of = {kind: number for number, group in enumerate(groups) for kind in group}
+    return [None if kind is None else number_of[kind] for kind in kinds]
 
 
 def side_by_side(slices: Sequence[Slice]) -> list[Slice]:
-    """The slices, those of one group next to each other. Slices of one adapter stay in their order."""
-    first: dict[Group | None, int] = {}
+    """The slices, those of one group next to each other, by rank. Slices of one adapter stay in their order."""
+    first: dict[int | None, int] = {}
     groups = _groups(slices)
     for number, group in enumerate(groups):
         first.setdefault(group, number)
-    return [slices[number] for number in sorted(range(len(slices)), key=lambda number: first[groups[number]])]
+
+    def place(number: int) -> tuple[int, int, int]:
+        adapter = slices[number].running.adapter
+        return first[groups[number]], adapter.spec.rank, len(adapter.targets)
+
+    return [slices[number] for number in sorted(range(len(slices)), key=place)]
 
 
 def together(slices: Sequence[Slice]) -> list[range]:
