@@ -6,6 +6,7 @@ computation. The figures hold the measured distances.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
+from skyrl.training.backends.torch_lora import passes
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import (
@@ -162,8 +164,20 @@ def test_packed_attention_agrees_with_transformers(architecture: str, bases: Pat
     assert packed_error < SLACK * stock_error
 
 
-def test_merged_passes_are_as_close_to_float32_as_separate_ones(bases: Path, tmp_path: Path) -> None:
-    """Models of rank 1, 8 and 32 with two passes each share micro-batches."""
+def _after_a_step(backend: TorchLoraBackend, ranks: Sequence[int]) -> None:
+    """Gives the backend a model `r<rank>` of each rank, with lora_B that is not 0."""
+    for rank in ranks:
+        backend.create_model(f"r{rank}", LoraSpec(rank, 32.0, rank))
+        ok(backend.run([_train(f"r{rank}", texts(rank, VOCAB, 30))]))
+        backend.optim_step(f"r{rank}", AdamParams(learning_rate=1e-3, eps=1e-3))
+
+
+def test_merged_passes_are_as_close_to_float32_as_separate_ones(
+    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models of rank 1, 8 and 32 with two passes each share micro-batches, and grouped products: a CPU takes them for
+    this test."""
+    monkeypatch.setattr(passes, "groups_adapters", lambda device: True)
     path = build(NUMERICS, bases)
     ranks = (1, 8, 32)
     queue = [
@@ -181,10 +195,7 @@ def test_merged_passes_are_as_close_to_float32_as_separate_ones(bases: Path, tmp
     }
     for name, (dtype, merge) in kinds.items():
         backend = backend_on(path, dtype=dtype, merge=merge, budget=512)
-        for rank in ranks:
-            backend.create_model(f"r{rank}", LoraSpec(rank, 32.0, rank))
-            ok(backend.run([_train(f"r{rank}", texts(rank, VOCAB, 30))]))
-            backend.optim_step(f"r{rank}", AdamParams(learning_rate=1e-3, eps=1e-3))
+        _after_a_step(backend, ranks)
         logprobs[name] = [flat(result) for result in ok(backend.run(queue))]
         gradients[name] = {rank: gradient_of(backend, f"r{rank}", tmp_path / name / str(rank)) for rank in ranks}
     same = all(torch.equal(one, other) for one, other in zip(logprobs["alone"], logprobs["again"], strict=True))
@@ -202,3 +213,25 @@ def test_merged_passes_are_as_close_to_float32_as_separate_ones(bases: Path, tmp
     FIGURES.record("ranks 1, 8, 32: logprobs' distance from float32 (RMS)", alone)
     FIGURES.record("ranks 1, 8, 32: logprobs' distance from float32 (RMS)", merged, "merged")
     assert merged < SLACK * alone
+
+
+@pytest.mark.parametrize("broken", [1, 32])
+def test_weights_that_are_not_finite_do_not_reach_models_in_the_same_grouped_products(
+    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """Models of rank 1, 8 and 32, padded to rank 32. One has no finite weights."""
+    monkeypatch.setattr(passes, "groups_adapters", lambda device: True)
+    ranks = (1, 8, 32)
+    others = [rank for rank in ranks if rank != broken]
+    queue = [_train(f"r{rank}", texts(rank, VOCAB, 40, 9)) for rank in ranks]
+    gradients: dict[str, list[dict[str, Tensor]]] = {}
+    for name in ("sound", "broken"):
+        backend = backend_on(build(NUMERICS, bases), merge=True)
+        _after_a_step(backend, ranks)
+        if name == "broken":
+            backend._adapters[f"r{broken}"].weights.fill_(torch.nan)
+        results = backend.run(queue)
+        assert [isinstance(each, Exception) for each in results] == [name == "broken" and r == broken for r in ranks]
+        gradients[name] = [gradient_of(backend, f"r{rank}", tmp_path / name / str(rank)) for rank in others]
+    for found, right in zip(gradients["broken"], gradients["sound"], strict=True):
+        assert distance(found, right) < 1e-3
