@@ -1,26 +1,25 @@
 """Compares the model with the largest real cluster here, and asks it about a large one.
 
 Usage: python -m benchmarks.simulation check [--apis N] [--replicas N]    (PostgreSQL and 15 processes; two minutes)
-       python -m benchmarks.simulation large                              (the model alone; five minutes)
+       python -m benchmarks.simulation large [QUESTION ...]               (the model alone; five minutes)
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import time
-from dataclasses import replace
 
 from benchmarks.calibration import calibrate
-from benchmarks.series import quantile
+from benchmarks.simulation.questions import QUESTIONS
 from benchmarks.simulation.real import RealCluster, cluster
-from benchmarks.simulation.scenarios import LARGE, Outcome, Scenario, check_of, simulate, with_rate
-from benchmarks.simulation.services import Services, load
+from benchmarks.simulation.scenarios import check_of, simulate
+from benchmarks.simulation.services import load
 
 LOADS = ((8, 4), (64, 4), (256, 4))
 """Clients, and samples in flight of each."""
 SAMPLE_S = 0.2
 SECONDS = 10.0
-RATES = (1_000, 4_000)
 
 
 def check(apis: int, replicas: int) -> None:
@@ -71,41 +70,22 @@ def _seconds(ends: object) -> list[int]:
     return [sum(ends[start : start + 10]) for start in range(0, len(ends), 10)]
 
 
-def large(services: Services) -> None:
-    for rate in RATES:
-        _show(f"{rate} samples/s", with_rate(LARGE, rate), services)
-    rack = with_rate(replace(LARGE, dead_apis=3, dead_replicas=13, dead_after_s=2.0, seconds=16.0), 500)
-    found = simulate(rack, services)
-    print(
-        f"\na rack of 8 nodes dies (3 API processes, 13 replicas) at second 2, {found.repeated} samples are sent again"
-    )
-    print(f"  ended in each second: {found.per_second}; the longest wait {found.longest_ms / 1e3:.1f} s")
-
-
-def _show(name: str, scenario: Scenario, services: Services) -> Outcome:
-    began = time.perf_counter()
-    found = simulate(scenario, services)
-    waits = [wait for _, wait, tenant in found.waits if tenant == 0]
-    busy = ", ".join(f"{part} {share:.0%}" for part, share in found.utilisation.items())
-    print(
-        f"\n{name}: {found.samples_per_s:.0f}/s, p50 {found.p50_ms:.0f}, p99 {found.p99_ms:.0f} ms "
-        f"(one tenant: {quantile(waits, 0.5) * 1e3:.0f}); busy: {busy}"
-    )
-    cpu = ", ".join(f"{part} {ms:.2f}" for part, ms in found.cpu_ms.items())
-    print(f"  CPU of a sample in ms: {cpu}; {found.events:,} events in {time.perf_counter() - began:.0f} s", flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("check", "large"))
+    parser.add_argument("questions", nargs="*", help=f"of a large cluster: {', '.join(QUESTIONS)}; all by default")
     parser.add_argument("--apis", type=int, default=4)
     parser.add_argument("--replicas", type=int, default=8)
     options = parser.parse_args()
     if options.what == "check":
         check(options.apis, options.replicas)
-    else:
-        large(load())
+        return
+    logging.getLogger("skyrl.router").setLevel(logging.ERROR)  # it warns of each replica that dies
+    unknown = set(options.questions) - QUESTIONS.keys()
+    if unknown:
+        parser.error(f"unknown questions: {', '.join(sorted(unknown))}")
+    for name in options.questions or QUESTIONS:
+        QUESTIONS[name](load())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-Activity = Generator[Any, Any, None]
+Activity = Generator[Any, Any, Any]
 
 
 class Signal:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from benchmarks.series import quantile
+from benchmarks.simulation.api import Api
+from benchmarks.simulation.engine import TrainingEngine
 from benchmarks.simulation.events import Clock, Cores
-from benchmarks.simulation.parts import Api, Client, Cluster, Database, Replica, Router, Thread
+from benchmarks.simulation.inference import Inference, Replica
+from benchmarks.simulation.parts import Cluster, Database, Thread
 from benchmarks.simulation.services import Services
+from benchmarks.simulation.tenants import Client, Learner, Learning
 from skyrl.storage.notify.peers import APART_S
+
+Waits = list[tuple[float, float, int]]
+"""Of each sample, step or save: when it ended, how long it took in seconds, and its tenant."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`in_flight` and `pause_s` are of each client: so many samples at once, and so long a pause after each. A node has
-    `node_cores` cores; `shared` puts all processes on one machine with that many cores, as in the check."""
+    """`in_flight` and `pause_s` are of each client: so many samples at once, and so long a pause after each. The first
+    clients keep as many samples in flight as `crowd` says, without a pause. `learners` are more tenants, which do
+    reinforcement learning on one of `engines` base models each; the replicas are dealt among these.
+
+    `shared` puts all processes on one machine with that many cores, as in the check."""
 
     clients: int
     tenants: int
@@ -26,20 +35,26 @@ class Scenario:
     in_flight: int
     sample_s: float
     pause_s: float = 0.0
+    crowd: tuple[int, ...] = ()
+    fair: bool = True
     slots: int = 256
     routers: int = 1
+    policy: str = "consistent_hashing"
     shared: float | None = None
     database_cores: float = 16.0
     sync_s: float = 0.0
     trip_s: float = 0.0
+    lock_trips: int = 3
+    held_share: float = 0.8
     warm_up_s: float = 4.0
     seconds: float = 8.0
     notice_pause_s: float = APART_S
     """How long an API process gathers notices before it sends them."""
-    poll_search_s: float = 0.0
-    held_share: float = 0.8
-    lock_trips: int = 3
-    records_lock: bool = False
+    learners: int = 0
+    learning: Learning = Learning()
+    engines: int = 1
+    merges: bool = True
+    publish_s: float = 0.1
     dead_apis: int = 0
     dead_replicas: int = 0
     dead_after_s: float = 0.0
@@ -50,8 +65,7 @@ class Scenario:
 @dataclass
 class Outcome:
     """`utilisation` is the busy share of each part's cores, `cpu_ms` CPU per sample, `per_second` the samples that
-    ended in each second. `waits` has the time, the wait in seconds and the tenant of each sample; `repeated` counts
-    samples that were lost with a replica and sent again."""
+    ended in each second, `repeated` the samples that were lost with a replica and sent again."""
 
     samples_per_s: float
     p50_ms: float
@@ -60,7 +74,9 @@ class Outcome:
     cpu_ms: dict[str, float]
     utilisation: dict[str, float]
     per_second: list[int] = field(default_factory=list[int])
-    waits: list[tuple[float, float, int]] = field(default_factory=list[tuple[float, float, int]])
+    waits: Waits = field(default_factory=Waits)
+    trained: Waits = field(default_factory=Waits)
+    saved: Waits = field(default_factory=Waits)
     repeated: int = 0
     events: int = 0
 
@@ -70,56 +86,50 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
     clock = Clock()
     one = None if scenario.shared is None else Cores(clock, scenario.shared)
 
-    def cores(count: float) -> Cores:
-        return one or Cores(clock, count)
+    def thread() -> Thread:
+        """Of a process with a core of its own."""
+        return Thread(clock, one or Cores(clock, 1))
 
-    database = Database(clock, cores(scenario.database_cores), services, scenario.sync_s, scenario.trip_s)
+    database = Database(
+        clock,
+        one or Cores(clock, scenario.database_cores),
+        services,
+        sync_s=scenario.sync_s,
+        trip_s=scenario.trip_s,
+        lock_trips=scenario.lock_trips,
+        held_share=scenario.held_share,
+    )
     cluster = Cluster(clock, services, database)
-    cluster.sessions = scenario.clients
-    cluster.notice_pause_s, cluster.poll_search_s = scenario.notice_pause_s, scenario.poll_search_s
-    cluster.held_share, cluster.lock_trips = scenario.held_share, scenario.lock_trips
-    cluster.records_lock = scenario.records_lock
-    cluster.apis = [Api(cluster, Thread(clock, cores(1)), number) for number in range(scenario.apis)]
+    cluster.notice_pause_s, cluster.fair = scenario.notice_pause_s, scenario.fair
+    routers = [thread() for _ in range(scenario.routers)]
+    replicas = [Replica(clock, scenario.slots) for _ in range(scenario.replicas)]
+    for base in range(scenario.engines):
+        own = replicas[base :: scenario.engines]
+        cluster.inference.append(Inference(clock, routers, own, services.router, scenario.notice_s, scenario.policy))
+    cluster.apis = [Api(cluster, thread(), number) for number in range(scenario.apis)]
     cluster.living = list(cluster.apis)
-    replicas = [Replica(clock, scenario.slots, scenario.sample_s) for _ in range(scenario.replicas)]
-    routers = [Thread(clock, cores(1)) for _ in range(scenario.routers)]
-    cluster.router = Router(clock, routers, replicas, services.router)
-    cluster.router.notice_s = scenario.notice_s
-    client_machine = one or Cores(clock, 1e6)
-    shared_client = Thread(clock, client_machine) if one is not None else None
-    for number in range(scenario.clients):
-        thread = shared_client or Thread(clock, client_machine)
-        period_s = scenario.sample_s + scenario.pause_s
-        tenant = number % scenario.tenants
-        cluster.clients.append(Client(cluster, tenant, thread, scenario.in_flight, scenario.pause_s, period_s))
-    for api in cluster.apis:
-        clock.start(api.rounds())
+    client_thread = _add_clients(cluster, scenario, one)
+    for activity in (*(api.rounds() for api in cluster.apis), *(engine.run() for engine in cluster.engines)):
+        clock.start(activity)
     for client in cluster.clients:
         client.start()
     clock.run(scenario.warm_up_s)
-    before = _spent(cluster, routers, shared_client)
-    held, first = database.lock.held_s, len(cluster.ends)
+    before, held, first = _spent(cluster, routers, client_thread), database.lock.held_s, len(cluster.ends)
+    steps, saves = len(cluster.trained), len(cluster.saved)
     if scenario.dead_apis or scenario.dead_replicas:
-        dead = cluster.apis[: scenario.dead_apis]
-
-        def die() -> None:
-            for replica in replicas[: scenario.dead_replicas]:
-                replica.dead_since = clock.now
-            cluster.kill(dead)
-
-        clock.at(scenario.warm_up_s + scenario.dead_after_s, die)
+        clock.at(scenario.warm_up_s + scenario.dead_after_s, lambda: _die(cluster, scenario))
     clock.run(scenario.warm_up_s + scenario.seconds)
-    after = _spent(cluster, routers, shared_client)
+    after = _spent(cluster, routers, client_thread)
     waits = cluster.ends[first:]
     latencies = [wait for _, wait, _ in waits]
-    done = max(1, len(waits))
-    spent = {name: after[name] - before[name] for name in after}
+    spent = {name: (after[name] - before[name]) / scenario.seconds for name in after}
     utilisation = {
-        "api": spent["api"] / scenario.seconds / scenario.apis,
-        "busiest api": max(api.thread.busy_s for api in cluster.apis) / (scenario.warm_up_s + scenario.seconds),
-        "database": spent["database"] / scenario.seconds / scenario.database_cores,
+        "api": spent["api"] / scenario.apis,
+        "database": spent["database"] / scenario.database_cores,
         "write lock": (database.lock.held_s - held) / scenario.seconds,
-        "router": spent["router"] / scenario.seconds / scenario.routers,
+        "router": spent["router"] / scenario.routers,
+        "devices": spent["devices"] / scenario.engines,
+        "engines' processes": spent["engines"] / scenario.engines,
     }
     per_second = Counter(int(at - scenario.warm_up_s) for at, _, _ in waits)
     return Outcome(
@@ -127,13 +137,47 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
         quantile(latencies, 0.5) * 1e3,
         quantile(latencies, 0.99) * 1e3,
         max(latencies, default=float("nan")) * 1e3,
-        {name: seconds / done * 1e3 for name, seconds in spent.items()},
+        {name: seconds * scenario.seconds / max(1, len(waits)) * 1e3 for name, seconds in spent.items()},
         utilisation,
         [per_second[second] for second in range(int(scenario.seconds))],
         waits,
-        cluster.router.repeated,
+        cluster.trained[steps:],
+        cluster.saved[saves:],
+        sum(inference.repeated for inference in cluster.inference),
         clock.happened,
     )
+
+
+def _add_clients(cluster: Cluster, scenario: Scenario, one: Cores | None) -> Thread | None:
+    """Returns the thread of all clients, if they are one process."""
+    clock, sample_s = cluster.clock, scenario.sample_s
+    machine = one or Cores(clock, 1e6)
+    shared = Thread(clock, machine) if one is not None else None
+    for number in range(scenario.clients):
+        thread = shared or Thread(clock, machine)
+        crowded = number < len(scenario.crowd)
+        in_flight, pause_s = (scenario.crowd[number], 0.0) if crowded else (scenario.in_flight, scenario.pause_s)
+        tenant, base = number % scenario.tenants, number % scenario.engines
+        cluster.clients.append(Client(cluster, number, tenant, base, thread, in_flight, sample_s, pause_s))
+    if scenario.learners:
+        for _ in range(scenario.engines):
+            process = Thread(clock, one or Cores(clock, 1))
+            cluster.engines.append(
+                TrainingEngine(
+                    cluster, process, scenario.learning, merges=scenario.merges, publish_s=scenario.publish_s
+                )
+            )
+    for number in range(scenario.learners):
+        thread, tenant = shared or Thread(clock, machine), scenario.clients + number
+        base = number % scenario.engines
+        cluster.clients.append(Learner(cluster, tenant, base, thread, sample_s, scenario.learning))
+    return shared
+
+
+def _die(cluster: Cluster, scenario: Scenario) -> None:
+    for inference in cluster.inference:
+        inference.kill(scenario.dead_replicas // scenario.engines)
+    cluster.kill(cluster.apis[: scenario.dead_apis])
 
 
 def _spent(cluster: Cluster, routers: list[Thread], clients: Thread | None) -> dict[str, float]:
@@ -142,6 +186,8 @@ def _spent(cluster: Cluster, routers: list[Thread], clients: Thread | None) -> d
         "database": cluster.database.busy_s,
         "router": sum(thread.busy_s for thread in routers),
         "clients": clients.busy_s if clients is not None else 0.0,
+        "devices": sum(engine.busy_s for engine in cluster.engines),
+        "engines": sum(engine.thread.busy_s for engine in cluster.engines),
     }
 
 
@@ -169,10 +215,3 @@ def with_rate(scenario: Scenario, samples_per_s: float) -> Scenario:
     """The scenario whose clients ask for so many samples a second in all, if nothing makes them wait."""
     period_s = scenario.clients * scenario.in_flight / samples_per_s
     return replace(scenario, pause_s=max(0.0, period_s - scenario.sample_s))
-
-
-def as_dict(outcome: Outcome) -> dict[str, Any]:
-    return {name: getattr(outcome, name) for name in ("samples_per_s", "p50_ms", "p99_ms", "longest_ms")} | {
-        "cpu_ms": outcome.cpu_ms,
-        "utilisation": outcome.utilisation,
-    }

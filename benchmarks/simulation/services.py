@@ -27,9 +27,10 @@ class Services:
     `submit`, `forward`, `complete`, `poll` and `retrieve` are the event loop's work for a sample without the database;
     `record` and `settle` a group commit of so many rows; `read_ends` the read of new ends with so many rows, `read_one`
     that of one result which another process has settled; `notify` one notice to so many listeners, `hear` its receipt
-    with so many ids; `beat` a heartbeat of a session, `look` a look at so many
-    sessions and `compare` the comparison of all of them; `idle` the periodic work of a
-    process for one second."""
+    with so many ids; `beat` a heartbeat of a session, `look` a look at so many sessions and `compare` the comparison of
+    all of them; `read_rows` the read of so many sessions that a process does not know, `write_beats` the group commit
+    of so many heartbeats; `turn` the engine's choice among so many models, `engine_commit` its read of the bodies and
+    the settlement of so many commands; `idle` the periodic work of a process for one second."""
 
     submit: Cost
     forward: Cost
@@ -52,6 +53,13 @@ class Services:
     look_db: Cost
     compare_api: Cost
     compare_db: Cost
+    read_rows_api: Cost
+    read_rows_db: Cost
+    write_beats_api: Cost
+    write_beats_db: Cost
+    turn: Cost
+    engine_commit: Cost
+    engine_commit_db: Cost
     idle: Cost
     router: Cost
     replica: Cost
