@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.figures import FIGURES
+from tests.gpu.figures import FIGURES, REHEARSAL
 from tests.gpu.order import place_of
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS is first used
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _machine() -> dict[str, str]:
     import torch
 
-    where = "a CPU (rehearsal)" if DEVICE == "cpu" else torch.cuda.get_device_name()
+    where = REHEARSAL if DEVICE == "cpu" else torch.cuda.get_device_name()
     return {
         "where": where,
         "torch": torch.__version__,

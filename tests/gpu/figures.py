@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+REHEARSAL = "a CPU (rehearsal)"
+"""Where a run without a GPU took place."""
 Column = Literal["alone", "merged", "beside"]
 """Of the table. `alone`: passes one at a time, or what has no other way. `beside`: PEFT or transformers, in the same
 run."""

@@ -3,7 +3,8 @@
 Usage: python -m tests.gpu.table FIGURES.jsonl [--page docs/gpu.md]
 
 FIGURES.jsonl is what the tests wrote to $SKYRL_TEST_FIGURES, perhaps of a run that was cut off. The section between
-the two marks of the page becomes a sentence about the run and one row for each thing that was measured.
+the two marks of the page becomes a sentence about the run and one row for each thing that was measured. The section of
+a rehearsal on a CPU is printed, and written only to a page that is named.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.figures import said
+from tests.gpu.figures import REHEARSAL, said
 
 BEGIN, END = "<!-- figures of make test-gpu: begin -->", "<!-- figures of make test-gpu: end -->"
 COLUMNS = ("alone", "merged", "beside")
+PAGE = Path("docs/gpu.md")
 HEAD = "| | alone | merged | beside: PEFT, transformers |"
 
 
@@ -62,17 +64,25 @@ def read(lines: Iterable[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu.table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("figures", type=Path)
-    parser.add_argument("--page", type=Path, default=Path("docs/gpu.md"))
-    options = parser.parse_args()
-    with options.figures.open() as file:
-        made = section(read(file))
-    options.page.write_text(with_section(options.page.read_text(), made))
-    print(f"written: {options.page}")
+    parser.add_argument("--page", type=Path, help=f"default: {PAGE}")
+    options = parser.parse_args(arguments)
+    try:
+        with options.figures.open() as file:
+            lines = read(file)
+        made = section(lines)
+        if options.page is None and any(line.get("where") == REHEARSAL for line in lines):
+            print(made)
+            return
+        page = options.page or PAGE
+        page.write_text(with_section(page.read_text(), made))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(f"written: {page}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.figures import Figures
+from tests.gpu.figures import REHEARSAL, Figures
 from tests.gpu.order import ORDER, place_of
-from tests.gpu.table import BEGIN, END, NotAFile, read, section, with_section
+from tests.gpu.table import BEGIN, END, NotAFile, main, read, section, with_section
 
 TESTS = Path(__file__).parents[2] / "gpu"
 PAGE = Path(__file__).parents[3] / "docs/gpu.md"
@@ -59,3 +59,26 @@ def test_a_run_that_was_cut_off_gives_the_rows_until_then(tmp_path: Path) -> Non
 def test_a_file_without_a_machine_is_refused() -> None:
     with pytest.raises(NotAFile, match="no line names the machine"):
         section([{"at_s": 1.0, "what": "x", "column": "alone", "value": 1}])
+
+
+def test_figures_of_a_rehearsal_are_printed_and_leave_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, page = tmp_path / "figures.jsonl", tmp_path / "docs/gpu.md"
+    figures = Figures(file)
+    figures.add(where=REHEARSAL, torch="2.13.0", cuda="None", python="3.11.7", day="2026-11-28")
+    figures.record("the same bits", True)
+    page.parent.mkdir()
+    page.write_text(before := f"{BEGIN}a GPU's figures{END}")
+    monkeypatch.chdir(tmp_path)
+    main([str(file)])
+    assert "| the same bits | yes |" in capsys.readouterr().out
+    assert page.read_text() == before
+    main([str(file), "--page", str(page)])
+    assert "| the same bits | yes |" in page.read_text()
+
+
+def test_a_missing_file_of_figures_is_said_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["no-such-file"])
+    assert "No such file or directory: 'no-such-file'" in capsys.readouterr().err
