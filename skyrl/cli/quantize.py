@@ -13,6 +13,9 @@ from typing import Annotated
 
 import typer
 
+from skyrl.base.config.server import ConfigError
+from skyrl.cli.launcher.model_location import check_model
+
 
 class Bits(StrEnum):
     FOUR = "4"
@@ -36,6 +39,11 @@ def quantize(
     ] = GroupSize.LARGE,
 ) -> None:
     """Round a model's large matrices to the nearest integers, and write them with the rest of the model."""
+    try:
+        check_model(model)
+    except ConfigError as error:
+        typer.echo(f"skyrl quantize: {error}", err=True)
+        raise typer.Exit(2) from error
     command = [
         sys.executable,
         "-m",

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.tiny import model_path
-from skyrl.cli.launcher import preflight
+from skyrl.cli.launcher import model_location, preflight
 from skyrl.cli.launcher.preflight import check, check_base_model, check_gpus, check_inference_port
 from skyrl.inference import vllm_version
 from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
@@ -192,7 +192,7 @@ def test_an_invalid_hub_address_is_refused(hub: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_hub_that_does_not_answer_is_given_up_after_the_timeout(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "HUB_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(model_location, "HUB_TIMEOUT_S", 0.3)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -110,7 +110,7 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
 
     refused(quantized_simply(plain, tmp_path / "again", INT4, int4()), "is quantized already")
     refused(make_family("gpt-oss", tmp_path), r"experts.* holds all experts of a layer, \[4, ")
-    refused(plain, r"^group-size: .* has 96 columns, which groups of 128 do not divide", 128)
+    refused(plain, r"^group-size: .* has 96 columns, which groups of 128 do not divide: try --group-size 32$", 128)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ConfigError, match="full is not empty"):
@@ -126,7 +126,9 @@ def test_the_command_ends_with_2_and_one_sentence(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit) as ended:
         main(str(tmp_path / "missing"), str(tmp_path / "out"), "4", "32")
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"skyrl quantize: base_model: cannot load {tmp_path / 'missing'}")
-    done = CliRunner().invoke(app, ["quantize", "model", str(tmp_path / "out"), "--bits", "5"])
-    assert done.exit_code == 2
+    assert capsys.readouterr().err.startswith(f"skyrl quantize: cannot load {tmp_path / 'missing'}")
+    for arguments, said in [(["model", "--bits", "5"], "'5' is not one of"), ([str(tmp_path)], "is empty")]:
+        done = CliRunner().invoke(app, ["quantize", *arguments, str(tmp_path / "out")])
+        assert done.exit_code == 2
+        assert said in done.output
     assert not (tmp_path / "out").exists()

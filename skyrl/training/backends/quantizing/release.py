@@ -29,6 +29,8 @@ from skyrl.training.backends.torch_lora.quantization import PackedInt
 from skyrl.training.backends.torch_lora.stored_weights import INDEX, PLAIN, StoredWeights, weight_files
 
 SHARD = "4GB"
+SMALLEST_GROUP = 32
+"""Columns. vLLM has no kernels for smaller groups."""
 AT_ONCE = 2**22
 """Elements that are rounded or copied at a time, or one row: 16 MiB in float32."""
 
@@ -53,8 +55,7 @@ def quantize(path: str, out: Path, scheme: Scheme) -> Written:
         raise ConfigError(f"{path} is quantized already")
     if not (files := weight_files(path)):
         raise ConfigError(f"{path} has no safetensors files")
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()):
+    if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty")
     with StoredWeights(path, files, None, torch.float32) as stored:
         check_weights(path, described.config, class_of(path, described.config), stored)
@@ -62,6 +63,7 @@ def quantize(path: str, out: Path, scheme: Scheme) -> Written:
         slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
         for name in sorted(chosen):
             _check(name, slices[name].get_shape(), scheme)
+        out.mkdir(parents=True, exist_ok=True)
         written = _write(out, slices, chosen, scheme)
     for file in files_beside_weights(path):
         shutil.copyfile(file, out / file.name)
@@ -74,9 +76,10 @@ def quantize(path: str, out: Path, scheme: Scheme) -> Written:
 
 def _check(name: str, shape: list[int], scheme: Scheme) -> None:
     if shape[1] % scheme.group_size:
+        largest = math.gcd(shape[1], scheme.group_size)
+        advice = f"try --group-size {largest}" if largest >= SMALLEST_GROUP else "this model cannot be quantized here"
         raise ConfigError(
-            f"group-size: {name} has {shape[1]} columns, which groups of {scheme.group_size} do not divide: try a "
-            "smaller one"
+            f"group-size: {name} has {shape[1]} columns, which groups of {scheme.group_size} do not divide: {advice}"
         )
 
 
