@@ -22,7 +22,9 @@ _BAD_ARGUMENT = re.compile(r"^\S+: error: (.+)$", re.M)
 """The last line of argparse."""
 _INVALID = re.compile(r"\bvalidation errors? for \w+\n(.+?)(?: \[type=|\Z)", re.S)
 """Pydantic's message about options of vLLM that argparse has accepted."""
-_RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (.+)$", re.M)
+_RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (.+?: *(?:\n \S.*)+|.+)$", re.M)
+"""An exception's name and message. A line that ends with a colon goes on in lines that begin with one space: so vLLM
+says why each of its kernels cannot be used."""
 _NOT_INSTALLED = re.compile(r"^.*No module named .+\Z", re.M)
 """Python's last line when the module that it shall run is missing. The same words in earlier lines may be vLLM's
 warnings about optional modules."""

@@ -34,6 +34,13 @@ Traceback (most recent call last):
   File "vllm/v1/engine/utils.py", line 1431, in wait_for_engine_startup
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}
 """
+NO_KERNEL = """    raise ValueError(
+ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons:
+ ZentorchWNA16LinearKernel cannot implement due to: ZentorchWNA16 requires an AMD Zen CPU.
+ CPUWNA16LinearKernel cannot implement due to: Quant type (uint8b128) not supported by CPUWNA16
+(APIServer pid=32151) INFO 11-28 13:36:27 [utils.py:628] [shutdown] Process manager: send sigterm to process EngineCore
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
 OPTIONAL = """WARNING [interface.py:371] Failed to import from vllm._C: ModuleNotFoundError("No module named 'vllm._C'")
 """
 """A warning that vLLM also writes in a good start."""
@@ -62,6 +69,7 @@ def test_the_cause_of_an_own_process_is_its_marked_line() -> None:
         (1, "python: No module named vllm\n", Cause("python: No module named vllm", final=True)),
         (1, f"{NO_VLLM}\n", Cause(NO_VLLM, final=True)),
         (1, OPTIONAL + LACKS_A_MODULE, Cause("ModuleNotFoundError: No module named 'numba'", final=True)),
+        (1, NO_KERNEL, Cause("".join(NO_KERNEL.splitlines()[1:4]), final=False)),
         (1, OPTIONAL + NO_MEMORY, Cause("ValueError: Free memory on device (3.2/79 GiB) is too small.", final=False)),
         (1, f"{OPTIONAL}all is well\n", None),
         (1, "all is well\n", None),
@@ -74,6 +82,7 @@ def test_the_cause_of_an_own_process_is_its_marked_line() -> None:
         "not installed",
         "not found",
         "incomplete",
+        "no kernel",
         "memory after a warning",
         "a warning alone",
         "nothing said",
