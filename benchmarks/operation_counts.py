@@ -102,7 +102,7 @@ class _HostCopies(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.cpu:
+        if func in (Tensor.cpu, Tensor.tolist):
             self._operations.waited()
         elif func in (Tensor.to, torch.tensor) and any(
             isinstance(each, torch.device) for each in (*args[1:], *kwargs.values())

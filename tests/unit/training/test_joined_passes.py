@@ -176,7 +176,8 @@ def _steep(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
     """Where an advantage is infinite, the loss is 0 and its gradient infinite. Elsewhere it is `-lp A`."""
     advantages = inputs.tensors["advantages"]
     steep = advantages.isinf()
-    return LossValue((lp - lp.detach())[steep].sqrt().sum() - (lp * advantages)[~steep].sum())
+    terms = -lp * torch.where(steep, 0, advantages)
+    return LossValue(terms.masked_scatter(steep, (lp - lp.detach())[steep].sqrt()))
 
 
 def test_a_pass_found_in_one_of_several_slices_of_a_micro_batch_changes_no_neighbour(

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.operations import ROWS, Counts, counts, make_small
 
-MOST = {"uniform": 0.5, "uniform-8": 0.5, "uniform-ranks": 0.5, "grpo-8": 0.8}
+MOST = {"uniform": 0.5, "uniform-8": 0.5, "uniform-ranks": 0.5, "grpo": 0.65, "grpo-8": 0.8}
 """Operations of a layer over those of a PEFT loop with one tenant."""
 
 
@@ -37,3 +37,16 @@ def test_an_optimizer_step_is_one_over_all_layers(counted: dict[str, tuple[Count
     for _, ours in counted.values():
         assert ours.layer["optimizer"] == 0
         assert ours.rest["optimizer"] == counted["uniform"][1].rest["optimizer"]
+
+
+def test_a_micro_batch_of_eight_tenants_has_hardly_more_bookkeeping_than_one_of_one(
+    counted: dict[str, tuple[Counts, Counts]],
+) -> None:
+    for name, most in (("uniform", 1.5), ("grpo", 1.75)):  # GRPO's other lengths need more masks
+        one, eight = (counted[of_tenants][1].rest for of_tenants in (name, f"{name}-8"))
+        assert one["bookkeeping"] >= 5, "losses are counted"
+        assert eight["bookkeeping"] <= most * one["bookkeeping"]
+        assert eight["backward"] <= 2 * one["backward"]
+        # the numbers of all passes, and the command's end; the norm and the end of an optimizer step
+        assert one["waits"] == 4
+        assert eight["waits"] == one["waits"] + 1, "all norms at once, so that a pass can fail alone"

@@ -5,15 +5,24 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from loss_support import CPU, slice_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl.training.backends.torch_lora.losses import LossValue
+from skyrl.training.backends.base import Datum
+from skyrl.training.backends.torch_lora.loss_inputs import losses_of
+from skyrl.training.backends.torch_lora.losses import Loss, LossInputs, LossValue
 from skyrl.training.backends.torch_lora.metrics import Tally
+from skyrl.training.backends.torch_lora.running import Slice
+from skyrl.training.backends.torch_lora.scores import Scores
+
+ENTRIES = 1001
 
 
 class _Reads(TorchDispatchMode):
@@ -26,12 +35,27 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _value(seed: int, *, clips: bool) -> tuple[LossValue, Tensor]:
+def _clipping(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
+    return LossValue(lp.exp() * inputs["advantages"], lp * 9, lp > 0.2)
+
+
+def _plain(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
+    return replace(_clipping(lp, inputs, config), clipped=None)
+
+
+def _slice(seed: int, *, clips: bool) -> tuple[Slice, Tensor]:
+    """A slice of one sequence, whose chosen entries have advantages; and logprobs."""
     generator = torch.Generator().manual_seed(seed)
-    log_ratio, advantages = torch.randn(2, 1001, generator=generator)
+    lp, advantages = torch.randn(2, ENTRIES, generator=generator)
     advantages[advantages < 0.3] = 0
-    clipped = log_ratio > 0.2 if clips else None
-    return LossValue((log_ratio.exp() * advantages).sum(), log_ratio * 9, clipped), advantages
+    tokens = np.zeros(ENTRIES, np.int64)
+    datum = Datum(tokens, {"target_tokens": tokens, "advantages": advantages.numpy()})
+    return slice_of([datum], Loss(_clipping if clips else _plain, ("advantages",)), rows=4), lp
+
+
+def _tally(piece: Slice, lp: Tensor) -> Tally:
+    scores = Scores.of(losses_of([piece], CPU, joined=False), lp, backward=False)
+    return scores.read()[0].tally
 
 
 def _added(numbers: Iterable[float]) -> float:
@@ -42,28 +66,33 @@ def _added(numbers: Iterable[float]) -> float:
 @pytest.mark.parametrize("clips", [False, True])
 def test_the_sums_are_those_of_the_chosen_entries_to_the_last_bit(clips: bool) -> None:
     tally, reads = Tally(), _Reads()
-    values = [_value(seed, clips=clips) for seed in range(3)]
+    slices = [_slice(seed, clips=clips) for seed in range(3)]
     with reads:
-        for value, advantages in values:
-            tally.add(value, 5, 4, advantages)
-    assert reads.count <= 3 * 2
-    chosen = [(value, advantages != 0) for value, advantages in values]
-    logs = [value.log_ratio[mask] for value, mask in chosen if value.log_ratio is not None]
+        for each in slices:
+            tally.add_all(_tally(*each))
+    assert reads.count == 0
+    given = [(lp, torch.from_numpy(piece.data[0].loss_inputs["advantages"])) for piece, lp in slices]
+    chosen = [(lp, advantages, advantages != 0) for lp, advantages in given]
+    logs = [(lp * 9)[mask] for lp, _, mask in chosen]
     ratios = [each.clamp(max=20.0).exp() for each in logs]
-    assert (tally.tokens, tally.rows) == (15, 12)
-    assert tally.loss == _added(float(value.total) for value, _ in values)
+    assert (tally.tokens, tally.rows) == (3 * ENTRIES, 12)
+    assert tally.loss == _added(float((lp.exp() * advantages).sum()) for lp, advantages, _ in chosen)
     assert tally.active == sum(map(len, logs))
     assert tally.ratio == _added(float(ratio.sum()) for ratio in ratios)
     assert tally.ratio_max == max(float(ratio.max()) for ratio in ratios)
     assert tally.kl == -_added(float(each.sum()) for each in logs)
-    counts = [int(value.clipped[mask].sum()) for value, mask in chosen if value.clipped is not None]
-    assert tally.clipped == (sum(counts) if clips else None)
+    assert tally.clipped == (sum(int((lp > 0.2)[mask].sum()) for lp, _, mask in chosen) if clips else None)
 
 
-def test_entries_without_advantages_count_for_the_loss_alone() -> None:
-    tally = Tally()
-    value, advantages = _value(0, clips=True)
-    tally.add(value, 5, 5, torch.zeros_like(advantages))
-    assert tally == Tally(loss=float(value.total), tokens=5, rows=5, clipped=0.0)
-    tally.add(LossValue(torch.tensor(2.0)), 1, 1, None)
-    assert tally.loss == float(value.total) + 2
+def test_entries_without_advantages_count_for_the_loss_slice_of() -> None:
+    piece, lp = _slice(0, clips=True)
+    (datum,) = piece.data
+    weightless = Datum(datum.tokens, {**datum.loss_inputs, "advantages": np.zeros(ENTRIES, np.float32)})
+    loss = Loss(lambda lp, inputs, config: LossValue(lp, lp * 9, lp > 0.2), ("advantages",))
+    assert _tally(slice_of([weightless], loss, rows=5), lp) == Tally(float(lp.sum()), ENTRIES, 5, clipped=0.0)
+
+
+def test_a_loss_without_ratios_has_no_metrics_of_them() -> None:
+    loss = Loss(lambda lp, inputs, config: LossValue(lp))
+    piece, lp = _slice(0, clips=True)
+    assert _tally(slice_of(piece.data, loss, rows=1), lp) == Tally(float(lp.sum()), ENTRIES, 1)

@@ -210,7 +210,7 @@ def test_a_failed_attempt_gives_its_memory_back_before_its_slices_run_alone(monk
         if len(logprobs_refs) == 1:
             raise torch.OutOfMemoryError("no memory left")
         assert not still_held, "the failed attempt still holds its logprobs"
-        return LossValue(lp.sum())
+        return LossValue(lp)
 
     monkeypatch.setitem(LOSSES, "exhausting", Loss(exhausting))
     backend = _backend("a", "b", merge=True)
@@ -290,7 +290,7 @@ def test_a_failed_allocation_on_the_cpu_is_out_of_memory(monkeypatch: pytest.Mon
     """A real failure: on the CPU torch raises a plain RuntimeError."""
 
     def exhausting(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
-        return LossValue(torch.empty(2**56, dtype=torch.float32).sum())
+        return LossValue(torch.empty(2**56, dtype=torch.float32))
 
     monkeypatch.setitem(LOSSES, "exhausting", Loss(exhausting))
     backend = _backend("a")

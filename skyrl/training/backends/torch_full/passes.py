@@ -11,15 +11,9 @@ from skyrl.training.backends.base import OutOfMemory
 from skyrl.training.backends.torch_full.model import FullModel
 from skyrl.training.backends.torch_full.parameters import FullParameters
 from skyrl.training.backends.torch_lora.device import failure_of
-from skyrl.training.backends.torch_lora.passes import (
-    MicroBatch,
-    PartResult,
-    SliceResult,
-    look_at,
-    loss_of,
-    record_or_fail,
-)
+from skyrl.training.backends.torch_lora.passes import MicroBatch, SliceResult, look_at, record_or_fail
 from skyrl.training.backends.torch_lora.running import Slice
+from skyrl.training.backends.torch_lora.scores import GroupSums, Scores
 
 
 def run_slice(model: FullModel, parameters: FullParameters, piece: Slice, *, backward: bool) -> None:
@@ -47,11 +41,13 @@ def _forward_backward(model: FullModel, parameters: FullParameters, piece: Slice
     if backward and running.gradient is None:
         running.gradient = parameters.zeros()
     made = MicroBatch.without_adapters([piece], [look_at(model.base.tower, piece)], model.base.device)
-    (part,), ((inputs,),) = piece.parts, made.inputs
+    (group,) = made.losses.groups
     with torch.set_grad_enabled(backward):
         (logprobs,) = model.base.packed(made.packed, made.targets, made.segments)
-        value = loss_of(part, logprobs, inputs)
+        value = group.value(logprobs)
+        total = value.total
+        sums = GroupSums.of(group, value, total)
         if running.gradient is not None:
             with model.gradients.into(parameters.views(running.gradient)):
-                value.total.backward()
-    return SliceResult([PartResult(logprobs, inputs, value)], None)
+                total.backward()
+    return SliceResult(Scores(logprobs, [sums], None).read(), None)

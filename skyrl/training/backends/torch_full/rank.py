@@ -28,7 +28,14 @@ from skyrl.training.backends.torch_lora.conversions import FileTensor
 from skyrl.training.backends.torch_lora.optimizer import non_finite_gradient
 from skyrl.training.backends.torch_lora.passes import MicroBatch
 from skyrl.training.backends.torch_lora.plan import Plan
-from skyrl.training.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
+from skyrl.training.backends.torch_lora.rank_base import (
+    BaseFacts,
+    PieceResult,
+    RankBase,
+    RankSettings,
+    one_token,
+    results_of,
+)
 from skyrl.training.backends.torch_lora.rank_weights import local_of
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
 from skyrl.training.backends.torch_lora.sharding import ModelForm, reshard
@@ -219,15 +226,13 @@ class FullRank(RankBase):
         made = MicroBatch.without_adapters(pieces, seen, self._device) if pieces else one_token(self._device)
         with torch.set_grad_enabled(backward):
             logprobs = self._base.packed(made.packed, made.targets, made.segments)
-            scored = [self._scored(*each) for each in zip(pieces, logprobs, made.inputs, strict=bool(pieces))]
+            scored = [self._scored(*each) for each in zip(logprobs, made.losses.groups, strict=bool(pieces))]
             if gradient is not None:
                 (total,) = [each.total for each in scored] or [logprobs[0].sum() * 0]
                 with self._gradients.into(gradient):
                     total.backward()
         reshard(self._base.packed)
-        return [
-            each.result(of_piece, piece) for each, of_piece, piece in zip(scored, logprobs, pieces, strict=bool(pieces))
-        ]
+        return results_of(scored, logprobs, pieces) if pieces else []
 
 
 def _elements(tensors: Any, start: int, stop: int) -> Tensor:

@@ -170,17 +170,15 @@ class TorchLoraBackend(StateSnapshots):
         for batch in cut([piece.rows for piece in slices], self._shared_rows):
             pieces = slices[batch.start : batch.stop]
             run_micro_batch(self._base, pieces, backward=backward)
-            for piece in pieces:
-                if piece.last:  # soon, so that few gradients wait beside those of the adapters
-                    self._finish(piece.running, backward=backward)
-        for each, of_one in zip(running, of_each, strict=True):
-            if not of_one:
-                self._finish(each, backward=backward)
+            # soon, so that few gradients wait beside those of the adapters
+            self._finish([piece.running for piece in pieces if piece.last], backward=backward)
+        self._finish([each for each, of_one in zip(running, of_each, strict=True) if not of_one], backward=backward)
 
-    def _finish(self, running: Running, *, backward: bool) -> None:
+    def _finish(self, finished: Sequence[Running], *, backward: bool) -> None:
         if self._merge:
-            finish(self._base, running, self._budget, backward=backward)
-        else:
+            finish(self._base, finished, self._budget, backward=backward)
+            return
+        for running in finished:
             running.add_gradient()
 
     def check_step(self, params: AdamParams) -> None:

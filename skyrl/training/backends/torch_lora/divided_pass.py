@@ -6,7 +6,7 @@ passes and packed rows. Knows nothing of how keys, values or states travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,20 +17,20 @@ from skyrl.training.backends.base import Datum
 from skyrl.training.backends.torch_lora.collectives import gathered
 from skyrl.training.backends.torch_lora.logprobs import Targets
 from skyrl.training.backends.torch_lora.lora import LoraSegment
-from skyrl.training.backends.torch_lora.losses import LossInputs
+from skyrl.training.backends.torch_lora.loss_inputs import LossGroup, losses_of, trained_entries
 from skyrl.training.backends.torch_lora.metrics import Tally
 from skyrl.training.backends.torch_lora.model import BaseModel
 from skyrl.training.backends.torch_lora.packing import PackedSlice, pack
-from skyrl.training.backends.torch_lora.passes import MicroBatch, loss_inputs, slice_gradients, trained_entries
+from skyrl.training.backends.torch_lora.passes import MicroBatch, slice_gradients
 from skyrl.training.backends.torch_lora.prefixes import Layout
-from skyrl.training.backends.torch_lora.rank_base import PieceResult, ScoredPiece
+from skyrl.training.backends.torch_lora.rank_base import PieceResult, ScoredPiece, results_of
 from skyrl.training.backends.torch_lora.routed_experts import FIELD
 from skyrl.training.backends.torch_lora.running import Slice
 from skyrl.training.backends.torch_lora.segments import Segment
 from skyrl.training.backends.torch_lora.sequence_part import SequencePart
 from skyrl.training.backends.torch_lora.sharding import reshard
 
-Score = Callable[[Slice, Tensor, Sequence[LossInputs]], ScoredPiece]
+Score = Callable[[Tensor, LossGroup], ScoredPiece]
 """`RankBase._scored`"""
 
 
@@ -47,7 +47,7 @@ def run_divided(base: BaseModel, piece: Slice, part: SequencePart, score: Score,
             (own,) = packed(made.packed, made.targets, made.segments)
         sizes = [part.rows_of(rank) * width for rank in range(part.ranks)]
         logprobs = gathered(own.detach(), sizes).requires_grad_(backward)
-        scored = score(piece, logprobs, made.inputs[0])
+        scored = score(logprobs, made.losses.groups[0])
         if backward:
             (of_logprobs,) = torch.autograd.grad(scored.total, logprobs)
             total = (own * of_logprobs[part.start * width : part.stop * width]).sum()
@@ -55,12 +55,12 @@ def run_divided(base: BaseModel, piece: Slice, part: SequencePart, score: Score,
             running = piece.running
             running.gradient = gradient if running.gradient is None else running.gradient.add_(gradient)
     reshard(packed)
-    result = scored.result(logprobs, piece)
+    (result,) = results_of([scored], [logprobs], [piece])
     return result if part.rank == 0 else replace(result, tally=Tally())
 
 
 def _micro_batch(piece: Slice, part: SequencePart, device: torch.device, *, backward: bool) -> MicroBatch:
-    """The part's rows; `inputs` are of the whole sequence."""
+    """The part's rows; the losses are of the whole sequence."""
     (datum,), (of_pass,) = piece.data, piece.parts
     packed = packed_part(datum, part, device)
     target_tokens = datum.loss_inputs["target_tokens"]
@@ -71,7 +71,7 @@ def _micro_batch(piece: Slice, part: SequencePart, device: torch.device, *, back
     targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device)
     adapter = piece.running.adapter
     segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(backward))
-    return MicroBatch([packed], [targets], [segment], [[loss_inputs(of_pass, device)]])
+    return MicroBatch([packed], [targets], [segment], losses=losses_of([piece], device, joined=False))
 
 
 def packed_part(datum: Datum, part: SequencePart, device: torch.device) -> PackedSlice:

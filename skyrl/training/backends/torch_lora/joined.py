@@ -103,32 +103,38 @@ def _joined(members: Sequence[RunningPass], device: torch.device) -> JoinedPasse
         return None
 
 
-def finish(base: BaseModel, running: Running, budget: int, *, backward: bool) -> None:
-    """After the last slice: add the gradient to the adapter's. A pass whose gradient has no finite norm fails. Joined
-    passes that have failed as one, or whose gradient has no finite norm, run again apart; then each fails or adds its
-    gradient alone. DeviceFault is raised."""
-    if _is_added(running, base.device):
-        return
-    if isinstance(running, JoinedPasses):
-        for member in running.begin_again():
-            for piece in slices_of(member, budget, base.device):
-                run_micro_batch(base, [piece], backward=backward)
-            finish(base, member, budget, backward=backward)
-    elif isinstance(running, RunningPass) and running.error is None:
-        running.fail(not_finite(running.training_pass, running.tally.loss))
+def finish(base: BaseModel, finished: Sequence[Running], budget: int, *, backward: bool) -> None:
+    """After the last slice of each: add its gradient to the adapter's. A pass whose gradient has no finite norm fails.
+    Joined passes that have failed as one, or whose gradient has no finite norm, run again apart; then each fails or
+    adds its gradient alone. Waits for the device once, unless some run again. DeviceFault is raised."""
+    for running, is_finite in zip(finished, _have_finite_norms(finished, base.device), strict=True):
+        if running.error is None and is_finite:
+            running.add_gradient()
+            continue
+        running.gradient = None
+        if isinstance(running, JoinedPasses):
+            for member in running.begin_again():
+                for piece in slices_of(member, budget, base.device):
+                    run_micro_batch(base, [piece], backward=backward)
+                finish(base, [member], budget, backward=backward)
+        elif isinstance(running, RunningPass) and running.error is None:
+            running.fail(not_finite(running.training_pass, running.tally.loss))
 
 
-def _is_added(running: Running, device: torch.device) -> bool:
-    """Add the gradient to the adapter's, unless `running` has failed or the gradient's norm is not finite. Returns
-    whether all went well."""
-    if running.error is not None or running.gradient is None:
-        return running.error is None
+def _have_finite_norms(finished: Sequence[Running], device: torch.device) -> list[bool]:
+    """Whether the norm of each gradient is finite, as the optimizer's step asks; True without a gradient. One whose
+    norm cannot be computed fails."""
+    gradients = [each.gradient for each in finished if each.gradient is not None]
+    if not gradients:
+        return [True] * len(finished)
     try:
-        is_finite = math.isfinite(torch.linalg.vector_norm(running.gradient))  # as the optimizer's step asks
+        of_each = torch._foreach_norm(gradients)  # type: ignore[attr-defined]
+        norms = iter(torch.stack(of_each).tolist())
     except Exception as error:
-        running.fail(failure_of(error, device))
-        return False
-    if is_finite:
-        running.add_gradient()
-    running.gradient = None
-    return is_finite
+        failure = failure_of(error, device)
+    else:
+        return [each.gradient is None or math.isfinite(next(norms)) for each in finished]
+    if len(finished) > 1:
+        return [is_finite for each in finished for is_finite in _have_finite_norms([each], device)]
+    finished[0].fail(failure)
+    return [True]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a slice. tensors: name -> float [M]. datum: int64 [M], for each entry its sequence in [0, count).
+    """Inputs of a loss. tensors: name -> float [M]. datum: int64 [M], for each entry its sequence in [0, count).
     entries: int64 [M], the places of the entries among those of target_tokens; None: all. Others, whose targets are
     tokens of pictures, have no part in the loss."""
 
@@ -32,11 +32,16 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossValue:
-    """total: scalar, the sum of the loss over entries. log_ratio, clipped: [M], for metrics, if the loss has them."""
+    """terms: [M], the loss of each entry. log_ratio, clipped: [M], for metrics, if the loss has them."""
 
-    total: Tensor
+    terms: Tensor
     log_ratio: Tensor | None = None
     clipped: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """Scalar, the sum of the loss over entries."""
+        return self.terms.sum()
 
 
 LossFunction = Callable[[Tensor, LossInputs, Mapping[str, float]], LossValue]
@@ -66,7 +71,7 @@ class Loss:
 def cross_entropy(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
     """-sum w lp. Weights may be negative."""
     weights = inputs["weights"]
-    return LossValue(-torch.where(weights != 0, weights * lp, 0).sum())
+    return LossValue(-torch.where(weights != 0, weights * lp, 0))
 
 
 def _log_ratio(lp: Tensor, inputs: LossInputs) -> Tensor:
@@ -89,14 +94,14 @@ def _clipped_objective(log_ratio: Tensor, advantages: Tensor, config: Mapping[st
 def importance_sampling(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
     """-sum r A."""
     log_ratio = _log_ratio(lp, inputs)
-    return LossValue(-(log_ratio.exp() * inputs["advantages"]).sum(), log_ratio)
+    return LossValue(-(log_ratio.exp() * inputs["advantages"]), log_ratio)
 
 
 def ppo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
     """-sum min(r A, clamp(r, lo, hi) A); lo and hi are absolute bounds of the ratio."""
     log_ratio = _log_ratio(lp, inputs)
     objective, clipped = _clipped_objective(log_ratio, inputs["advantages"], config)
-    return LossValue(-objective.sum(), log_ratio, clipped)
+    return LossValue(-objective, log_ratio, clipped)
 
 
 def cispo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
@@ -105,14 +110,14 @@ def cispo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossVa
     log_ratio = _log_ratio(lp, inputs)
     ratio = log_ratio.detach().exp()
     clipped = (ratio < low) | (ratio > high)
-    return LossValue(-(ratio.clamp(low, high) * lp * inputs["advantages"]).sum(), log_ratio, clipped)
+    return LossValue(-(ratio.clamp(low, high) * lp * inputs["advantages"]), log_ratio, clipped)
 
 
 def dro(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
     """-sum (lp A - beta / 2 (lp - q)^2), over all entries, also those with A = 0."""
     gap = lp - inputs["logprobs"]
-    total = -(lp * inputs["advantages"] - 0.5 * config["beta"] * gap.square()).sum()
-    return LossValue(total, _log_ratio(lp, inputs))
+    terms = -(lp * inputs["advantages"] - 0.5 * config["beta"] * gap.square())
+    return LossValue(terms, _log_ratio(lp, inputs))
 
 
 def gspo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
@@ -124,7 +129,7 @@ def gspo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossVal
     sequence = (sums / counts.clamp(min=1)).index_select(0, inputs.datum)
     log_ratio = torch.where(inputs["advantages"] != 0, sequence + (lp - lp.detach()), 0)
     objective, clipped = _clipped_objective(log_ratio, inputs["advantages"], config)
-    return LossValue(-objective.sum(), log_ratio, clipped)
+    return LossValue(-objective, log_ratio, clipped)
 
 
 _RL = ("logprobs", "advantages")

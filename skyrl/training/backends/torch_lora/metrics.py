@@ -8,14 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from skyrl.training.backends.torch_lora.losses import LossValue
-
-_MAX_LOG_RATIO = 20.0
-"""In metrics (never in losses) ratios are capped at e^20, so that an outlier leaves the mean finite."""
-
 
 @dataclass
 class Tally:
@@ -29,30 +21,6 @@ class Tally:
     ratio_max: float = -math.inf
     kl: float = 0.0
     clipped: float | None = None
-
-    def add(self, value: LossValue, tokens: int, rows: int, advantages: Tensor | None) -> None:
-        """Waits for the device twice: to count the advantages, and to read all sums at once."""
-        self.tokens += tokens
-        self.rows += rows
-        loss = value.total.detach()
-        if value.log_ratio is None or advantages is None:
-            self.loss += float(loss)
-            return
-        chosen = advantages.nonzero(as_tuple=True)[0]
-        clipped = chosen if value.clipped is None else value.clipped[chosen]
-        log_ratio = value.log_ratio.detach()[chosen]
-        ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
-        ratio_max = ratio.max() if len(chosen) else loss
-        found = torch.stack([each.double() for each in (loss, clipped.sum(), ratio.sum(), ratio_max, log_ratio.sum())])
-        of_loss, of_clipped, of_ratio, of_ratio_max, of_log_ratio = found.tolist()
-        self.loss += of_loss
-        if value.clipped is not None:
-            self.clipped = (self.clipped or 0.0) + of_clipped
-        if len(chosen):
-            self.active += len(chosen)
-            self.ratio += of_ratio
-            self.ratio_max = max(self.ratio_max, of_ratio_max)
-            self.kl -= of_log_ratio
 
     def add_all(self, other: Tally) -> None:
         """Add the sums of other slices of the same pass."""

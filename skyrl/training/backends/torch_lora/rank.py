@@ -32,7 +32,14 @@ from skyrl.training.backends.torch_lora.lora import LoraSegment
 from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient, compute_step, take_step
 from skyrl.training.backends.torch_lora.passes import MicroBatch, slice_gradients
 from skyrl.training.backends.torch_lora.plan import Piece, Plan
-from skyrl.training.backends.torch_lora.rank_base import BaseFacts, PieceResult, RankBase, RankSettings, one_token
+from skyrl.training.backends.torch_lora.rank_base import (
+    BaseFacts,
+    PieceResult,
+    RankBase,
+    RankSettings,
+    one_token,
+    results_of,
+)
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
 from skyrl.training.backends.torch_lora.sequence_part import SequencePart
 from skyrl.training.backends.torch_lora.sharding import ModelForm, frozen, reshard
@@ -217,7 +224,7 @@ class Rank(RankBase):
         with torch.set_grad_enabled(backward), packed.active.use(made.segments):
             with packed.embeddings_in_graph() as embeddings:
                 logprobs = packed(made.packed, made.targets, made.segments)
-            scored = [self._scored(*each) for each in zip(pieces, logprobs, made.inputs, strict=bool(pieces))]
+            scored = [self._scored(*each) for each in zip(logprobs, made.losses.groups, strict=bool(pieces))]
             if backward:
                 totals = [each.total for each in scored] or [logprobs[0].sum() * 0]
                 gradients = self._gradients(totals, made.segments, embeddings)
@@ -225,9 +232,7 @@ class Rank(RankBase):
                     total = piece.running.gradient
                     piece.running.gradient = gradient if total is None else total.add_(gradient)
         reshard(packed)
-        return [
-            each.result(of_piece, piece) for each, of_piece, piece in zip(scored, logprobs, pieces, strict=bool(pieces))
-        ]
+        return results_of(scored, logprobs, pieces) if pieces else []
 
     def _gradients(
         self, totals: Sequence[Tensor], segments: Sequence[LoraSegment], embeddings: Sequence[Tensor]

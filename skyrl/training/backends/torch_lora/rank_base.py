@@ -27,17 +27,20 @@ from skyrl.training.backends.torch_lora.collectives import Agreed, agree, sendab
 from skyrl.training.backends.torch_lora.device import failure_of, prepare_device
 from skyrl.training.backends.torch_lora.logprobs import Targets
 from skyrl.training.backends.torch_lora.lora import LoraSegment
-from skyrl.training.backends.torch_lora.losses import LossInputs, served_losses
+from skyrl.training.backends.torch_lora.loss_inputs import LossGroup
+from skyrl.training.backends.torch_lora.losses import served_losses
 from skyrl.training.backends.torch_lora.metrics import Tally
 from skyrl.training.backends.torch_lora.packing import pack_alone
-from skyrl.training.backends.torch_lora.passes import MicroBatch, by_datum, look_at, loss_of
+from skyrl.training.backends.torch_lora.passes import MicroBatch, look_at
 from skyrl.training.backends.torch_lora.plan import Piece
 from skyrl.training.backends.torch_lora.rank_weights import local_of
 from skyrl.training.backends.torch_lora.recomputation import Setting
 from skyrl.training.backends.torch_lora.row_budget import BudgetSettings, RowBudget
 from skyrl.training.backends.torch_lora.row_probe import measure_row
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
+from skyrl.training.backends.torch_lora.scores import GroupSums, by_datum
 from skyrl.training.backends.torch_lora.sharding import ModelForm, ShardedModel, load_sharded_model, reshard
+from skyrl.training.backends.torch_lora.transfers import read_back
 from skyrl.training.backends.torch_lora.vision import Seen
 
 
@@ -81,14 +84,28 @@ class PieceResult:
 
 @dataclass(frozen=True)
 class ScoredPiece:
-    """A piece whose loss was computed. `total`: what its backward begins with, also where the piece has failed."""
+    """A piece whose loss was computed. `total`: what its backward begins with, also where the piece has failed. `sums`:
+    on the device; None where it has failed with `error`."""
 
     total: Tensor
-    tally: Tally
-    error: Exception | None
+    sums: GroupSums | None
+    error: Exception | None = None
 
-    def result(self, logprobs: Tensor, piece: Slice) -> PieceResult:
-        return PieceResult(by_datum(logprobs, piece.data) if self.error is None else [], self.tally, self.error)
+
+def results_of(scored: Sequence[ScoredPiece], logprobs: Sequence[Tensor], pieces: Sequence[Slice]) -> list[PieceResult]:
+    """Of pieces and their logprobs, float32 [entries] each. Waits for the device once."""
+    numbers, found = read_back([each.sums.numbers for each in scored if each.sums is not None], logprobs)
+    of_sums = iter(numbers)
+    results: list[PieceResult] = []
+    for each, own, piece in zip(scored, found, pieces, strict=True):
+        if each.sums is None:
+            results.append(PieceResult([], Tally(), each.error))
+            continue
+        (tally,) = each.sums.tallies(next(of_sums))
+        is_finite = math.isfinite(tally.loss)
+        logprobs_of = by_datum(own, piece.data) if is_finite else []
+        results.append(PieceResult(logprobs_of, tally, None if is_finite else FloatingPointError("loss")))
+    return results
 
 
 class RankBase:
@@ -196,16 +213,15 @@ class RankBase:
     def _slice(self, running: RunningPass, piece: Piece) -> Slice:
         return Slice(running, piece.data, piece.rows, last=False)
 
-    def _scored(self, piece: Slice, logprobs: Tensor, inputs: Sequence[LossInputs]) -> ScoredPiece:
+    def _scored(self, logprobs: Tensor, group: LossGroup) -> ScoredPiece:
         """A loss that raises an exception, or is not finite, fails its piece. It ends no rank's backward: the ranks
         gather each layer together, in backward too."""
-        (part,), (of_loss,), tally = piece.parts, inputs, Tally()
         try:
-            value = loss_of(part, logprobs, of_loss)
-            tally.add(value, part.tokens, part.rows, of_loss.tensors.get("advantages"))
+            value = group.value(logprobs)
+            total = value.total
+            return ScoredPiece(total, GroupSums.of(group, value, total))
         except Exception as error:
-            return ScoredPiece(logprobs.sum() * 0, tally, sendable(failure_of(error, self._device)))
-        return ScoredPiece(value.total, tally, None if math.isfinite(tally.loss) else FloatingPointError("loss"))
+            return ScoredPiece(logprobs.sum() * 0, None, sendable(failure_of(error, self._device)))
 
 
 def one_token(device: torch.device) -> MicroBatch:
@@ -213,4 +229,4 @@ def one_token(device: torch.device) -> MicroBatch:
     token = np.zeros(1, np.int64)
     packed = pack_alone([Datum(token, {})], device)
     targets = Targets.of([token], packed.layout.rows_of, np.ones(1, np.bool_), device)
-    return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)], [])
+    return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)])
