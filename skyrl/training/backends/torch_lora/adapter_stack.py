@@ -1,8 +1,8 @@
-"""Adapters of several ranks and layers in one stack of matrices. Each is there as if it had the highest rank and all
-layers: what it lacks are zeros, which add nothing. The matrices have the adapters' scales in them.
+"""Several adapters in one stack of matrices, for grouped products. Lower ranks and missing layers are padded with
+zeros, which add nothing to an update. Each adapter's scale is multiplied into its lora_B.
 
-A row of such a stack has, like an adapter's buffer, lora_A and lora_B of one layer after the other. Knows buffers of
-adapters. Knows nothing of rows of a micro-batch.
+A row of the stack holds one adapter in the order of an adapter's buffer: lora_A and lora_B of one layer after the
+other. Knows buffers of adapters. Knows nothing of rows of a micro-batch.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ def grouped_rank(rank: int) -> int:
 
 @dataclass(frozen=True)
 class AdapterStack:
-    """Of adapters that train no experts. Needs memory like as many adapters of the highest rank with all layers: for
-    the leaves, for the leaves' gradients, and for a copy of these in `gradients`."""
+    """Adapters that train no experts. The leaves need the memory of as many adapters that all have the highest rank and
+    every layer of the stack. Their gradients need as much again, and `gradients` copies these once."""
 
     adapters: Sequence[Adapter]
 
     @functools.cached_property
     def rank(self) -> int:
-        """Of the matrices in the stack."""
+        """The rank of every matrix in the stack."""
         return grouped_rank(max(adapter.spec.rank for adapter in self.adapters))
 
     @functools.cached_property
     def targets(self) -> tuple[Target, ...]:
-        """Every layer that one of the adapters trains. Those of the adapter with most come first, in its order, so that
-        its buffer needs no other order."""
+        """The layers that any of the adapters trains. The adapter with the most layers gives the order: an adapter with
+        all layers then lies in the stack as in its own buffer."""
         ordered = sorted(self.adapters, key=lambda adapter: len(adapter.targets), reverse=True)
         return tuple({target.name: target for adapter in ordered for target in adapter.targets}.values())
 
     @property
     def row_numel(self) -> int:
-        """Elements of the stack for each adapter."""
+        """Elements of one row of the stack, which holds one adapter."""
         return self.rank * sum(_sizes(self.targets))
 
     def leaves(self, requires_grad: bool, dtype: torch.dtype) -> dict[str, LoraPair]:
@@ -64,8 +64,8 @@ class AdapterStack:
         return found
 
     def gradients(self, of_leaves: Iterable[Tensor]) -> list[Tensor]:
-        """Each adapter's gradient, flat float32 in the order of its buffers, from those of the leaves. None shares
-        memory with another: one that waits for its step does not keep the others."""
+        """Each adapter's gradient, flat float32 in the order of its buffers, from the gradients of the leaves. Each has
+        its own memory, so that one that waits for its optimizer step does not keep the others."""
         rows = torch.cat([gradient.flatten(1) for gradient in of_leaves], dim=1)
         found: list[Tensor] = []
         for alike in self._alike():
@@ -75,17 +75,18 @@ class AdapterStack:
         return found
 
     def _alike(self) -> list[slice]:
-        """Consecutive adapters of one rank with the same targets: their rows are written together."""
+        """Runs of consecutive adapters with the same rank and targets. Each run is padded at once, so the host's time
+        depends on the number of ranks rather than of adapters."""
         kinds = groupby(self.adapters, lambda adapter: (adapter.spec.rank, adapter.targets))
         ends = [0, *accumulate(len([*adapters]) for _, adapters in kinds)]
         return [slice(*each) for each in pairwise(ends)]
 
     def _is_whole(self, adapter: Adapter) -> bool:
-        """Whether a row of the stack has no zeros beside the adapter's matrices."""
+        """Whether the adapter needs no padding."""
         return adapter.spec.rank == self.rank and adapter.targets == self.targets
 
     def _write(self, adapters: Sequence[Adapter], rows: Tensor) -> None:
-        """The matrices of adapters that are alike, scaled and padded, into their rows of the stack."""
+        """Write adapters with the same rank and targets, scaled and padded, into their rows of the stack."""
         first, count = adapters[0], len(adapters)
         rank, more = first.spec.rank, self.rank - first.spec.rank
         if self._is_whole(first):
@@ -110,7 +111,7 @@ class AdapterStack:
         torch.cat(padded, dim=1, out=rows)
 
     def _cut(self, adapter: Adapter, rows: Tensor) -> Tensor:
-        """What belongs to adapters like this one of their rows of the stack: [adapters, numel]."""
+        """Rows of gradients without the padding: [adapters, numel]. The adapters have this one's rank and targets."""
         if self._is_whole(adapter):
             return rows
         rank, count = adapter.spec.rank, len(rows)
@@ -125,19 +126,20 @@ class AdapterStack:
 
 
 def _sizes(targets: Sequence[Target]) -> tuple[int, ...]:
-    """Of each matrix in an adapter's buffers, in order: its elements divided by the rank."""
+    """For each matrix in an adapter's buffer, in order, the number of its elements divided by the rank."""
     return tuple(size for target in targets for size in (target.in_features, target.out_features))
 
 
 def _factors(adapter: Adapter) -> Tensor:
-    """The scale where the adapter's buffers have lora_B, else 1: float32, one for each `rank` elements, [numel / rank,
-    1]. Every matrix begins at a multiple of the rank, so none of these has elements of two."""
-    return torch.where(_is_lora_b(_sizes(adapter.targets), adapter.device), adapter.scale, 1.0)[:, None]
+    """The factor of each `rank` elements of the adapter's buffer: its scale for lora_B, 1 for lora_A. float32 [numel /
+    rank, 1]. Every matrix begins at a multiple of the rank, so these elements never belong to two matrices."""
+    is_a, is_b = _which_matrix(_sizes(adapter.targets), adapter.device)
+    return torch.add(is_a, is_b, alpha=adapter.scale)[:, None]
 
 
-@functools.lru_cache(maxsize=8)
-def _is_lora_b(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """bool [sum of sizes]. Kept, because a copy to a GPU waits for the GPU; adapters of one base model have few
-    different `sizes`."""
-    is_b = torch.arange(len(sizes)) % 2 == 1
-    return is_b.repeat_interleave(torch.tensor(sizes)).to(device)
+@functools.lru_cache(maxsize=4)
+def _which_matrix(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where lora_A is, as 0.0 or 1.0, and where lora_B is, as bool; both [sum of sizes]. Cached, because a copy to a
+    GPU waits for the GPU. The adapters of one base model have few different `sizes`."""
+    is_b = (torch.arange(len(sizes)) % 2 == 1).repeat_interleave(torch.tensor(sizes)).to(device)
+    return (~is_b).float(), is_b

@@ -20,8 +20,8 @@ from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, StackedU
 class LoraSegment:
     """Rows [start, stop) of a micro-batch. `pairs`: their adapter's matrices, by layer; `scale`: alpha / rank.
 
-    `stack`: the rows are those of several adapters, as in `StackedUpdate` with these `ends`. The pairs are the stack's
-    leaves, which have the scales in them."""
+    With a `stack`, the rows belong to several adapters, and `ends` says to which, as in `StackedUpdate`. Then the pairs
+    are the stack's leaves; the scales are multiplied into them."""
 
     start: int
     stop: int

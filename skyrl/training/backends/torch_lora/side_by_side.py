@@ -17,11 +17,11 @@ from skyrl.training.backends.torch_lora.packing import PackedSlice
 from skyrl.training.backends.torch_lora.running import Slice
 
 _MOST_PADDING = 4
-"""Adapters are updated together where this makes the matrices of none more than so many times as large, and with them
-the products of its rows: all are padded to the highest rank and to the layers of all. Ranks below 8 count as 8."""
+"""Padding makes no adapter's matrices more than this many times larger, else it is updated with others or alone. The
+low-rank products of its rows grow by the same factor. Ranks below 8 count as 8."""
 
 Kind = tuple[int, tuple[str, ...]]
-"""Of an adapter: its rank, padded for grouped products, and the names of its layers."""
+"""An adapter's rank, rounded up for grouped products, and the names of its layers."""
 
 
 def _kind_of(adapter: Adapter) -> Kind | None:
