@@ -14,6 +14,7 @@ from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.torch_lora.adapter import Adapter, LoraPair, Target
 from skyrl.training.backends.torch_lora.adapter_stack import AdapterStack
 from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, StackedUpdate, Update, linear_with_updates
+from skyrl.training.backends.torch_lora.side_by_side import MOST_PADDING, groups_of
 
 CPU = torch.device("cpu")
 WIDTHS = (48, 96, 32, 48)
@@ -138,3 +139,32 @@ def test_gradients_share_no_memory() -> None:
     _, gradients = _together(_adapters())
     for gradient in gradients:
         assert gradient.untyped_storage().nbytes() == gradient.nbytes
+
+
+def _of_ranks(*ranks: int, targets: Sequence[Target] = TARGETS) -> list[Adapter]:
+    return [Adapter(LoraSpec(rank, 16.0, 0), targets, CPU) for rank in ranks]
+
+
+def test_ranks_up_to_four_times_the_lowest_are_updated_together() -> None:
+    assert groups_of(_of_ranks(32, 4, 16, 8, 1)) == [0, 0, 0, 0, 0]
+    assert groups_of(_of_ranks(64, 8, 32, 8, 128)) == [1, 0, 0, 0, 1]
+
+
+def test_layers_that_are_missing_count_as_padding() -> None:
+    without_last = _of_ranks(8, targets=TARGETS[:2])
+    assert groups_of([*_of_ranks(8), *without_last]) == [0, 0]
+    assert groups_of([*_of_ranks(32), *without_last]) == [1, 0]
+
+
+def test_no_adapter_becomes_more_than_four_times_as_large() -> None:
+    adapters = [adapter for layers in LAYERS for adapter in _of_ranks(*RANKS, targets=[TARGETS[n] for n in layers])]
+    groups = groups_of(adapters)
+    assert 1 < len({*groups}) < 8, "of 24 ranks and sets of layers"
+    for number in {*groups}:
+        own = [adapter for adapter, group in zip(adapters, groups, strict=True) if group == number]
+        assert AdapterStack(own).row_numel <= MOST_PADDING * min(AdapterStack([each]).row_numel for each in own)
+
+
+def test_adapters_of_experts_are_updated_alone() -> None:
+    of_experts = _of_ranks(8, targets=[Target("experts.down_proj", 16, 16, 4)])
+    assert groups_of([*of_experts, *_of_ranks(8), *of_experts]) == [None, 0, None]

@@ -16,7 +16,7 @@ from skyrl.training.backends.torch_lora.lora import LoraSegment
 from skyrl.training.backends.torch_lora.packing import PackedSlice
 from skyrl.training.backends.torch_lora.running import Slice
 
-_MOST_PADDING = 4
+MOST_PADDING = 4
 """Padding makes no adapter's matrices more than this many times larger, else it is updated with others or alone. The
 low-rank products of its rows grow by the same factor. Ranks below 8 count as 8."""
 
@@ -31,19 +31,25 @@ def _kind_of(adapter: Adapter) -> Kind | None:
     return grouped_rank(adapter.spec.rank), tuple(target.name for target in adapter.targets)
 
 
-def _groups(slices: Sequence[Slice]) -> list[int | None]:
-    """For each slice the number of its adapter's group, whose adapters are updated together; None for an adapter that
-    is updated alone."""
-    kinds = [_kind_of(piece.running.adapter) for piece in slices]
-    one_of = {kind: piece.running.adapter for kind, piece in zip(kinds, slices, strict=True) if kind is not None}
+def groups_of(adapters: Sequence[Adapter]) -> list[int | None]:
+    """For each adapter the number of its group, whose adapters are updated together; None for one that is updated
+    alone."""
+    kinds = [_kind_of(adapter) for adapter in adapters]
+    targets = [target for adapter in dict(zip(kinds, adapters, strict=True)).values() for target in adapter.targets]
+    widths = {target.name: target.in_features + target.out_features for target in targets}
+
+    def numel(*stacked: Kind) -> int:
+        """Elements of one adapter in a stack of adapters of these kinds."""
+        layers: set[str] = set().union(*(names for _, names in stacked))
+        return max(rank for rank, _ in stacked) * sum(widths[name] for name in layers)
+
     groups: list[list[Kind]] = []
-    smallest = 0
-    for kind in sorted(one_of, key=lambda kind: AdapterStack([one_of[kind]]).row_numel):
-        joined = AdapterStack([one_of[each] for each in (*groups[-1], kind)] if groups else [one_of[kind]])
-        if joined.row_numel > _MOST_PADDING * smallest:
-            groups.append([])
-            smallest = AdapterStack([one_of[kind]]).row_numel
-        groups[-1].append(kind)
+    for kind in sorted({kind for kind in kinds if kind is not None}, key=lambda kind: (numel(kind), kind)):
+        fitting = (group for group in groups if numel(*group, kind) <= MOST_PADDING * numel(group[0]))
+        if (group := next(fitting, None)) is None:
+            groups.append([kind])
+        else:
+            group.append(kind)
     number_of = {kind: number for number, group in enumerate(groups) for kind in group}
     return [None if kind is None else number_of[kind] for kind in kinds]
 
@@ -51,7 +57,7 @@ def _groups(slices: Sequence[Slice]) -> list[int | None]:
 def side_by_side(slices: Sequence[Slice]) -> list[Slice]:
     """The slices, those of one group next to each other, by rank. Slices of one adapter stay in their order."""
     first: dict[int | None, int] = {}
-    groups = _groups(slices)
+    groups = groups_of([piece.running.adapter for piece in slices])
     for number, group in enumerate(groups):
         first.setdefault(group, number)
 
@@ -65,7 +71,8 @@ def side_by_side(slices: Sequence[Slice]) -> list[Slice]:
 def together(slices: Sequence[Slice]) -> list[range]:
     """Consecutive slices whose adapters are updated together."""
     found: list[range] = []
-    for group, numbered in groupby(enumerate(_groups(slices)), lambda each: each[1]):
+    groups = groups_of([piece.running.adapter for piece in slices])
+    for group, numbered in groupby(enumerate(groups), lambda each: each[1]):
         numbers = [number for number, _ in numbered]
         found += (
             [range(number, number + 1) for number in numbers] if group is None else [range(numbers[0], numbers[-1] + 1)]
