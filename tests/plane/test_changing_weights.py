@@ -203,7 +203,7 @@ async def test_retracted_samples_compute_their_cache_again(
 
 
 async def test_twenty_updates_lose_no_sample(workers: list[Worker], variants: list[Path]) -> None:
-    lengths = range(20, 180, 10)
+    lengths = range(20, 180, 20)
 
     async def sample(worker: Worker, number: int) -> dict[str, Any]:
         return await worker.sample([*PROMPT, number], lengths[number])
@@ -308,4 +308,6 @@ async def test_a_checkpoint_can_be_read_before_the_pause(
         "/update_weights_from_disk", {"model_path": str(directory), "weight_version": "1", "flush_cache": False}
     )
     await worker.done("/continue_generation")
+    await worker.sample(PROMPT, 4)  # in steps that the other sample takes, too
+    await worker.done("/pause_generation")
     assert [span["version"] for span in (await running)["meta_info"]["weight_versions"]] == ["default", "1"]

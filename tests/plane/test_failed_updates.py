@@ -106,9 +106,12 @@ async def test_requests_in_flight_refuse_an_update_from_disk(workers: list[Worke
     assert "1 requests are in flight" in await worker.refused("/update_weights_from_disk", body)
     await worker.done("/continue_generation")
     assert "1 requests are in flight" in await worker.refused("/update_weights_from_disk", body)
+    await worker.sample(PROMPT, 4)  # beside the other one, which goes on
+    await worker.done("/pause_generation")
     sample = await running
-    assert len(sample["output_ids"]) == ENDLESS
-    assert sample["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": ENDLESS}]
+    assert sample["meta_info"]["finish_reason"]["type"] == "abort"
+    whole = {"version": "default", "start": 0, "end": len(sample["output_ids"])}
+    assert sample["meta_info"]["weight_versions"] == [whole]
 
 
 async def test_a_bucket_that_does_not_fit_changes_nothing(workers: list[Worker], variants: list[Path]) -> None:

@@ -178,9 +178,10 @@ async def test_requests_wait_while_memory_is_released(workers: list[Worker]) -> 
     """On a CPU nothing is freed."""
     worker = workers[0]
     wanted = await worker.sample(PROMPT, 20)
-    [running] = await computed([worker], 1, lambda worker: worker.sample(PROMPT, ENDLESS))
+    [running] = await computed([worker], 1, lambda worker: worker.sample(PROMPT, ENDLESS, rid="endless"))
     assert "1 requests are in flight" in await worker.refused("/release_memory_occupation")
-    assert len((await running)["output_ids"]) == ENDLESS
+    await worker.session.post(f"{worker.url}/abort_request", json={"rid": "endless"})
+    assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
     assert await worker.post("/release_memory_occupation") == (200, None)
     late = asyncio.create_task(worker.sample(PROMPT, 20))
     await until_loads(worker, 0, 1)
