@@ -11,6 +11,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from skyrl.weights.digests import digest, dtype_name
+from skyrl.weights.kept_memory import KeptMemory
 from skyrl.weights.process_group import Group, join, listen
 from skyrl.weights.tensors import Part, sent_as
 from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
@@ -29,7 +30,8 @@ class TrainerGroup:
     Servers stage what arrives while they sample. The last tensor makes them apply the update; `pause` holds all of them
     around it, so that they change together. With the pause `in_place`, samples in flight keep their cache. `timeout_s`
     bounds the forming of the group, and each broadcast. `checksums`: servers check what arrives. `dtype`: of all
-    floating-point tensors on their way; each is cast while those before it travel, which needs no memory for a part.
+    floating-point tensors on their way; each is cast while those before it travel. The memory for that, as much as one
+    part, is kept for the next part and the next update.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class TrainerGroup:
         self._timeout_s = timeout_s
         self._checksums = checksums
         self._dtype = dtype
+        self._cast_memory = KeptMemory()
         self._group: Group | None = None
         self._name = ""
         self._version = ""
@@ -124,17 +127,23 @@ class TrainerGroup:
             "weight_version": self._version,
         }
         if self._checksums:
-            body["checksums"] = {name: digest(name, self._cast(tensor)) for name, tensor in part.items()}
+            body["checksums"] = {
+                name: digest(name, tensor.to(sent_as(tensor, self._dtype))) for name, tensor in part.items()
+            }
         sending = asyncio.to_thread(self._broadcast_each, self._group, part)
         _, answers = await _both(sending, self._workers.post("/update_weights_from_distributed", body))
         return answers
 
     def _broadcast_each(self, group: Group, part: Part) -> None:
+        self._cast_memory.reuse()  # not at the end: torch's threads let the last tensors go a moment later
         for _ in group.broadcast_each(self._cast(tensor) for tensor in part.values()):
             pass
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(sent_as(tensor, self._dtype))
+        dtype = sent_as(tensor, self._dtype)
+        if dtype == tensor.dtype or tensor.device.type != "cpu":
+            return tensor.to(dtype)
+        return self._cast_memory.empty(tensor.shape, dtype).copy_(tensor)
 
     async def _leave(self) -> None:
         name, self._name, self._last = self._name, "", None
@@ -145,6 +154,7 @@ class TrainerGroup:
             await self._workers.post("/destroy_weights_update_group", {"group_name": name})
         if group is not None:
             await asyncio.to_thread(group.close)
+        self._cast_memory.reuse()
 
 
 async def _both(sending: Any, telling: Any) -> tuple[Any, Any]:

@@ -347,7 +347,7 @@ def test_a_bucket_without_memory_for_it_ends_its_group(world: World, monkeypatch
     def no_memory(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setattr(module.StagingMemory, "empty", no_memory)
+    monkeypatch.setattr(module.KeptMemory, "empty", no_memory)
     assert "not enough memory" in world.receive(tensors(2.0))["error"]
     monkeypatch.undo()
     assert group.closed

@@ -29,7 +29,7 @@ from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
 from skyrl.inference.vllm_plugin.weights.plan import elements, plan_of
 from skyrl.inference.vllm_plugin.weights.stages import Stages
 from skyrl.inference.vllm_plugin.weights.staging import SHOWN, Needed, Staged, named
-from skyrl.inference.vllm_plugin.weights.staging_memory import StagingMemory
+from skyrl.weights.kept_memory import KeptMemory
 from skyrl.weights.segments import SegmentError, opened
 
 logger = logging.getLogger("vllm.skyrl_plugin")
@@ -57,7 +57,7 @@ class Receiver:
         self._staged: Staged | None = None
         self._kept: Staged | None = None
         """The base of a later update."""
-        self._memory = StagingMemory()
+        self._memory = KeptMemory()
         self._freeing: threading.Thread | None = None
         self._groups = Groups()
         self._broken: str | None = None

@@ -1,4 +1,5 @@
-"""Main memory for staged tensors that the next update uses again.
+"""Main memory for the tensors of an update that the next one uses again. Needs torch alone, because vLLM's workers
+import it too.
 
 The first use of a page costs more than all other work on its bytes: the kernel clears it, and on a virtual machine the
 host may have to find it first (0.3 to 4 s per GiB, against 0.07 s for a page that is there). Between two updates the
@@ -21,7 +22,7 @@ _UNUSED = 3
 """References to an arena without tensors: the list, the loop's variable, and the argument of `getrefcount`."""
 
 
-class StagingMemory:
+class KeptMemory:
     """Arenas that are filled one after the other. Tensors keep their arena alive, so memory is never used again under a
     tensor that somebody still has. Not safe for several threads at once."""
 
@@ -57,9 +58,11 @@ class StagingMemory:
         return len(self._arenas) - 1
 
     def reuse(self) -> None:
-        """Begin again with all arenas. Those with tensors that somebody still has are left to their tensors."""
-        self._arenas = [arena for arena in self._arenas if sys.getrefcount(arena) <= _UNUSED]
-        for arena in self._arenas:
-            with suppress(OSError):  # a kernel before 4.5: the pages stay this process's
-                arena.madvise(mmap.MADV_FREE)
-        self._filled = [0] * len(self._arenas)
+        """Begin again with all arenas, but for those with tensors that somebody still has: they wait for a later
+        call."""
+        in_use = [sys.getrefcount(arena) > _UNUSED for arena in self._arenas]
+        for number, used in enumerate(in_use):
+            self._filled[number] = len(self._arenas[number]) if used else 0
+            if not used:
+                with suppress(OSError):  # a kernel before 4.5: the pages stay this process's
+                    self._arenas[number].madvise(mmap.MADV_FREE)
