@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from sqlalchemy import Connection, delete, text
 
 from skyrl.base.types.weights import AdapterVersion, WeightsRef
-from skyrl.storage.db.tables import AdapterUseRow
+from skyrl.storage.db.tables.checkpoints import AdapterUseRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 uses = AdapterUseRow.__table__  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from skyrl.storage.db.agent_sessions import pinned
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.futures import MAX_NAMED, futures
 from skyrl.storage.db.scopes import in_scope
-from skyrl.storage.db.tables import ModelRow, SamplingSessionRow, SessionRow
+from skyrl.storage.db.tables.sessions import ModelRow, SamplingSessionRow, SessionRow
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from skyrl.base.types.weights import WeightsRef
 from skyrl.storage.db.agent_turns import turns
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import MAX_NAMED
-from skyrl.storage.db.tables import AgentSessionRow
+from skyrl.storage.db.tables.agents import AgentSessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 sessions = AgentSessionRow.__table__  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from skyrl.base.types.agents import AgentTurn, VersionSpan
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import ConstraintError
 from skyrl.storage.db.row_statement import RowStatement
-from skyrl.storage.db.tables import AgentTurnRow
+from skyrl.storage.db.tables.agents import AgentTurnRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 turns = AgentTurnRow.__table__  # type: ignore[attr-defined]

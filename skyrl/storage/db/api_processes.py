@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Executable, and_, delete, insert, or_, select
 from skyrl.base.types.kinds import Kind
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import MAX_NAMED, futures
-from skyrl.storage.db.tables import ApiProcessRow
+from skyrl.storage.db.tables.processes import ApiProcessRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 processes = ApiProcessRow.__table__  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from skyrl.storage.db import audit
 from skyrl.storage.db.columns import lora_of, lora_values
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.scopes import in_scope
-from skyrl.storage.db.tables import CheckpointRow
+from skyrl.storage.db.tables.checkpoints import CheckpointRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def stored_at(connection: Connection, path: TinkerPath) -> Checkpoint | None:
 
 def put(connection: Connection, checkpoint: Checkpoint, copy_key: str | None = None) -> None:
     """Insert a row, or replace the one of that name. The files of a replaced one are swept later. `copy_key`: see
-    `skyrl.storage.db.tables`."""
+    `skyrl.storage.db.tables.checkpoints`."""
     connection.execute(delete(checkpoints).where(_at(checkpoint.path)))
     values = {
         "tenant": checkpoint.tenant,

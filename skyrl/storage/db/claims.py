@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, insert, select, update
 
 from skyrl.storage.db import engine_state
-from skyrl.storage.db.tables import TrainingClaimRow
+from skyrl.storage.db.tables.processes import TrainingClaimRow
 
 claims = TrainingClaimRow.__table__  # type: ignore[attr-defined]
 

@@ -1,14 +1,17 @@
-"""Typed values in columns: references to weights as text, and the shape of a LoRA adapter as six columns."""
+"""Types of columns: numbers of rows, references to weights as text, and the shape of a LoRA adapter as six columns."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Dialect, Text
+from sqlalchemy import BigInteger, Dialect, Integer, Text
 from sqlalchemy.types import TypeDecorator
 
 from skyrl.base.types.lora import LoraSpec
 from skyrl.base.types.weights import WeightsRef, parse_weights
+
+ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
+"""SQLite numbers new rows only in a column of type INTEGER. PostgreSQL's INTEGER has 32 bits, which is too few."""
 
 
 class WeightsText(TypeDecorator[WeightsRef]):

@@ -15,7 +15,7 @@ from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.scopes import model_in_scope
-from skyrl.storage.db.tables import ModelRow, SamplingSessionRow
+from skyrl.storage.db.tables.sessions import ModelRow, SamplingSessionRow
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.scopes import in_scope
-from skyrl.storage.db.tables import SamplingSessionRow
+from skyrl.storage.db.tables.sessions import SamplingSessionRow
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 

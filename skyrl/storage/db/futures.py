@@ -30,7 +30,7 @@ from skyrl.base.wire.errors import ErrorCategory
 from skyrl.storage.db.ended_at import ENDED_AT_OF_MANY, EndedAt
 from skyrl.storage.db.row_statement import RowStatement
 from skyrl.storage.db.scopes import model_in_scope
-from skyrl.storage.db.tables import FutureRow
+from skyrl.storage.db.tables.requests import FutureRow
 
 futures = FutureRow.__table__  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, delete, insert, select
 
-from skyrl.storage.db.tables import InferenceServerRow
+from skyrl.storage.db.tables.processes import InferenceServerRow
 
 servers = InferenceServerRow.__table__  # type: ignore[attr-defined]
 

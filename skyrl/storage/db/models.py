@@ -18,7 +18,7 @@ from skyrl.storage.db.futures import RECORD
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.session_cache import SessionCache
 from skyrl.storage.db.sessions import in_project, sessions
-from skyrl.storage.db.tables import ModelRow
+from skyrl.storage.db.tables.sessions import ModelRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ class Model:
 @dataclass(frozen=True, slots=True)
 class ModelRecord(Model):
     """A model's row as it is now. Times are in seconds since the epoch; the other fields are explained in
-    `skyrl.storage.db.tables`."""
+    `skyrl.storage.db.tables.sessions`."""
 
     status: str
     sampler_version: int

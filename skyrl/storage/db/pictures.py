@@ -17,7 +17,8 @@ from skyrl.base.pictures.picture import PictureFormat
 from skyrl.base.pictures.placing import KnownPicture
 from skyrl.base.wire.errors import RequestError
 from skyrl.storage.db.futures import MAX_NAMED, futures
-from skyrl.storage.db.tables import ModelRow, PictureRow, PictureUseRow
+from skyrl.storage.db.tables.requests import PictureRow, PictureUseRow
+from skyrl.storage.db.tables.sessions import ModelRow
 
 pictures = PictureRow.__table__  # type: ignore[attr-defined]
 uses = PictureUseRow.__table__  # type: ignore[attr-defined]

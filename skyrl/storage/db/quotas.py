@@ -19,7 +19,8 @@ from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.models import models
 from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.sessions import active_sessions_of, sessions
-from skyrl.storage.db.tables import FutureRow, QuotaRow
+from skyrl.storage.db.tables.requests import FutureRow
+from skyrl.storage.db.tables.tenants import QuotaRow
 
 quotas = QuotaRow.__table__  # type: ignore[attr-defined]
 futures = FutureRow.__table__  # type: ignore[attr-defined]

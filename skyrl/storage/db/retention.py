@@ -17,7 +17,7 @@ from skyrl.storage.db import agent_sessions, pictures, run_steps
 from skyrl.storage.db.adapter_versions import forget_closed
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
-from skyrl.storage.db.tables import ModelRow
+from skyrl.storage.db.tables.sessions import ModelRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 FORGET_ROWS, FORGET_BYTES = 250, 4 * 2**20

@@ -19,7 +19,7 @@ from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.run_steps import Step, last_steps
 from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.sessions import active_sessions_of, sessions
-from skyrl.storage.db.tables import FutureRow
+from skyrl.storage.db.tables.requests import FutureRow
 
 _futures = FutureRow.__table__  # type: ignore[attr-defined]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from sqlalchemy import Connection, delete, func, insert, select
 
 from skyrl.storage.db.api_processes import processes
-from skyrl.storage.db.tables import SampleClockRow
+from skyrl.storage.db.tables.processes import SampleClockRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 clocks = SampleClockRow.__table__  # type: ignore[attr-defined]

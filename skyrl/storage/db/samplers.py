@@ -16,7 +16,7 @@ from skyrl.storage.db.checkpoints import Checkpoint
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.full_weights import WeightsReplaced, replaced_sentence
 from skyrl.storage.db.session_cache import SessionCache
-from skyrl.storage.db.tables import SessionRow
+from skyrl.storage.db.tables.sessions import SessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 sessions = SessionRow.__table__  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from skyrl.storage.db.batched_rows import BatchedRows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import MAX_NAMED
 from skyrl.storage.db.silence import SilenceWatch
-from skyrl.storage.db.tables import ModelRow, SamplingSessionRow, SessionRow
+from skyrl.storage.db.tables.sessions import ModelRow, SamplingSessionRow, SessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.notify.peers import PeerNotifier
 

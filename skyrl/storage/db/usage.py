@@ -20,7 +20,9 @@ from sqlalchemy import Connection, delete, func, insert, or_, select, text, upda
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.sessions import in_project, sessions
-from skyrl.storage.db.tables import CheckpointRow, MeterRow, ModelRow, UsageRow
+from skyrl.storage.db.tables.checkpoints import CheckpointRow
+from skyrl.storage.db.tables.sessions import ModelRow
+from skyrl.storage.db.tables.tenants import MeterRow, UsageRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 usage = UsageRow.__table__  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from skyrl.storage.db import audit
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.tables import MeterRow
+from skyrl.storage.db.tables.tenants import MeterRow
 from skyrl.storage.db.usage import (
     HOUR_S,
     UsageCounter,

@@ -18,7 +18,7 @@ from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.picture_files import PictureFiles
 from skyrl.storage.db.pictures import CheckedFile
-from skyrl.storage.db.tables import ModelRow
+from skyrl.storage.db.tables.sessions import ModelRow
 
 MOST = 1000
 models: Any = ModelRow.__table__  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from skyrl.storage.db.checkpoints import Checkpoint, put, store_keys
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import Model, model_values, models
 from skyrl.storage.db.samplers import Sampler, add_sampler
-from skyrl.storage.db.tables import SessionRow
+from skyrl.storage.db.tables.sessions import SessionRow
 from skyrl.training.engine import reclaim
 from skyrl.training.engine.adoption import adopt_adapters
 from skyrl.training.engine.file_scope import FileScope, new_probe

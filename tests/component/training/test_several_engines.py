@@ -27,7 +27,7 @@ from skyrl.storage.db.futures import futures
 from skyrl.storage.db.models import Model, model_values, models
 from skyrl.storage.db.samplers import Sampler, add_sampler, find_sampler
 from skyrl.storage.db.session_ends import Ended, end_sessions
-from skyrl.storage.db.tables import SessionRow
+from skyrl.storage.db.tables.sessions import SessionRow
 from skyrl.training.engine import reclaim
 from tests.postgres_server import ON_BOTH
 

@@ -18,7 +18,8 @@ from skyrl.storage.db.models import Model, living, model_values, models
 from skyrl.storage.db.samplers import Sampler, add_sampler, find_sampler
 from skyrl.storage.db.scopes import in_scope, model_in_scope, models_in_scope
 from skyrl.storage.db.sizes import sizes
-from skyrl.storage.db.tables import FutureRow, SessionRow
+from skyrl.storage.db.tables.requests import FutureRow
+from skyrl.storage.db.tables.sessions import SessionRow
 from tests.postgres_server import ON_BOTH
 
 FIRST, SECOND = Scope(without=frozenset({"b", "b-alias"})), Scope(within=frozenset({"b", "b-alias"}))
