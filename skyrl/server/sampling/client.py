@@ -3,13 +3,12 @@
 The API process uses it for forwarded samples and for OpenAI requests, the engine for colocated samples. Knows
 exchanges, endpoints and answers; does not know futures, tenants or the database. docs/how-it-works/forwarding.md has
 the failure rules as a table. In this file `sample` and `exchange` come first, then one try (`_try`), then the handling
-of its answer (`_handle`), and last the waiting.
+of its answer (`_handle`). The pauses between tries are `waits.py`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Collection, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -17,10 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.base.wire.errors import FailedRequest
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.runtime.metrics.adapters import AdapterMetrics
-from skyrl.runtime.processes.backoff import Backoff
 from skyrl.runtime.tracing.current import current_trace
 from skyrl.runtime.tracing.spans import OpenSpan
 from skyrl.server.sampling import completion, prompt_apart
@@ -42,12 +39,8 @@ from skyrl.server.sampling.served_context import ContextNotKnownYet, ServedConte
 from skyrl.server.sampling.suspects import Suspects
 from skyrl.server.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
 from skyrl.server.sampling.verdict import Verdict, verdict_of
+from skyrl.server.sampling.waits import Waits, backoff
 
-FIRST_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.0
-MAX_GATEWAY_BACKOFF_S = 5.0
-"""After 502 and 504. A proxy also gives these answers for a sample that kills the server, so the pauses are longer."""
-MAX_RETRY_AFTER_S = 30.0
 MAX_INTERRUPTIONS = 3
 """One more interruption fails a sample, if no other suspect was sent at the same time."""
 MAX_ABORTS = 1
@@ -55,7 +48,6 @@ MAX_ERRORS = 1
 """Failures of a server that reports good health. One is allowed, because the server that failed may have been replaced
 by the server that was asked."""
 MAX_RELOADS = 2
-MAX_DYING_S = 5.0
 
 T = TypeVar("T")
 
@@ -114,6 +106,7 @@ class ForwardingClient:
         self._loads = AdapterLoads(transport, host, self._headers, self.counts, metrics)
         self._versions = OtherVersions(loaded, self.counts)
         self._context = ServedContext(transport, self._headers)
+        self._waits = Waits(transport, self._headers, replicas, deadline_s)
         self._suspects = Suspects()
         self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
         self._pictures = None if pictures is None else PictureSends(pictures)
@@ -168,7 +161,7 @@ class ForwardingClient:
 
     async def _repeated(self, exchange: Exchange[T], headers: Mapping[str, str], deadline: float) -> T:
         """The request, repeated as the failure rules say."""
-        attempts = Attempts(exchange, headers, deadline, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.25))
+        attempts = Attempts(exchange, headers, deadline, backoff())
         self._attempts[exchange.request_id] = attempts
         try:
             while True:
@@ -178,7 +171,7 @@ class ForwardingClient:
                     attempts.trouble = str(error)
                     endpoint = None
                 if endpoint is None:
-                    await self._back_off(attempts)
+                    await self._waits.back_off(attempts)
                     continue
                 attempt = self._try_as_suspect if attempts.is_suspect else self._try
                 if (result := await attempt(attempts, endpoint)) is not None:
@@ -205,9 +198,9 @@ class ForwardingClient:
             async with asyncio.timeout_at(attempts.deadline):
                 attempts.sent_alone = await self._suspects.wait_turn(attempts.interruptions)
         except TimeoutError as error:
-            raise self._deadline_failure(attempts) from error
+            raise self._waits.deadline_failure(attempts) from error
         try:
-            await self._wait_while_dying(endpoint, attempts)
+            await self._waits.wait_while_dying(endpoint, attempts)
             return await self._try(attempts, endpoint)
         finally:
             self._suspects.end_turn()
@@ -217,7 +210,7 @@ class ForwardingClient:
         now = asyncio.get_running_loop().time
         remaining = attempts.deadline - now()
         if remaining <= 0:
-            raise self._deadline_failure(attempts)
+            raise self._waits.deadline_failure(attempts)
         try:
             attempts.sent_at = now()
             answer = await attempts.exchange.send(endpoint, attempts.headers, remaining)
@@ -227,15 +220,15 @@ class ForwardingClient:
             self.counts["not_accepted"] += 1
             attempts.reloads.clear()  # the next server at this address may be another one
             attempts.failed, attempts.trouble = endpoint, f"{endpoint.url} cannot be reached ({error})"
-            await self._back_off(attempts)
+            await self._waits.back_off(attempts)
             return None
         except Interrupted as error:
             if attempts.backoff.waited and now() >= attempts.deadline:
                 # The deadline ended this try early; the trouble before says more.
-                raise self._deadline_failure(attempts) from error
+                raise self._waits.deadline_failure(attempts) from error
             self._count_interruption(attempts, str(error))
             attempts.failed, attempts.trouble = endpoint, f"no answer from {endpoint.url} ({error})"
-            await self._wait_out_death(endpoint, attempts)
+            await self._waits.wait_out_death(endpoint, attempts)
             return None
         attempts.failed = None
         try:
@@ -255,15 +248,14 @@ class ForwardingClient:
                     self._count_abort(attempts, error)
                 except OtherWeights as error:
                     attempts.trouble, waits_for = await self._versions.why_again(attempts.exchange.weights, error)
-                    await self._back_off(attempts, waits_for=waits_for)
+                    await self._waits.back_off(attempts, waits_for=waits_for)
             case Verdict.WAIT | Verdict.WAIT_LONGER:
                 self.counts["upstream_busy" if answer.status == 429 else "upstream_away"] += 1
                 busy = "the inference server answers 429, too many requests"
                 attempts.trouble = busy if answer.status == 429 else describe(answer)
-                at_least_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
-                longest_s = MAX_GATEWAY_BACKOFF_S if verdict is Verdict.WAIT_LONGER else None
                 waits_for = SampleWait.BUSY if answer.status == 429 else SampleWait.AWAY
-                await self._back_off(attempts, at_least_s, longest_s, waits_for)
+                is_long = verdict is Verdict.WAIT_LONGER
+                await self._waits.back_off(attempts, answer.retry_after_s or 0.0, waits_for, is_long=is_long)
             case Verdict.LOAD_ADAPTER:
                 await self._load_adapter(answer, server, attempts)
             case Verdict.REFUSE:
@@ -278,7 +270,7 @@ class ForwardingClient:
             case Verdict.INTERRUPTED:
                 self._count_interruption(attempts, describe(answer))
                 attempts.trouble = describe(answer)
-                await self._wait_out_death(server, attempts)
+                await self._waits.wait_out_death(server, attempts)
         return None
 
     def _answered_by(self, answer: Answer, endpoint: Endpoint) -> Endpoint:
@@ -300,23 +292,23 @@ class ForwardingClient:
                 await self._loads.load(adapter, server)
         except TimeoutError as error:
             attempts.trouble = f"adapter {adapter.name} is being loaded again"
-            raise self._deadline_failure(attempts) from error
+            raise self._waits.deadline_failure(attempts) from error
         except AdapterUnavailable as error:
             attempts.reloads[server] -= 1  # the server got no request to load
             attempts.trouble = str(error)
-            await self._back_off(attempts, waits_for=SampleWait.LOADING)
+            await self._waits.back_off(attempts, waits_for=SampleWait.LOADING)
 
     async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
         """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""
         if await health_of(self._transport, server, self._headers) is not Health.ALIVE:
             self._count_interruption(attempts, describe(answer))
             attempts.trouble = "the inference server is dying"
-            await self._wait_out_death(server, attempts)
+            await self._waits.wait_out_death(server, attempts)
             return
         attempts.errors += 1
         if attempts.errors > MAX_ERRORS:
             raise attempts.exchange.failure(answer)
-        await self._back_off(attempts)
+        await self._waits.back_off(attempts)
 
     def _count_abort(self, attempts: Attempts[Any], error: completion.AbortedAnswer) -> None:
         self.counts["aborted"] += 1
@@ -339,41 +331,6 @@ class ForwardingClient:
         if attempts.is_suspect:
             self._suspects.add(attempts.interruptions)
         attempts.reloads.clear()
-
-    async def _wait_out_death(self, server: Endpoint, attempts: Attempts[Any]) -> None:
-        """Wait at least one pause, and then until the server is not dying: it would fail a request that is sent now.
-
-        A dying vLLM fails all requests in flight with 500 or a reset, and exits within about a second.
-        """
-        await self._back_off(attempts)
-        await self._wait_while_dying(server, attempts)
-
-    async def _wait_while_dying(self, server: Endpoint, attempts: Attempts[Any]) -> None:
-        """For a replica behind the router at most MAX_DYING_S: if it hangs, the router sends the sample elsewhere."""
-        now = asyncio.get_running_loop().time
-        until = now() + MAX_DYING_S if server.url in self._replicas else attempts.deadline
-        while await health_of(self._transport, server, self._headers) is Health.DYING and now() < until:
-            await self._back_off(attempts)
-
-    async def _back_off(
-        self,
-        attempts: Attempts[Any],
-        at_least_s: float = 0.0,
-        longest_s: float | None = None,
-        waits_for: SampleWait = SampleWait.AWAY,
-    ) -> None:
-        """Wait, longer each time: this time at least `at_least_s`, and the next time at most `longest_s`.
-
-        Raises FailedRequest if the wait would end after the deadline.
-        """
-        attempts.wait_for(waits_for, asyncio.get_running_loop().time())
-        wait_s = max(attempts.backoff.pause(longest_s), at_least_s * random.uniform(1.0, 1.25))
-        if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
-            raise self._deadline_failure(attempts)
-        await asyncio.sleep(wait_s)
-
-    def _deadline_failure(self, attempts: Attempts[Any]) -> FailedRequest:
-        return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
 
     async def probe(self) -> str | None:
         """Why the server cannot sample now; None if its /health answers 200."""

@@ -36,7 +36,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
-from skyrl.server.sampling import client as client_module
+from skyrl.server.sampling import waits
 from skyrl.server.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
 from skyrl.server.sampling.completion import SampleAnswer
 from skyrl.server.sampling.endpoint import EngineEndpoint, FixedEndpoint
@@ -121,7 +121,7 @@ async def clock() -> LoopClock:
 @pytest.fixture
 def no_time_for_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first back-off is longer than the deadline of a sample."""
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(waits, "FIRST_BACKOFF_S", 10 * DEADLINE_S)
 
 
 def decoded(answer: SampleAnswer) -> list[tuple[str, list[int], list[float]]]:
@@ -613,7 +613,7 @@ async def test_a_sample_that_kills_the_server_every_time_fails(
     client: ForwardingClient, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each completion the server fails some health probes, then is healthy again."""
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", client_module.FIRST_BACKOFF_S)
+    monkeypatch.setattr(waits, "MAX_BACKOFF_S", waits.FIRST_BACKOFF_S)
     probes: Counter[int] = Counter()
 
     async def dies_and_returns(request: Received, writer: asyncio.StreamWriter) -> None:
@@ -674,9 +674,9 @@ async def test_a_sample_waits_while_the_server_is_temporarily_unavailable(
     client: ForwardingClient, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch, status: int, health: int
 ) -> None:
     """The client also waits if a load balancer has no /health, or answers 503 there."""
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 0.01)
-    monkeypatch.setattr(client_module, "MAX_GATEWAY_BACKOFF_S", 0.01)
+    monkeypatch.setattr(waits, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(waits, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(waits, "MAX_GATEWAY_BACKOFF_S", 0.01)
     upstream.on_get = reply(health, "")
     upstream.script += [reply(status, "<html>restarting", "text/html")] * 12
     assert decoded(await client.sample(JOB)) == WHOLE
@@ -990,10 +990,10 @@ async def test_a_long_list_of_models_is_read(client: ForwardingClient, upstream:
 async def test_the_context_length_is_asked_until_the_server_behind_the_proxy_answers(
     client: ForwardingClient, upstream: FakeUpstream, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(waits, "FIRST_BACKOFF_S", 0.001)
     upstream.controls["/v1/models"] = reply(status, "<html>", "text/html")
     sample = asyncio.create_task(client.sample(OPEN))
-    await upstream.until(lambda server: len(server.requests) > 2 * client_module.MAX_INTERRUPTIONS)
+    await upstream.until(lambda server: len(server.requests) > 2 * MAX_INTERRUPTIONS)
     upstream.controls["/v1/models"] = models(20)
     assert decoded(await sample)
     assert upstream.completions[0].json["max_tokens"] == 17

@@ -14,7 +14,7 @@ from replicas import Server, servers
 from test_forwarding_failures import ADAPTER, JOB, WHOLE, decoded
 
 from skyrl.base.wire.errors import FailedRequest
-from skyrl.server.sampling import client as client_module
+from skyrl.server.sampling import waits
 from skyrl.server.sampling.client import MAX_INTERRUPTIONS, ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
@@ -27,8 +27,8 @@ DYING = {"/health": reply(503, b"")}
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr(waits, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(waits, "MAX_BACKOFF_S", 0.02)
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from loop_clock import LoopClock
 from test_forwarding_failures import JOB, WHOLE, decoded
 
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.server.sampling import client as client_module
+from skyrl.server.sampling import waits
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.completion import SampleAnswer
 from skyrl.server.sampling.endpoint import FixedEndpoint
@@ -80,7 +80,7 @@ async def mortal(upstream: FakeUpstream) -> MortalUpstream:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", client_module.FIRST_BACKOFF_S)
+    monkeypatch.setattr(waits, "MAX_BACKOFF_S", waits.FIRST_BACKOFF_S)
 
 
 @pytest.fixture

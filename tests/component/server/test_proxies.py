@@ -12,7 +12,7 @@ from adapter_hosts import HostWithAllAdapters
 from fake_upstream import COMPLETIONS, FakeUpstream, closed_port, fake_upstream, hang_up, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
-from skyrl.server.sampling import client as client_module
+from skyrl.server.sampling import waits
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
@@ -174,18 +174,18 @@ async def test_a_sample_that_kills_a_server_behind_a_proxy_is_repeated_rarely(
     """For the client such a death looks like a restart, so it repeats the sample until the deadline. Its pauses become
     longer than after a 503."""
     balancer, forwarding = client
-    waits: list[float] = []
+    slept: list[float] = []
 
     async def note(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 12:
+        slept.append(seconds)
+        if len(slept) == 12:
             server.default = reply(400, "enough", "text/plain")
 
     async with fake_upstream(default=hang_up) as server:
         balancer.replicas = [server.url]
-        monkeypatch.setattr(client_module.asyncio, "sleep", note)
+        monkeypatch.setattr(waits.asyncio, "sleep", note)
         with pytest.raises(Exception, match="enough"):
             await forwarding.sample(msgspec.structs.replace(JOB))
-    assert max(waits) > 3
-    assert max(waits) <= 1.25 * client_module.MAX_GATEWAY_BACKOFF_S
+    assert max(slept) > 3
+    assert max(slept) <= 1.25 * waits.MAX_GATEWAY_BACKOFF_S
     assert len([request for request in server.requests if request.path == COMPLETIONS]) == 13
