@@ -49,6 +49,7 @@ def test_eight_tenants_have_hardly_more_bookkeeping_than_one_with_as_many_prompt
     eight, shape = counted[name][1].rest, next(row.shape for row in ROWS if row.name == name)
     one = count("skyrl", make_small(tmp_path, 2), BatchRow("one tenant", "", replace(shape, groups=8)))
     assert one["bookkeeping"] >= 5, "losses are counted"
-    assert eight["bookkeeping"] <= 1.5 * one["bookkeeping"]
+    for_each = 2 * 8  # an adapter's matrices go into the stack, and its gradient out of it
+    assert eight["bookkeeping"] <= 1.5 * one["bookkeeping"] + for_each
     assert one["waits"] == 4, "the numbers of all passes, the end of the command; the norm and the end of a step"
     assert eight["waits"] == 5, "and the norms of all passes at once, because each may fail alone"

@@ -53,8 +53,8 @@ class AdapterStack:
         """New autograd leaves, by target name: lora_A [adapters, rank, in_features], and scale * lora_B [adapters,
         out_features, rank], rounded once to `dtype`."""
         flat = torch.empty(len(self.adapters), self.row_numel, dtype=dtype, device=self.adapters[0].device)
-        for alike in self._alike():
-            self._write(self.adapters[alike], flat[alike])
+        for alike, factors in self._alike:
+            self._write(self.adapters[alike], factors, flat[alike])
         pieces = flat.split([self.rank * size for size in _sizes(self.targets)], dim=1)
         found: dict[str, LoraPair] = {}
         for target, of_a, of_b in zip(self.targets, pieces[::2], pieces[1::2], strict=True):
@@ -68,33 +68,35 @@ class AdapterStack:
         its own memory, so that one that waits for its optimizer step does not keep the others."""
         rows = torch.cat([gradient.flatten(1) for gradient in of_leaves], dim=1)
         found: list[Tensor] = []
-        for alike in self._alike():
-            for adapter, own in zip(self.adapters[alike], self._cut(self.adapters[alike][0], rows[alike]), strict=True):
+        for alike, factors in self._alike:
+            first = self.adapters[alike][0]
+            for own, of_own in zip(self._cut(first, rows[alike]), factors, strict=True):
                 # a gradient of scale * lora_B becomes one of lora_B
-                found.append((own.view(-1, adapter.spec.rank) * _factors(adapter)).view(-1))
+                found.append((own.view(-1, first.spec.rank) * of_own).view(-1))
         return found
 
-    def _alike(self) -> list[slice]:
-        """Runs of consecutive adapters with the same rank and targets. Each run is padded at once, so the host's time
-        depends on the number of ranks rather than of adapters."""
+    @functools.cached_property
+    def _alike(self) -> list[tuple[slice, Tensor]]:
+        """Runs of consecutive adapters with the same rank and targets, and their `_factors`. A run is padded at once:
+        the host's time depends on the number of ranks rather than of adapters."""
         kinds = groupby(self.adapters, lambda adapter: (adapter.spec.rank, adapter.targets))
         ends = [0, *accumulate(len([*adapters]) for _, adapters in kinds)]
-        return [slice(*each) for each in pairwise(ends)]
+        runs = [slice(*each) for each in pairwise(ends)]
+        return [(run, _factors(self.adapters[run])) for run in runs]
 
     def _is_whole(self, adapter: Adapter) -> bool:
         """Whether the adapter needs no padding."""
         return adapter.spec.rank == self.rank and adapter.targets == self.targets
 
-    def _write(self, adapters: Sequence[Adapter], rows: Tensor) -> None:
+    def _write(self, adapters: Sequence[Adapter], factors: Tensor, rows: Tensor) -> None:
         """Write adapters with the same rank and targets, scaled and padded, into their rows of the stack."""
         first, count = adapters[0], len(adapters)
         rank, more = first.spec.rank, self.rank - first.spec.rank
         if self._is_whole(first):
-            for adapter, row in zip(adapters, rows, strict=True):
-                torch.mul(adapter.weights.detach().view(-1, rank), _factors(adapter), out=row.view(-1, rank))
+            self._scale(adapters, factors, rows)
             return
-        scaled = [adapter.weights.detach().view(-1, rank) * _factors(adapter) for adapter in adapters]
-        flat = torch.stack([each.to(rows.dtype) for each in scaled]).view(count, -1)
+        flat = rows.new_empty(count, first.weights.numel())
+        self._scale(adapters, factors, flat)
         pieces = flat.split([rank * size for size in _sizes(first.targets)], dim=1)
         wide = pad(torch.cat(pieces[1::2], dim=1).view(count, -1, rank), (0, more)).view(count, -1)
         of_b = wide.split([self.rank * target.out_features for target in first.targets], dim=1)
@@ -109,6 +111,13 @@ class AdapterStack:
             else:
                 padded.append(zeros[:, : self.rank * (target.in_features + target.out_features)])
         torch.cat(padded, dim=1, out=rows)
+
+    @staticmethod
+    def _scale(adapters: Sequence[Adapter], factors: Tensor, rows: Tensor) -> None:
+        """Write adapters of one rank into rows [adapters, numel], as they lie in their buffers, scaled."""
+        rank = adapters[0].spec.rank
+        for adapter, own, row in zip(adapters, factors, rows, strict=True):
+            torch.mul(adapter.weights.detach().view(-1, rank), own, out=row.view(-1, rank))
 
     def _cut(self, adapter: Adapter, rows: Tensor) -> Tensor:
         """Rows of gradients without the padding: [adapters, numel]. The adapters have this one's rank and targets."""
@@ -130,16 +139,18 @@ def _sizes(targets: Sequence[Target]) -> tuple[int, ...]:
     return tuple(size for target in targets for size in (target.in_features, target.out_features))
 
 
-def _factors(adapter: Adapter) -> Tensor:
-    """The factor of each `rank` elements of the adapter's buffer: its scale for lora_B, 1 for lora_A. float32 [numel /
-    rank, 1]. Every matrix begins at a multiple of the rank, so these elements never belong to two matrices."""
-    is_a, is_b = _which_matrix(_sizes(adapter.targets), adapter.device)
-    return torch.add(is_a, is_b, alpha=adapter.scale)[:, None]
+def _factors(adapters: Sequence[Adapter]) -> Tensor:
+    """For adapters with the same rank and targets, the factor of each `rank` elements of a buffer: the adapter's scale
+    for lora_B, 1 for lora_A. float32 [adapters, numel / rank, 1]. Every matrix begins at a multiple of the rank, so
+    these elements never belong to two matrices."""
+    is_a, is_b = _which_matrix(_sizes(adapters[0].targets), adapters[0].device)
+    scales = torch.tensor([adapter.scale for adapter in adapters]).to(adapters[0].device, non_blocking=True)
+    return torch.addcmul(is_a, scales[:, None], is_b)[..., None]
 
 
 @functools.lru_cache(maxsize=4)
 def _which_matrix(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where lora_A is, as 0.0 or 1.0, and where lora_B is, as bool; both [sum of sizes]. Cached, because a copy to a
-    GPU waits for the GPU. The adapters of one base model have few different `sizes`."""
-    is_b = (torch.arange(len(sizes)) % 2 == 1).repeat_interleave(torch.tensor(sizes)).to(device)
-    return (~is_b).float(), is_b
+    """Where lora_A is and where lora_B is, each 0.0 or 1.0, [sum of sizes]. Cached, because a copy to a GPU waits for
+    the GPU. The adapters of one base model have few different `sizes`."""
+    is_b = (torch.arange(len(sizes)) % 2).float().repeat_interleave(torch.tensor(sizes)).to(device)
+    return 1 - is_b, is_b
