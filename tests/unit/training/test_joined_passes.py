@@ -17,6 +17,7 @@ from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutO
 from skyrl.training.backends.torch_lora import backend as backend_module
 from skyrl.training.backends.torch_lora import checks, prefixes
 from skyrl.training.backends.torch_lora import joined as joined_module
+from skyrl.training.backends.torch_lora import passes as passes_module
 from skyrl.training.backends.torch_lora import running as running_module
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
@@ -207,6 +208,43 @@ def test_a_pass_found_in_one_of_several_slices_of_a_micro_batch_changes_no_neigh
     assert isinstance(failed, InvalidRequest)
     assert str(failed).startswith("loss_fn: the gradient of steep is")
     _assert_close_to_alone(ok([result]), backend, [good], tmp_path)
+
+
+def test_a_pass_whose_sum_is_not_finite_is_left_out_at_once_where_losses_are_computed_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, beside a pass of another adapter."""
+    monkeypatch.setattr(passes_module, "groups_adapters", lambda device: True)
+    monkeypatch.setattr(joined_module, "run_micro_batch", lambda *_, **__: pytest.fail("a pass ran again"))
+    first, _, last = _in_the_midst_of_groups()
+    bad = train("a", _with_one_spoilt(BATCH[3:6], _overflow, 1), "importance_sampling")
+    backend = _backend()
+    one, beside, failed, other = backend.run([first, train("b", BATCH[:2], "importance_sampling"), bad, last])
+    assert isinstance(failed, InvalidRequest)
+    ok([beside])
+    _assert_close_to_alone(ok([one, other]), backend, [first, last], tmp_path)
+
+
+def test_no_memory_for_norms_fails_only_the_pass_whose_norm_cannot_be_computed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = [train("b", sft(1, 20)), train("a", BATCH[:2], "ppo")]
+    backend = _backend()
+    asked: list[int] = []
+    norms = torch._foreach_norm  # type: ignore[attr-defined]
+
+    def short(gradients: list[Tensor]) -> Sequence[Tensor]:
+        asked.append(len(gradients))
+        if len(asked) <= 2:
+            raise torch.OutOfMemoryError
+        return norms(gradients)
+
+    monkeypatch.setattr(torch, "_foreach_norm", short)
+    failed, result = backend.run(passes)
+    assert asked == [2, 1, 1], "together, then each alone"
+    assert isinstance(failed, OutOfMemory)
+    _assert_close_to_alone(ok([result]), backend, passes[1:], tmp_path)
+    assert backend.optim_step("b", AdamParams()) == {}, "no gradient was kept"
 
 
 def test_a_gradient_without_a_finite_norm_fails_its_pass_where_passes_are_merged_and_the_step_elsewhere() -> None:
