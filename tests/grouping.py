@@ -1,9 +1,10 @@
 """Groups of tests, and the order in which groups start, when pytest-xdist runs tests in several processes.
 
 A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once.
-Six groups are larger: the tests on the servers of tests/fuzz/conftest.py, tests/plane/conftest.py and
-tests/e2e/tools/conftest.py, those on the cluster of tests/ray/conftest.py, and two groups on servers of
-tests/e2e/conftest.py. One group there would take longer than all other tests together take in the other processes.
+Seven groups are larger: the tests on the servers of tests/fuzz/conftest.py, tests/plane/conftest.py,
+tests/faults/conftest.py and tests/e2e/tools/conftest.py, those on the cluster of tests/ray/conftest.py, and two groups
+on servers of tests/e2e/conftest.py. One group there would take longer than all other tests together take in the other
+processes.
 
 This module knows only the paths of tests. (pytest-xdist's own groups, `--dist loadgroup`, need marks and write into
 node ids, and pytest 9.2 does not allow that.)
@@ -28,7 +29,6 @@ PROGRAM_FOLDERS = (PROGRAMS, "tests/e2e/cookbook")
 
 OWN_SERVERS = frozenset(
     {
-        "tests/e2e/test_agent_durability.py",
         "tests/e2e/test_agent_examples.py",
         "tests/e2e/test_base_models.py",
         "tests/e2e/test_cluster_gateways.py",
@@ -53,6 +53,10 @@ TOOLS = "tests/e2e/tools"
 FUZZ = "tests/fuzz"
 PLANE = "tests/plane"
 RAY = "tests/ray"
+
+MORTAL = "tests/faults/test_vllm_replaced.py"
+"""The group of the modules that kill parts of one server with a vLLM."""
+MORTAL_MODULES = frozenset({"tests/faults/test_agent_durability.py", MORTAL})
 
 ORDER = (
     SHARED_SERVER,
@@ -82,7 +86,7 @@ def group_of(nodeid: str) -> str:
     for folder in (TOOLS, SHARED_SERVER, FUZZ, PLANE, RAY):
         if path.startswith(f"{folder}/") and path not in OWN_SERVERS:
             return folder
-    return path
+    return MORTAL if path in MORTAL_MODULES else path
 
 
 def start_position(nodeid: str) -> int:

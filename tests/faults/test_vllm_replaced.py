@@ -1,7 +1,7 @@
 """vLLM hangs or dies while two tenants work: vLLM is replaced, and each tenant's samples come from its own weights.
 
-The tests share one server with short bounds for hangs. They run in the order of this file; the last test stops the
-server.
+The tests share one server with short bounds for hangs, also with test_agent_durability.py. They run in the order of
+this file; the last test stops the server.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ from tinker import types
 from skyrl.cli.demo.server import DemoServer
 from tests.e2e.conftest import ask, cross_entropy, find_process, train, vllm_of
 from tests.e2e.load import client_that_outlives
-from tests.servers import ready
 
 pytestmark = pytest.mark.vllm
 
-HANG_S = 20.0
-"""Longer than the slowest step of the tiny model (one of the first) on a slow machine."""
 PROMPT = [5, 6, 7, 8]
 SHORT, LONG = 12, 700
 DRAINED = 100
@@ -56,15 +53,6 @@ class Tenant:
 def _sample(sampler: tinker.SamplingClient, length: int) -> types.SampledSequence:
     params = types.SamplingParams(max_tokens=length, temperature=0.0, stop=[])
     return sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result().sequences[0]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    bounds = {"probe_interval_s": 0.5, "health_timeout_s": HANG_S, "step_timeout_s": HANG_S}
-    with ready(
-        DemoServer(tmp_path_factory.mktemp("hangs"), backend_config={"generator": {"inference_engine": bounds}})
-    ) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.environments import ROOT
-from tests.grouping import FUZZ, ORDER, OWN_SERVERS, PROGRAMS, SHARED_SERVER, TOOLS, group_of, start_position
+from tests.grouping import (
+    FUZZ,
+    MORTAL,
+    MORTAL_MODULES,
+    ORDER,
+    OWN_SERVERS,
+    PROGRAMS,
+    SHARED_SERVER,
+    TOOLS,
+    group_of,
+    start_position,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +29,9 @@ from tests.grouping import FUZZ, ORDER, OWN_SERVERS, PROGRAMS, SHARED_SERVER, TO
         ("tests/e2e/cookbook/test_download.py::test_one", PROGRAMS),
         ("tests/e2e/test_lifecycle.py::test_one", "tests/e2e/test_lifecycle.py"),
         ("tests/e2e/tools/test_tools.py::test_one", TOOLS),
+        ("tests/faults/test_agent_durability.py::test_one", MORTAL),
+        ("tests/faults/test_vllm_replaced.py::test_one", MORTAL),
+        ("tests/faults/test_signals.py::test_one", "tests/faults/test_signals.py"),
         ("tests/fuzz/test_found.py::test_one", FUZZ),
     ],
 )
@@ -38,7 +52,7 @@ def test_slow_groups_start_first_and_unlisted_ones_last() -> None:
 
 
 def test_the_paths_of_the_groups_exist() -> None:
-    assert all((ROOT / path).exists() for path in (*ORDER, *OWN_SERVERS))
+    assert all((ROOT / path).exists() for path in (*ORDER, *OWN_SERVERS, *MORTAL_MODULES))
 
 
 def test_modules_listed_with_a_server_of_their_own_do_not_use_the_shared_one(request: pytest.FixtureRequest) -> None:

@@ -4,7 +4,6 @@ turns. The client does what SDKs do: it sends an interrupted request again."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,21 +12,13 @@ import psutil
 import pytest
 
 from skyrl.cli.demo.server import DemoServer
-from tests.servers import ready
-
-from .conftest import find_process
-from .mortal_server import WAIT_S, MortalServer
+from tests.e2e.conftest import find_process
+from tests.e2e.mortal_server import WAIT_S, MortalServer
 
 pytestmark = pytest.mark.vllm
 
 RETRY = {"x-stainless-retry-count": "1"}
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MortalServer]:
-    with ready(MortalServer(tmp_path_factory.mktemp("mortal"))) as running:
-        yield running
 
 
 class Agent:
