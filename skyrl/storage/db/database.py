@@ -36,6 +36,8 @@ CONNECT_TIMEOUT_S = 10
 WRITE_LOCK = 0x736B79726C
 """PostgreSQL: the number of the advisory lock that every write transaction holds. The bytes spell `skyrl`."""
 
+TAKE_WRITE_LOCK = f"SELECT pg_advisory_xact_lock({WRITE_LOCK})"
+
 UNORDERED = "skyrl_unordered"
 """The execution option of connections whose transactions do not take the write lock."""
 
@@ -220,4 +222,4 @@ def _server(url: URL, isolation_level: Any) -> Engine:
 def _lock_writes(connection: Connection) -> None:
     if UNORDERED in connection.get_execution_options():
         return
-    connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITE_LOCK})")
+    connection.exec_driver_sql(TAKE_WRITE_LOCK)

@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import Executable, Insert, Update
 from sqlalchemy.dialects import sqlite
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.sql.compiler import SQLCompiler
 
 SIZES = (256, 128, 64, 32, 16, 8, 4, 2)
@@ -30,8 +31,8 @@ LEAST_FILLED = 3 / 4
 
 
 class RowStatement:
-    """On SQLite the driver executes the statement directly, because SQLAlchemy's overhead costs more than the row.
-    Therefore every parameter must be a bindparam of a type that the driver accepts without conversion.
+    """The driver executes the statement directly, because SQLAlchemy's overhead costs more than the row. Therefore
+    every parameter must be a bindparam of a type that the driver accepts without conversion.
 
     `many` is SQLite's text for the rows of a group. It reads them with `FROM given`: the column `place` (1, 2, ..
     within one statement) and a column for each parameter, with the parameter's name. The last rows of `given` may be
@@ -57,6 +58,8 @@ class RowStatement:
         key: Sequence[str] = (),
     ) -> None:
         self.statement: Executable = statement
+        self.postgres = str(statement.inline().compile(dialect=PGDialect_psycopg()))
+        """Text for psycopg, with named parameters."""
         compiled = statement.compile(dialect=sqlite.dialect())
         assert isinstance(compiled, SQLCompiler)
         assert compiled.positiontup is not None, "SQLite's parameters have places, not names"

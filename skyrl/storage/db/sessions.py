@@ -15,6 +15,7 @@ from skyrl.storage.db import audit
 from skyrl.storage.db.batched_rows import BatchedRows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import MAX_NAMED
+from skyrl.storage.db.row_statement import RowStatement
 from skyrl.storage.db.silence import SilenceWatch
 from skyrl.storage.db.tables.sessions import ModelRow, SamplingSessionRow, SessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -37,10 +38,8 @@ _OLD = select(sessions.c.id, sessions.c.tenant, sessions.c.heartbeat_at).where(
 )
 _ACTIVE = select(sessions.c.id, sessions.c.project_id).where(_IS_ACTIVE)
 """Without the sessions' metadata, which may be 16 KiB for each of thousands of sessions."""
-_BEAT = (
-    update(sessions)
-    .where(sessions.c.id == bindparam("session"), sessions.c.status == "active")
-    .values(heartbeat_at=bindparam("now"))
+_BEAT = RowStatement(
+    update(sessions).where(sessions.c.id == bindparam("session"), _IS_ACTIVE).values(heartbeat_at=bindparam("now"))
 )
 _END = (
     update(sessions)

@@ -19,6 +19,7 @@ from sqlalchemy.exc import DBAPIError
 from skyrl.runtime.metrics.database import CommitMetrics
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import is_transient
+from skyrl.storage.db.pipelined_rows import PipelinedRows
 from skyrl.storage.db.row_connection import RowConnection, Write
 from skyrl.storage.db.row_statement import RowStatement
 
@@ -51,7 +52,7 @@ class GroupCommitWriter:
     On SQLite the event loop itself commits rows: that takes less time than waking a thread. All else is committed by a
     thread: other writes, large rows, every group that the event loop cannot commit at once (another process has the
     write lock, or a row is bad), and for a while all rows after a commit was slow. On PostgreSQL the thread commits
-    everything.
+    everything, and rows in one round trip.
 
     When the database is away or full, a whole group fails and none of its writes is committed. But when the connection
     breaks during the commit, they may all be committed although they fail.
@@ -73,6 +74,7 @@ class GroupCommitWriter:
         self._queue: queue.SimpleQueue[list[Write] | None] = queue.SimpleQueue()
         self._on_thread = 0
         self._thread_rows = RowConnection(database)
+        self._pipelined = PipelinedRows(database, ordered=ordered)
         self._loop_rows = RowConnection(database, *LOOP_SETTINGS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
@@ -200,6 +202,7 @@ class GroupCommitWriter:
             for start in range(0, len(waiting), MAX_BATCH):
                 self._commit_on_thread(waiting[start : start + MAX_BATCH])
         self._thread_rows.close()
+        self._pipelined.close()
 
     def _commit_on_thread(self, group: list[Write]) -> None:
         try:
@@ -218,11 +221,12 @@ class GroupCommitWriter:
     def _commit(self, group: list[Write]) -> list[Outcome]:
         begun, started = False, time.perf_counter()
         try:
-            if self._database.is_sqlite and all(isinstance(write.statement, RowStatement) for write in group):
+            only_rows = all(isinstance(write.statement, RowStatement) for write in group)
+            if only_rows and self._database.is_sqlite:
                 self._thread_rows.begin()
                 begun = True
                 self._thread_rows.commit(group)
-            else:
+            elif not (only_rows and self._pipelined.commit(group)):
                 with self._engine.begin() as connection:
                     begun = True
                     self._apply(connection, group)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from adapter_hosts import HostWithAllAdapters
 from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream, after, complete, hang_up
 from sqlalchemy import Engine, event, func, make_url, select
-from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl.base.types.command import Command
@@ -35,7 +34,9 @@ from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import EngineState, read_state
 from skyrl.storage.db.fence import Fence
 from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.pipelined_rows import PipelinedRows
 from skyrl.storage.db.retrying_database import RetryingDatabase
+from skyrl.storage.db.row_connection import Write
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.notify.doorbell import Doorbell
 from skyrl.training.engine.failures import failed
@@ -364,20 +365,20 @@ READS = (
 async def test_a_stored_sample_whose_commit_seemed_lost_is_forwarded_when_sent_again(
     serve: Serve, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = PGDialect_psycopg.do_commit
+    real = PipelinedRows._run
     lost = 0
 
-    def commit_and_lose_the_answer(dialect: PGDialect_psycopg, connection: Any) -> None:
+    def commit_and_lose_the_answer(rows: PipelinedRows, driver: Any, writes: Sequence[Write]) -> None:
         nonlocal lost
-        real(dialect, connection)
+        real(rows, driver, writes)
         lost += 1
-        connection.dbapi_connection.close()
+        driver.close()
         raise psycopg.OperationalError("server closed the connection unexpectedly")
 
     async with serve() as api:
         sampler = await api.sampler()
         with monkeypatch.context() as broken:
-            broken.setattr(PGDialect_psycopg, "do_commit", commit_and_lose_the_answer)
+            broken.setattr(PipelinedRows, "_run", commit_and_lose_the_answer)
             assert (await api.post("asample", sample_body(sampler, 1))).status_code == 503
         assert lost >= 1
         assert not upstream.completions
