@@ -74,7 +74,7 @@ async def _trajectory(
         async with await server.session(**options) as session:
             try:
                 reward = _checked(await agent(session, task))
-            except Exception as error:
+            except Exception as error:  # agents are programs of the user: logged, and the session has no reward
                 if attempt < retries and is_servers(error):
                     logger.warning("session %s: the server failed (%s); again in a new session", session.id, error)
                     progress.retried += 1

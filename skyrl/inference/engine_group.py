@@ -200,7 +200,7 @@ class EngineGroup:
         waiting."""
         try:
             await self._ask(replica, replica.load(adapter))
-        except Exception as error:
+        except Exception as error:  # logged, and returned to the caller
             if not isinstance(error, httpx.TransportError):  # `_ask` has logged transport errors
                 logger.warning("vLLM at %s has not loaded adapter %s: %s", replica.addresses.admin, adapter.name, error)
             if isinstance(error, NoAnswer) and replica.state is not ReplicaState.READY:

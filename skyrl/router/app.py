@@ -125,7 +125,7 @@ class RouterApp:
             logger.warning("an answer broke off: %s", error)  # returning in mid-answer closes the connection
         except BodyTooLarge as error:
             await refusals.refuse(send, 413, "body_too_large", str(error))
-        except Exception:
+        except Exception:  # logged, counted and answered with 500
             self._counts["internal_errors"] += 1
             logger.exception("%s %s failed in the router", scope["method"], scope["path"])
             if not started:

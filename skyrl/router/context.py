@@ -43,5 +43,5 @@ class RouterContext:
             raise ValueError(f"--tokenizer: {file} does not exist")
         try:
             return Tokenizer.from_file(str(file))
-        except Exception as error:
+        except Exception as error:  # tokenizers raises bare exceptions
             raise ValueError(f"--tokenizer: {file} cannot be read: {error}") from error

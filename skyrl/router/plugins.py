@@ -39,7 +39,9 @@ def load(path: str) -> Callable[..., Any]:
         raise PluginError(f"--middleware: {path!r} is not package.module.Class or file.py:Class")
     try:
         module = _from_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except Exception as error:
+    except Exception as error:  # middleware is a program of the user
+        if not isinstance(error, ImportError | OSError):
+            logger.exception("middleware %s cannot be imported", path)  # the trace says where
         raise PluginError(f"--middleware: {path!r} cannot be imported: {type(error).__name__}: {error}") from error
     plugin = getattr(module, name, None)
     if not callable(plugin):
@@ -68,7 +70,8 @@ class Guarded:
             self.plugin: Any = load(path)(app, router=context)
         except PluginError:
             raise
-        except Exception as error:
+        except Exception as error:  # middleware is a program of the user
+            logger.exception("middleware %s cannot be made", path)
             raise PluginError(f"--middleware: {path!r} cannot be made: {type(error).__name__}: {error}") from error
 
     def stats(self) -> Mapping[str, Any]:
@@ -92,7 +95,7 @@ class Guarded:
             if started:
                 raise Truncated(f"the body is too large for middleware {self.path}") from error
             await refusals.refuse(send, 413, "body_too_large", f"the body is too large for middleware {self.path}")
-        except Exception as error:
+        except Exception as error:  # middleware is a program of the user: logged, counted and answered
             self.failures += 1
             logger.exception("middleware %s failed", self.path)
             if started:

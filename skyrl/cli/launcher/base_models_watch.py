@@ -44,7 +44,7 @@ class BaseModelsWatch:
         while starting := [s for s in self._first_ready.starts.values() if not s.was_ready and s.failure is None]:
             try:
                 states = await self._database.read_async(lambda c, starting=starting: _states(c, starting))
-            except Exception as error:
+            except Exception as error:  # logged; the watch must go on
                 rounds.failed(error)
             else:
                 rounds.went_well()
@@ -74,7 +74,7 @@ class BaseModelsWatch:
         while True:
             try:
                 await asyncio.to_thread(self._database.write, lambda c: engine_state.clear(c, reason, key))
-            except Exception as error:
+            except Exception as error:  # logged; tried until the database takes it
                 rounds.failed(error)
                 await asyncio.sleep(LOOK_S)
             else:

@@ -161,6 +161,7 @@ class Launcher:
             done, _ = await asyncio.wait({*ends, announcing}, return_when=asyncio.FIRST_COMPLETED)
             if done == {announcing}:
                 if (failure := announcing.exception()) is not None:
+                    logger.error("waiting until the server is ready has failed", exc_info=failure)
                     raise ServerEnded(f"waiting until the server is ready has failed: {failure}") from failure
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:  # if several have ended, the first in this order counts

@@ -83,7 +83,7 @@ class Parts:
         try:
             if part.stop is not None:
                 await part.stop()
-        except Exception:
+        except Exception:  # logged; the other parts must stop, too
             logger.exception("stopping %s failed", name)
         finally:
             if supervision is not None:
@@ -115,7 +115,8 @@ class Parts:
         failure: Exception | None = None
         try:
             await part.supervise()
-        except Exception as error:
+        except Exception as error:  # the server ends, whatever it was: its message says little without a trace
+            logger.exception("%s failed", part.duty)
             failure = error
         if part.name in self._parts and self._failure is None:
             self._failure = ServerEnded(f"the server has stopped because {part.duty} ended: {failure or 'see above'}")

@@ -90,7 +90,7 @@ class TrainingClaim:
             await asyncio.sleep(HOLD_S)
             try:
                 held = await asyncio.to_thread(self._database.write, lambda c: claims.hold(c, self._server))
-            except Exception as error:
+            except Exception as error:  # logged; the claim holds for some time without it
                 rounds.failed(error)
                 continue
             rounds.went_well()

@@ -52,7 +52,7 @@ class ServersPublisher:
                         for server in self.servers
                     ]
                 )
-            except Exception as error:
+            except Exception as error:  # logged; tried until the database takes it
                 rounds.failed(error)
                 self._has_changed.set()
                 await asyncio.sleep(RETRY_S)
@@ -63,7 +63,7 @@ class ServersPublisher:
         """No vLLM runs any more. A failure is logged: the next placement process replaces the rows."""
         try:
             await self._write([])
-        except Exception as error:
+        except Exception as error:  # logged; the server is about to end
             Rounds("removing the rows of the vLLMs", RETRY_S).failed(error)
 
     async def _write(self, placed: Sequence[PlacedServer]) -> None:

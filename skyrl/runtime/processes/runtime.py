@@ -201,7 +201,7 @@ def run_process(name: str, run: Callable[[], None], outage: Callable[[Exception]
     except NotLoaded as error:
         logger.critical("%s%s", MARK, " ".join(str(error).split()))
         sys.exit(MAY_START)
-    except Exception as error:
+    except Exception as error:  # raised again, unless `outage` has a sentence for it
         away = outage(error)
         if away is None:
             raise

@@ -154,7 +154,7 @@ class Turns:
         except asyncio.CancelledError:
             turn.fail(RequestError("the server is stopping; send the request again", status=503, retry_after_s=1))
             raise
-        except Exception as error:
+        except Exception as error:  # the turn's readers get it; the server's own faults are logged
             failure = _failure(error, request.id)
             self._metrics.failed(request.dialect, failure.status)
             turn.fail(failure)

@@ -84,7 +84,7 @@ class EventStream(Response):
                 return
             except RequestError as error:
                 last = self._failed(error)
-            except Exception as error:
+            except Exception as error:  # the answer has begun: the log has the error, and the stream its class
                 logger.exception("a stream failed", extra=about_request(self._request_id))
                 last = self._failed(RequestError(f"internal error: {type(error).__name__}", status=500))
             await send({"type": "http.response.body", "body": last})

@@ -87,7 +87,7 @@ def router(services: Services) -> Routes:
             status = 410 if call.received.get("x-tinker-request-type") == "Sample" else 404
             detail = f"request_id: no request {body.request_id!r}"
             return reply({"detail": detail, "field": "request_id", "request_id": call.id}, status)
-        except Exception:
+        except Exception:  # whatever it is, the SDK asks again at once
             await asyncio.sleep(ERROR_HOLD_S)
             raise
         if outcome is None:

@@ -77,7 +77,7 @@ class HttpTable:
                 await self.framework(scope, receive, call.send)
         except ClientGone:
             pass
-        except Exception as error:
+        except Exception as error:  # ErrorAnswers knows each kind, and logs the server's own faults
             if call.answered:
                 raise
             await call.answer(self._errors.answer(call, error))

@@ -67,7 +67,7 @@ class WholeRequest:
         except asyncio.CancelledError:  # the server is about to end
             self._break_off()
             raise
-        except Exception:
+        except Exception:  # no handler answered it: the log has it, and the connection breaks off
             logger.exception("a request ended without an answer")
             self._break_off()
         else:

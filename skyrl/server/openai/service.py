@@ -182,7 +182,7 @@ class OpenAIService:
         except RequestError as error:
             outcome = None if error.status == 429 else SERVER_ERROR if error.status >= 500 else USER_ERROR
             raise
-        except Exception:
+        except Exception:  # counted, and raised again
             outcome = SERVER_ERROR
             raise
         finally:

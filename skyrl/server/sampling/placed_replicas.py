@@ -45,7 +45,7 @@ class PlacedReplicas:
             self._rung.clear()
             try:
                 await self._follow()
-            except Exception as error:
+            except Exception as error:  # logged; the watch must go on
                 rounds.failed(error)
             else:
                 rounds.went_well()

@@ -42,7 +42,7 @@ async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[obje
         await asyncio.sleep(period_s)
         try:
             await action()
-        except Exception as error:
+        except Exception as error:  # logged; the next round runs
             rounds.failed(error)
         else:
             rounds.went_well()
@@ -52,7 +52,7 @@ async def once(name: str, action: Callable[[], Awaitable[object]]) -> None:
     """Run `action`, and log a failure. For a task whose result nobody awaits."""
     try:
         await action()
-    except Exception as error:
+    except Exception as error:  # logged: nobody awaits the action
         if is_transient(error):
             logger.error("%s: the database cannot be used: %s", name, reason(error))
         else:

@@ -230,7 +230,7 @@ class GroupCommitWriter:
                 with self._engine.begin() as connection:
                     begun = True
                     self._apply(connection, group)
-        except Exception as error:
+        except Exception as error:  # whoever waits for a write gets its error
             self._thread_rows.roll_back()
             error = _as_sqlalchemy(error)
             # After a transient error, and after an error at BEGIN, each write alone would fail in the same way.

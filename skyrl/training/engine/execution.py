@@ -157,7 +157,7 @@ class Execution:
                 self._publisher.publish(ran.weights)
         except Displaced:  # the engine that holds the claim runs the command
             raise
-        except Exception as error:
+        except Exception as error:  # the client gets it, or the log
             outcome, change = failed(error, command), fails_model(command)
         self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
         return outcome
@@ -207,7 +207,7 @@ class Execution:
                 take(model_id, next_seq)
         except Displaced:
             raise
-        except Exception:
+        except Exception:  # logged: the commands since the last snapshot are kept and run again
             logger.exception("model %s has no snapshot at command %d", model_id, next_seq)
             return False
         return True

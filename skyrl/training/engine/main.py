@@ -123,7 +123,7 @@ def _load_backend(config: ServerConfig, ranks: RankActors | None = None) -> Back
         if isinstance(error.__cause__, OSError):  # reading the files, or getting them from the hub, has failed
             raise NotLoaded(str(error)) from error
         raise
-    except Exception as error:
+    except Exception as error:  # of any library that reads a model: logged, and said in the error
         logger.exception("loading the base model failed")
         cause = f"{type(error).__name__}: {error}"
         raise NotLoaded(f"base_model: cannot load {config.base_model_path}: {cause}") from error

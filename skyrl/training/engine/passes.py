@@ -65,12 +65,12 @@ def run_passes(
     for command in commands:
         try:
             runnable.append((command, decode_pass(command, bodies[command.request_id], backend, pictures)))
-        except Exception as error:
+        except Exception as error:  # the client gets it, or the log
             outcomes[command.request_id] = failed(error, command)
     results: Sequence[PassResult | Exception]
     try:
         results = backend.run([training_pass for _, training_pass in runnable]) if runnable else []
-    except Exception as error:
+    except Exception as error:  # each pass gets it
         results = [error] * len(runnable)
     for (command, training_pass), result in zip(runnable, results, strict=True):
         if isinstance(result, Exception):

@@ -198,7 +198,7 @@ class RankActors:
             for actor in self._actors:
                 ray.kill(actor)
             remove_placement_group(self._group)
-        except Exception as error:
+        except Exception as error:  # Ray raises errors of many kinds once its cluster is gone
             logger.warning("the trainer's ranks could not be told to end: %s", _first_line(error))
 
     def _start(self, places: RankPlaces, rank_class: str, arguments: Sequence[Any], name: str) -> None:

@@ -158,7 +158,7 @@ class Recovery:
             await asyncio.to_thread(self._restore_state, model)
         except _Stopped:
             return
-        except Exception as error:
+        except Exception as error:  # one model's error must not keep the others from training
             if is_transient(error) or isinstance(error, Displaced):
                 raise
             if self._signals.is_stopped:  # the error may come from the shutdown, so the model may be intact

@@ -156,7 +156,7 @@ class ColocatedSampler:
             job = job_for(request, command.request_id, sampler, self._limits, self._base_name, pictures=pictures)
             answer = await self._client.sample(job)
             return Outcome(answer.body, "proto:sample"), usage_of(answer, sampler)
-        except Exception as error:
+        except Exception as error:  # the client gets it, or the log
             return failed(error, command), {}
 
     async def close(self) -> None:

@@ -68,7 +68,7 @@ class StartCheck:
         began = time.monotonic()
         try:
             self._expected = await self._threads.on_backend(self._trainer.run)
-        except Exception as error:
+        except Exception as error:  # logged, and said in the error
             logger.exception("making adapters for the comparison with vLLM failed")
             await self._threads.on_files(self._trainer.remove)
             cause = f"{type(error).__name__}: {error}"

@@ -84,7 +84,7 @@ async def test_the_other_parts_stop_although_one_fails_to_stop(caplog: pytest.Lo
     assert "stopping engine failed" in caplog.text
 
 
-async def test_parts_can_be_added_and_removed_while_others_run() -> None:
+async def test_parts_can_be_added_and_removed_while_others_run(caplog: pytest.LogCaptureFixture) -> None:
     world = RecordingParts()
     await world.add("vllm")
     ending = asyncio.create_task(world.parts.until_one_ends())
@@ -104,6 +104,7 @@ async def test_parts_can_be_added_and_removed_while_others_run() -> None:
     world.may_end["vllm-1"].set_exception(OSError("no room"))
     with pytest.raises(ServerEnded, match="^the server has stopped because supervising vllm-1 ended: no room$"):
         await ending
+    assert [record.message for record in caplog.records if record.exc_info] == ["supervising vllm-1 failed"]
     await world.parts.stop()
 
 

@@ -54,7 +54,7 @@ class Job:
             self._result = work(self)
         except WeightsError as error:
             self._error = str(error), error.status
-        except Exception as error:
+        except Exception as error:  # logged, and told to whoever waits for the job
             logger.exception("%s failed", self.name)
             self._error = f"{self.name}: {str(error) or type(error).__name__}", 500
         finally:

@@ -83,7 +83,7 @@ class ServedModel:
         patterns = ["*.safetensors", "*.safetensors.index.json"]
         try:
             return Path(snapshot_download(self._checkpoint, allow_patterns=patterns, local_files_only=True))
-        except Exception as error:
+        except (OSError, ValueError) as error:  # the hub's errors of a missing file and of a wrong name
             raise WeightsError(f"the files of {self._checkpoint} are not on this machine: {error}", 501) from error
 
     def apply(self, tensors: Mapping[str, torch.Tensor], *, full: bool) -> dict[str, float]:
@@ -97,7 +97,7 @@ class ServedModel:
                     took.of("clear", _clear, parameters.values())
                 took.of("load", self._load, tensors, keep=not full)
                 old = took.of("prove", _not_finite, parameters)
-        except Exception as error:
+        except Exception as error:  # of vLLM's many loaders: the model is broken, whatever it was
             raise Broken(f"{str(error) or type(error).__name__}") from error
         if old:
             raise Broken(f"the new tensors did not reach {named(old)}")

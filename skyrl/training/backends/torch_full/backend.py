@@ -116,7 +116,7 @@ class TorchFullBackend(StateSnapshots):
         try:
             self.check(training_pass)
             training_pass = with_sorted_experts(training_pass, self._limits.mixture)
-        except Exception as error:
+        except Exception as error:  # it is this pass's outcome
             return failure_of(error, self._device)
         parameters = self._parameters(training_pass.model_id)
         # A RunningPass only hands its gradient over, which the parameters take as an adapter does

@@ -24,7 +24,7 @@ def run_slice(model: FullModel, parameters: FullParameters, piece: Slice, *, bac
     device, failure, result = model.base.device, None, None
     try:
         result = _forward_backward(model, parameters, piece, backward)
-    except Exception as error:
+    except Exception as error:  # it is this pass's outcome
         failure = failure_of(error, device)
     if failure is not None:
         if backward and isinstance(failure, OutOfMemory) and (recomputation := model.base.packed.recomputation):

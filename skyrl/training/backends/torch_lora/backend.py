@@ -218,6 +218,6 @@ class TorchLoraBackend(StateSnapshots):
         try:
             self.check(training_pass)
             training_pass = with_sorted_experts(training_pass, self._limits.mixture)
-        except Exception as error:
+        except Exception as error:  # it is this pass's outcome; others go on
             return failure_of(error, self._device)
         return RunningPass(self._adapter(training_pass.model_id), training_pass, self._losses[training_pass.loss_fn])

@@ -46,7 +46,7 @@ def on_all_or_none(action: Callable[[], T], device: torch.device) -> T:
     made: list[T] = []
     try:
         made.append(action())
-    except Exception as error:
+    except Exception as error:  # `agree` raises it on every rank
         failure = sendable(failure_of(error, device))
     agree(failure)
     return made[0]

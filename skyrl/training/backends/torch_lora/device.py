@@ -87,7 +87,7 @@ def command_on(device: torch.device, *, waits: bool) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # raised again, by the device's name for it
         failure = failure_of(error, device)
         if failure is error:
             raise
@@ -99,7 +99,7 @@ def command_on(device: torch.device, *, waits: bool) -> Iterator[None]:
 def _check(device: torch.device, error: Exception | None) -> None:
     try:
         synchronize(device)
-    except Exception as fault:
+    except Exception as fault:  # of CUDA's many kinds
         raise DeviceFault(f"{device} cannot be used any more: {fault}") from (error or fault)
 
 

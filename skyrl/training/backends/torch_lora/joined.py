@@ -8,6 +8,7 @@ them fails without that, none counts the row.
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -16,12 +17,14 @@ from itertools import accumulate, groupby, pairwise
 
 import torch
 
-from skyrl.training.backends.base import Datum
+from skyrl.training.backends.base import Datum, OutOfMemory
 from skyrl.training.backends.torch_lora.device import failure_of
 from skyrl.training.backends.torch_lora.metrics import Tally
 from skyrl.training.backends.torch_lora.model import BaseModel
 from skyrl.training.backends.torch_lora.passes import run_micro_batch
 from skyrl.training.backends.torch_lora.running import Part, Running, RunningPass, not_finite, slices_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -98,8 +101,9 @@ def _joined(members: Sequence[RunningPass], device: torch.device) -> JoinedPasse
             return together
         together.divide_tree()
         return None
-    except Exception as error:
-        failure_of(error, device)
+    except Exception as error:  # passes that run apart are right, too; one that cannot be divided fails by itself
+        if not isinstance(failure_of(error, device), OutOfMemory):
+            logger.exception("the rows that passes share could not be found: they run apart")
         return None
 
 
@@ -130,7 +134,7 @@ def _have_finite_norms(finished: Sequence[Running], device: torch.device) -> lis
     try:
         of_each = torch._foreach_norm(gradients)  # type: ignore[attr-defined]
         norms = iter(torch.stack(of_each).tolist())
-    except Exception as error:
+    except Exception as error:  # the outcome of one pass; others go on
         failure = failure_of(error, device)
     else:
         return [each.gradient is None or math.isfinite(next(norms)) for each in finished]

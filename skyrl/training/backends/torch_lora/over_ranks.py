@@ -92,7 +92,7 @@ class BackendOverRanks(StateSnapshots):
             try:
                 self.check(training_pass)
                 checked.append((index, with_sorted_experts(training_pass, self._limits.mixture)))
-            except Exception as error:
+            except Exception as error:  # it is this pass's outcome; others go on
                 outcomes[index] = failure_of(error, HOST)
         if checked:
             for (index, _), outcome in zip(checked, self._run([each for _, each in checked]), strict=True):

@@ -53,7 +53,7 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
         if groups_adapters(base.device):
             left = side_by_side(left)
         results = _forward_backward(base, left, backward) if left else []
-    except Exception as error:
+    except Exception as error:  # each slice runs again alone, or its pass fails with it
         failure = failure_of(error, base.device)
     if failure is None:
         for piece, result in zip(left, results, strict=True):
@@ -78,7 +78,7 @@ def record_or_fail(piece: Slice, result: SliceResult, device: torch.device) -> N
     """Record a result. If that raises, `piece.running` fails."""
     try:
         _record(piece, result)
-    except Exception as error:
+    except Exception as error:  # it is this pass's outcome; others go on
         piece.running.fail(failure_of(error, device))
 
 

@@ -117,7 +117,7 @@ def make_plan(
                 for parts in (cut_evenly(tree, ranks, budget) if left else ())
             ]
             first = _first_rank(training_pass, ranks)
-        except Exception as error:
+        except Exception as error:  # it is this pass's outcome; others go on
             failed[number] = sendable(failure_of(error, HOST))
             continue
         trees[number] = division.tree

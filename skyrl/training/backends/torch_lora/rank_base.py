@@ -205,7 +205,7 @@ class RankBase:
             try:
                 seen.append(look_at(self._base.tower, piece))
                 left.append(piece)
-            except Exception as error:
+            except Exception as error:  # sent to the engine as the piece's outcome
                 failed[number] = PieceResult([], Tally(), sendable(failure_of(error, self._device)))
         results = iter(run(left, seen))
         return [failed[number] if number in failed else next(results) for number in range(len(pieces))]
@@ -220,7 +220,7 @@ class RankBase:
             value = group.value(logprobs)
             total = value.total
             return ScoredPiece(total, GroupSums.of(group, value, total))
-        except Exception as error:
+        except Exception as error:  # sent to the engine as the piece's outcome
             return ScoredPiece(logprobs.sum() * 0, None, sendable(failure_of(error, self._device)))
 
 

@@ -156,7 +156,7 @@ def slices_of(running: Running, budget: int, device: torch.device) -> list[Slice
     try:
         parts = running.tree.cut(budget)
         return [Slice.of(running, part, last=number == len(parts)) for number, part in enumerate(parts, start=1)]
-    except Exception as error:
+    except Exception as error:  # it is this pass's outcome; others go on
         running.fail(failure_of(error, device))
         return []
 
