@@ -13,7 +13,7 @@ import pytest
 from tests.pages import blocks_of
 
 NEEDS_NGINX = pytest.mark.skipif(
-    not (shutil.which("nginx") and shutil.which("openssl")), reason="nginx or openssl is not installed"
+    not (shutil.which("nginx") and shutil.which("openssl")), reason="needs nginx and openssl (Debian's packages)"
 )
 
 PROXY_PAGE = "docs/operating/proxy.md"

@@ -19,7 +19,7 @@ from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
 
 NEEDS_PROMETHEUS = pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus is not installed"
+    not (shutil.which("prometheus") and shutil.which("promtool")), reason="needs prometheus (Debian's package)"
 )
 ROOT = Path(__file__).parents[1]
 RULES = ROOT / "deploy/prometheus/rules"

@@ -47,7 +47,7 @@ def installed() -> Path:
     except CannotInstall as error:
         pytest.skip(str(error))
     if not has_namespaces():
-        pytest.skip("this user may not make a network namespace (unshare -rn)")
+        pytest.skip("needs a user who may make a network namespace (unshare -rn)")
     return found
 
 

@@ -156,7 +156,7 @@ def test_prometheus_scrapes_the_services_of_compose() -> None:
     assert compose("compose.yaml")["secrets"] == {secret: {"environment": "METRICS_KEY"}}
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian's package prometheus)")
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (Debian's package prometheus)")
 def test_prometheus_accepts_its_configuration_and_the_rules(tmp_path: Path) -> None:
     (tmp_path / "metrics_key").write_text("tml-x")
     text = (DEPLOY / "prometheus.yml").read_text()

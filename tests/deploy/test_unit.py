@@ -18,7 +18,7 @@ from skyrl.cli.launcher.skyrl_processes import (
 )
 from tests.deploy.files import DEPLOY, ReadServe
 
-NEEDS_SYSTEMD = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+NEEDS_SYSTEMD = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze of systemd")
 EXPOSURE = 20
 """The exposure that `systemd-analyze security` may find, in tenths; 100 is a unit without any protection."""
 

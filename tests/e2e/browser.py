@@ -18,7 +18,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 NEEDS_CHROMIUM = pytest.mark.skipif(
-    not (shutil.which("chromium") and shutil.which("chromedriver")), reason="chromium or chromedriver is not installed"
+    not (shutil.which("chromium") and shutil.which("chromedriver")),
+    reason="needs chromium and chromedriver (Debian's packages chromium and chromium-driver)",
 )
 WAIT_S = 100.0
 PHONE, DESK = (360, 740), (1100, 680)

@@ -21,7 +21,7 @@ print(json.dumps([float(found[begin : begin + 4096].view(torch.float32).sum()) f
 """
 
 
-@pytest.mark.skipif(REHEARSAL, reason="without a GPU segments lie in main memory")
+@pytest.mark.skipif(REHEARSAL, reason="needs a CUDA device: without one segments lie in main memory")
 def test_another_process_finds_the_tensors_of_a_segment_on_the_gpu() -> None:
     device = torch.device("cuda", 0)
     tensors = {name: torch.full((1024,), value, device=device) for name, value in (("a", 1.0), ("b", 2.0))}

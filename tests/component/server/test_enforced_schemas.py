@@ -11,7 +11,7 @@ import pytest
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.openai.json_schema import ALONE, ANNOTATIONS, MAX_COUNT, OF_TYPE, check_schema
 
-xgrammar = pytest.importorskip("xgrammar", reason="needs vLLM")
+xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar, which comes with vLLM (make setup)")
 
 INTEGER, OBJECT = {"type": "integer"}, {"type": "object"}
 END = 0

@@ -142,7 +142,7 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Client:
     if request.param == "curl":
         program = shutil.which("curl")
         if program is None:
-            pytest.skip("curl is not installed")
+            pytest.skip("needs curl (Debian's package)")
         body = tmp_path / "body"
         body.write_bytes(bytes(LARGE))
         return Curl(program, body)

@@ -138,7 +138,7 @@ async def test_a_process_hears_of_an_end_without_reading_the_database(
     database: Database,
 ) -> None:
     if database.is_sqlite:
-        pytest.skip("SQLite tells nobody")
+        pytest.skip("SQLite tells nobody; make test-postgres runs it")
     monkeypatch.setattr(skyrl.server.api.background, "SAFETY_POLL_S", NEVER_S)
     go = asyncio.Event()
     upstream.default = after(go, complete())
@@ -167,7 +167,7 @@ async def test_a_sample_is_recorded_while_another_process_commits(
     two: tuple[Api, Api], upstream: FakeUpstream, database: Database
 ) -> None:
     if database.is_sqlite:
-        pytest.skip("SQLite has one writer at a time")
+        pytest.skip("SQLite has one writer at a time; make test-postgres runs it")
     first, _ = two
     go = asyncio.Event()
     upstream.default = after(go, complete())

@@ -40,7 +40,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads names of open files in /proc")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux: reads names of open files in /proc")
 async def test_saves_and_snapshots_are_synced_before_their_commit(tmp_path: Path, events: list[str]) -> None:
     async with harness_in(tmp_path / "state", snapshot_interval_s=AFTER_EVERY_STEP_S) as harness:
         await harness.start()

@@ -49,7 +49,7 @@ async def test_a_worker_that_is_gone_is_told_from_one_that_is_slow(line: Line) -
     slow.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who alone can become another user")
 def test_another_user_gets_no_answer(line: Line) -> None:
     child = os.fork()
     if child == 0:

@@ -381,7 +381,7 @@ asyncio.run(SupervisedProcess("c", [sys.executable, "-c", CHILD], {}, Path(sys.a
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which has the parent-death signal")
 async def test_a_killed_supervisor_leaves_no_child_or_grandchild(tmp_path: Path) -> None:
     log = tmp_path / "c.log"
     supervisor = await asyncio.create_subprocess_exec(sys.executable, "-c", SUPERVISOR, str(log))

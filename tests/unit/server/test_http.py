@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -298,10 +299,15 @@ async def test_the_servers_certificate_is_verified(
     http._address.cache_clear()
 
 
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6's loopback address, ::1")
 async def test_an_ipv6_address_is_reached(transport: HttpTransport) -> None:
-    try:
-        async with serving(Server(OK), "::1") as server:
-            assert (await post(transport, server)).status == 200
-    except OSError:
-        pytest.skip("this machine has no IPv6 loopback")
+    async with serving(Server(OK), "::1") as server:
+        assert (await post(transport, server)).status == 200
     assert "Host: [::1]:" in server.heads[0]

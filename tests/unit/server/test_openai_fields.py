@@ -124,7 +124,7 @@ def _fields_of(name: str) -> set[str]:
     module, _, wanted = name.rpartition(".")
     package = find_spec("vllm")
     if package is None or package.origin is None:
-        pytest.skip("vLLM is not installed")
+        pytest.skip("needs vLLM (make setup)")
     path = Path(package.origin).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
     # Not with ast: in Python 3.11.7 a thread that logs a traceback meanwhile breaks ast.parse.
     (body,) = re.findall(rf"^class {wanted}\b.*\n((?:(?: .*)?\n)+)", path.read_text(), re.MULTILINE)
