@@ -124,16 +124,10 @@ class TrainerConfig(Strict):
 
     @model_validator(mode="after")
     def _sequences_are_divided_for_adapters(self) -> TrainerConfig:
-        if self.context_parallel_tokens is None:
-            return self
-        for also, taken in (
-            ("full_finetuning", self.full_finetuning),
-            ("placement.expert_parallel", self.placement.expert_parallel),
-        ):
-            if taken:
-                raise ValueError(
-                    f"context_parallel_tokens: with {also} no sequence is divided; leave out one of the two"
-                )
+        if self.context_parallel_tokens is not None and self.full_finetuning:
+            raise ValueError(
+                "context_parallel_tokens: with full_finetuning no sequence is divided; leave out one of the two"
+            )
         return self
 
 

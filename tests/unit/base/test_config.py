@@ -204,10 +204,6 @@ def test_options_of_vllm_keep_their_names_and_values() -> None:
             "'trainer': context_parallel_tokens: with full_finetuning no sequence is divided",
         ),
         (
-            {"trainer.context_parallel_tokens": 65536, "trainer.placement.expert_parallel": True},
-            "'trainer': context_parallel_tokens: with placement.expert_parallel no sequence is divided",
-        ),
-        (
             {"trainer": {"placement": {"policy_num_nodes": 0}}},
             "'trainer.placement.policy_num_nodes': Input should be greater than or equal to 1",
         ),

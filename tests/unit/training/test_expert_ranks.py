@@ -140,6 +140,39 @@ def test_passes_have_the_bits_of_ranks_that_gather_experts(
     assert_same_runs(runs[0], runs[1])
 
 
+def _long_passes(model_id: str, step: int) -> list[TrainingPass]:
+    """Long sequences alone and beside short ones, with recorded experts, and a forward."""
+    return [
+        train(model_id, sft(step + 1, 101)),
+        train(model_id, with_experts(sft(step + 2, 7, 90, 12, 60, 31), step)),
+        TrainingPass(model_id, sft(step + 4, 55, 20), "cross_entropy", backward=False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "settings"),
+    [
+        (3, {"gradient_checkpointing": True}),
+        pytest.param(2, {"merge": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"rank_class": Together}, marks=pytest.mark.slow),
+    ],
+    ids=["three", "merged", "together"],
+)
+def test_rows_of_a_divided_sequence_travel_to_their_experts(
+    tmp_path: Path, divided: Make, count: int, settings: dict[str, Any]
+) -> None:
+    specs = {"all": SPECS["all"], "experts": SPECS["experts"]}
+    one, ranks = make_backend("mixture", micro_batch_tokens=48), divided(count, context_parallel_tokens=48, **settings)
+    runs: list[Run] = []
+    for name, backend in (("one", one), ("ranks", ranks), ("again", ranks)):
+        runs.append(learn_together(backend, tmp_path / name, specs, _long_passes, steps=1))
+        for model_id in specs:
+            backend.delete_model(model_id)
+    expected, found, again = runs
+    _assert_close(found, expected)
+    assert_same_runs(again, found)
+
+
 @pytest.mark.slow
 def test_the_same_number_of_ranks_gives_the_same_bits_again_also_beside_other_models(
     tmp_path: Path, divided: Make
@@ -255,6 +288,23 @@ def test_every_family_of_mixtures_can_be_divided(tmp_path: Path, divided: Make, 
         ok(backend.run([train("all", sft(3, 9, 30, 4))]))
         states.append(saved(backend, "all", tmp_path / str(ranks)))
     assert_close(states[1], states[0], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_family_divides_a_sequence_as_ranks_that_gather_experts_do(
+    tmp_path: Path, divided: Make, gathering: Make, family: str
+) -> None:
+    path = make_family(family, tmp_path)
+    states = []
+    for number, make in enumerate((divided, gathering)):
+        backend = make(3, path=path, context_parallel_tokens=48)
+        backend.create_model("all", SPECS["all"])
+        ok(backend.run([train("all", sft(2, 9, 70, 4))]))
+        backend.optim_step("all", STEP)
+        ok(backend.run([train("all", sft(3, 60))]))
+        states.append(saved(backend, "all", tmp_path / str(number)))
+    assert_close(states[0], states[1], 1e-4)
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ def _slow(*parameters: Any) -> Any:
         _slow("dense-int4", 3, {"merge": True}),
         _slow("dense-int4", 2, {"context_parallel_tokens": 32}),
         _slow("mixture-fp8", 2, {"context_parallel_tokens": 32, "gradient_checkpointing": True}),
+        _slow("latent-mixture-int4", 2, {"context_parallel_tokens": 32, **EXPERTS}),
         *(_slow(case, count, {}) for case in CASES for count in (2, 3)),
         *(_slow(case, count, EXPERTS) for case in CASES if "mixture" in case for count in (2, 3)),
     ],

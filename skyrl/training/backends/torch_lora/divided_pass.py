@@ -6,7 +6,7 @@ passes and packed rows. Knows nothing of how keys, values or states travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from skyrl.training.backends.torch_lora.loss_inputs import LossGroup, losses_of,
 from skyrl.training.backends.torch_lora.metrics import Tally
 from skyrl.training.backends.torch_lora.model import BaseModel
 from skyrl.training.backends.torch_lora.packing import PackedSlice, pack
-from skyrl.training.backends.torch_lora.passes import MicroBatch, slice_gradients
+from skyrl.training.backends.torch_lora.passes import MicroBatch
 from skyrl.training.backends.torch_lora.prefixes import Layout
 from skyrl.training.backends.torch_lora.rank_base import PieceResult, ScoredPiece, results_of
 from skyrl.training.backends.torch_lora.routed_experts import FIELD
@@ -32,9 +32,13 @@ from skyrl.training.backends.torch_lora.sharding import reshard
 
 Score = Callable[[Tensor, LossGroup], ScoredPiece]
 """`RankBase._scored`"""
+Gradients = Callable[[Sequence[Tensor], Sequence[LoraSegment], Sequence[Tensor]], list[Tensor]]
+"""`Rank._gradients`"""
 
 
-def run_divided(base: BaseModel, piece: Slice, part: SequencePart, score: Score, *, backward: bool) -> PieceResult:
+def run_divided(
+    base: BaseModel, piece: Slice, part: SequencePart, score: Score, gradients: Gradients, *, backward: bool
+) -> PieceResult:
     """Run this rank's part of a piece that is one sequence. All ranks call this together, each with its own part.
 
     The result has the logprobs of the whole sequence. The sums of its loss are rank 0's, and empty on the others."""
@@ -51,7 +55,7 @@ def run_divided(base: BaseModel, piece: Slice, part: SequencePart, score: Score,
         if backward:
             (of_logprobs,) = torch.autograd.grad(scored.total, logprobs)
             total = (own * of_logprobs[part.start * width : part.stop * width]).sum()
-            (gradient,) = slice_gradients([total], made.segments, embeddings)
+            (gradient,) = gradients([total], made.segments, embeddings)
             running = piece.running
             running.gradient = gradient if running.gradient is None else running.gradient.add_(gradient)
     reshard(packed)

@@ -20,6 +20,7 @@ from skyrl.base.types.lora import LoraSpec
 from skyrl.training.backends.base import TrainingPass
 from skyrl.training.backends.torch_lora.adapter import Adapter, Target, whole_shapes
 from skyrl.training.backends.torch_lora.collectives import summed_in_rank_order, total_norm
+from skyrl.training.backends.torch_lora.expert_exchange import ExpertExchange
 from skyrl.training.backends.torch_lora.expert_shares import ExpertShare, common_numel
 from skyrl.training.backends.torch_lora.lora import LoraSegment
 from skyrl.training.backends.torch_lora.passes import slice_gradients
@@ -27,6 +28,7 @@ from skyrl.training.backends.torch_lora.plan import Piece, Plan
 from skyrl.training.backends.torch_lora.rank import Rank
 from skyrl.training.backends.torch_lora.rank_base import PieceResult, RankSettings
 from skyrl.training.backends.torch_lora.running import RunningPass, Slice
+from skyrl.training.backends.torch_lora.sequence_part import SequencePart
 from skyrl.training.backends.torch_lora.sharding import ModelForm
 from skyrl.training.backends.torch_lora.vision import Seen
 
@@ -54,6 +56,12 @@ class ExpertRank(Rank):
     def _form(self) -> ModelForm:
         return replace(super()._form(), whole_experts=True)
 
+    @property
+    def _exchange(self) -> ExpertExchange:
+        exchange = self._model.exchange
+        assert exchange is not None
+        return exchange
+
     def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
         return Adapter(spec, targets, self._device, drawn=drawn, share=self._share)
 
@@ -76,6 +84,11 @@ class ExpertRank(Rank):
         finally:
             self._others = ()
 
+    def _divided(self, piece: Slice, part: SequencePart, *, backward: bool) -> PieceResult:
+        """The rows of each rank's part travel as those of its other micro-batches do: the piece is in slot 0 of all."""
+        with self._exchange.use(self._others, 1, [0]):
+            return super()._divided(piece, part, backward=backward)
+
     def _micro_batch(self, pieces: Sequence[Slice], *, backward: bool) -> list[PieceResult]:
         self._pieces = pieces
         return super()._micro_batch(pieces, backward=backward)
@@ -87,9 +100,7 @@ class ExpertRank(Rank):
         the plan's."""
         slots = max(map(len, self._batches))
         own = [slot for slot, piece in enumerate(self._pieces) if any(piece is each for each in pieces)] or [slots]
-        exchange = self._model.exchange
-        assert exchange is not None
-        with exchange.use(self._others, slots, own):
+        with self._exchange.use(self._others, slots, own):
             return super()._together(pieces, seen, backward=backward)
 
     def _gradients(

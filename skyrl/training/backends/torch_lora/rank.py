@@ -150,8 +150,12 @@ class Rank(RankBase):
         pieces = [self._slice(running[piece.number], piece) for piece in batch]
         if batch and batch[0].divided:
             part = SequencePart.of(batch[0].rows, self._rank, self._ranks)
-            return [run_divided(self._base, pieces[0], part, self._scored, backward=backward)]
+            return [self._divided(pieces[0], part, backward=backward)]
         return self._micro_batch(pieces, backward=backward)
+
+    def _divided(self, piece: Slice, part: SequencePart, *, backward: bool) -> PieceResult:
+        """Run this rank's part of a sequence of which all ranks run one."""
+        return run_divided(self._base, piece, part, self._scored, self._gradients, backward=backward)
 
     def _accumulate(self, completed: Mapping[int, RunningPass], plan: Plan) -> None:
         """Add the gradients of completed passes to their adapters. A pass that failed on any rank adds nothing."""
