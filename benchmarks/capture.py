@@ -3,9 +3,8 @@ waits for the device, and how often a compiled layer is compiled again. Counts a
 
 Usage: python -m benchmarks.capture [--micro-batches N] [--compile layer norms] [--backend eager | inductor]
 
-A CUDA graph can be replayed for a micro-batch that runs the same operations with the same shapes. Copies are counted by
-the arrays that become tensors; on a GPU the host waits at each. `--compile` needs minutes, and with inductor a C++
-compiler.
+A CUDA graph can be replayed for a micro-batch that runs the same operations with the same shapes. `--compile` needs
+minutes, and with inductor a C++ compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -25,6 +23,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.operation_counts import HostCopies
 from benchmarks.table import aligned
 from benchmarks.trainer_rows import Shape
 from benchmarks.trainer_ways import spec
@@ -63,20 +62,38 @@ KINDS: dict[str, tuple[Sequence[Shape], tuple[int, int]]] = {
 
 
 class _Trace(TorchDispatchMode):
-    """Notes every operation: its name and the shapes of its tensors. `waits`: by the line that makes the host wait."""
+    """Notes every operation: its name and the shapes of its tensors. `waits`: by the line that makes the host wait.
+    `copies`: to the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[str, tuple[Any, ...]]] = []
         self.waits: collections.Counter[str] = collections.Counter()
+        self.copies = 0
+        self._host = HostCopies(self._waited, self._copied)
+
+    def __enter__(self) -> _Trace:
+        self._host.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._host.__exit__(*error)
+
+    def _waited(self) -> None:
+        own = [each for each in traceback.extract_stack() if "/skyrl/" in each.filename]
+        self.waits[f"{own[-1].filename.rpartition('/')[2]}: {own[-1].line}"] += 1
+
+    def _copied(self) -> None:
+        self.copies += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
         shapes = tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))
         self.operations.append((name, shapes))
         if name in WAITS:
-            own = [each for each in traceback.extract_stack() if "/skyrl/" in each.filename]
-            self.waits[f"{own[-1].filename.rpartition('/')[2]}: {own[-1].line}"] += 1
+            self._waited()
         return func(*args, **(kwargs or {}))
 
 
@@ -104,19 +121,17 @@ def traced(count: int) -> None:
         backend = _backend()
         _run(backend, _batch(shapes, adapters, count))  # the first one measures what a row keeps
         traces: list[_Trace] = []
-        copies: list[int] = []
         for seed in range(count):
             passes = _batch(shapes, adapters, seed)
-            with _Trace() as trace, patch.object(torch, "from_numpy", side_effect=torch.from_numpy) as copied:
+            with _Trace() as trace:
                 _run(backend, passes)
-            copies.append(copied.call_count)
             traces.append(trace)
             lines |= trace.waits
         names = {tuple(name for name, _ in each.operations) for each in traces}
         whole = {tuple(each.operations) for each in traces}
         sizes = [len(each.operations) for each in traces]
         waits = [sum(each.waits.values()) for each in traces]
-        ranges = [f"{min(of_each)} to {max(of_each)}" for of_each in (sizes, waits, copies)]
+        ranges = [f"{min(of_each)} to {max(of_each)}" for of_each in (sizes, waits, [each.copies for each in traces])]
         table.append((f"{count}, {kind}", ranges[0], str(len(names)), str(len(whole)), *ranges[1:]))
     print(aligned(table))
     print("\nwhere the host waits, at most so often in a micro-batch:")

@@ -43,7 +43,7 @@ class Operations(TorchDispatchMode):
         self.uploads: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self._phases = ["other"]
-        self._host = _HostCopies(self)
+        self._host = HostCopies(self.waited, self.uploaded)
 
     def __enter__(self) -> Operations:
         self._host.__enter__()
@@ -91,23 +91,25 @@ def _has_mask(indices: Any) -> bool:
     return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in indices)
 
 
-class _HostCopies(TorchFunctionMode):
-    """Notices copies between host and device by the calls that make them: on a CPU they reach no kernel."""
+class HostCopies(TorchFunctionMode):
+    """Notices copies between host and device by the calls that make them: on a CPU they reach no kernel. `waited` is
+    called for each copy to the host, `uploaded` for each to the device."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, waited: Callable[[], None], uploaded: Callable[[], None]) -> None:
         super().__init__()
-        self._operations = operations
+        self._waited = waited
+        self._uploaded = uploaded
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in (Tensor.cpu, Tensor.tolist):
-            self._operations.waited()
+            self._waited()
         elif func in (Tensor.to, torch.tensor) and any(
             isinstance(each, torch.device) for each in (*args[1:], *kwargs.values())
         ):
-            self._operations.uploaded()
+            self._uploaded()
         return func(*args, **kwargs)
 
 
