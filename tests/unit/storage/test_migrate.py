@@ -48,10 +48,14 @@ def test_an_empty_database_gets_the_newest_schema(database: Database) -> None:
 
 
 REVISIONS = [script.revision for script in ScriptDirectory.from_config(_config("sqlite://")).walk_revisions()]
+IN_CI = (REVISIONS[0], REVISIONS[1], REVISIONS[-1])
+"""From the first revision the upgrade goes through all others."""
 
 
 @ON_BOTH
-@pytest.mark.parametrize("older", REVISIONS)
+@pytest.mark.parametrize(
+    "older", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.slow) for each in REVISIONS]
+)
 def test_every_older_revision_is_upgraded_to_the_newest(database: Database, older: str) -> None:
     command.upgrade(_config(database.url), older)
     migrate(database)
