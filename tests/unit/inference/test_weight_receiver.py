@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import save_file
 from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, served, tensors
 
-from skyrl.inference.vllm_plugin.weights import receiver as module
 from skyrl.inference.vllm_plugin.weights.groups import MOST_GROUPS
 from skyrl.inference.vllm_plugin.weights.receiver import Receiver
+from skyrl.inference.vllm_plugin.weights.staging import Staged
 from skyrl.weights.deltas import delta
 from skyrl.weights.digests import digest
+from skyrl.weights.kept_memory import KeptMemory
 from skyrl.weights.segments import Segment, places_of
 
 
@@ -142,7 +143,7 @@ def test_the_next_update_is_staged_in_the_same_memory(world: World, tmp_path: Pa
     directory, places = checkpoint(tmp_path / "new", [tensors(2.0)]), []
     for number in range(4):
         assert (world.read(directory) if number % 2 else world.receive(tensors(2.0)))["ok"]
-        staged = world.receiver._staged
+        staged = world.receiver._area.staged
         assert staged is not None
         places.append(min(tensor.data_ptr() for tensor in staged.tensors.values()))
         del staged
@@ -290,7 +291,7 @@ def test_a_wrong_part_of_a_trainers_memory_leaves_nothing_staged(
 def test_after_an_update_its_memory_is_free(world: World) -> None:
     world.join()
     assert world.receive(tensors(2.0))["missing"] == 0
-    staged = weakref.ref(world.receiver._staged.tensors[KEY])  # type: ignore[union-attr]
+    staged = weakref.ref(world.receiver._area.staged.tensors[KEY])  # type: ignore[union-attr]
     assert world.call("apply", partial=False)["broken"] is None
     gc.collect()
     assert staged() is None
@@ -347,7 +348,7 @@ def test_a_bucket_without_memory_for_it_ends_its_group(world: World, monkeypatch
     def no_memory(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setattr(module.KeptMemory, "empty", no_memory)
+    monkeypatch.setattr(KeptMemory, "empty", no_memory)
     assert "not enough memory" in world.receive(tensors(2.0))["error"]
     monkeypatch.undo()
     assert group.closed
@@ -382,7 +383,7 @@ def test_a_call_during_a_bucket_ends_its_group_once_it_is_free(world: World) -> 
 
 def test_a_stop_in_the_last_moment_leaves_nothing_staged(world: World, tmp_path: Path) -> None:
     directory = checkpoint(tmp_path / "new", [tensors(2.0)])
-    embedding = module.Staged.add
+    embedding = Staged.add
 
     def stops(self: Any, needed: Any, name: str, *rest: Any) -> None:
         embedding(self, needed, name, *rest)
@@ -390,7 +391,7 @@ def test_a_stop_in_the_last_moment_leaves_nothing_staged(world: World, tmp_path:
             world.call("discard")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.Staged, "add", stops)
+        patch.setattr(Staged, "add", stops)
         assert "stopped" in world.read(directory)["error"]
     assert world.call("state")["staged"] == 0
 
@@ -401,7 +402,7 @@ def test_groups_of_trainers_that_died_do_not_pile_up(world: World) -> None:
     for number in range(3 * MOST_GROUPS):
         world.join(f"h{number}")
         world.call("receive", **world.bucket({}, group=f"h{number}", dtypes=["float4"]))
-    assert len(world.receiver._groups.failed) == MOST_GROUPS
+    assert len(world.receiver._groups.groups.failed) == MOST_GROUPS
 
 
 def test_a_group_is_formed_and_left(world: World) -> None:

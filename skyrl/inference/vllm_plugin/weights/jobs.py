@@ -63,9 +63,10 @@ class Job:
 
 
 class Jobs:
-    """One job at a time."""
+    """One job at a time. `prepare` runs at the start of each job's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
+        self._prepare = prepare
         self._last: Job | None = None
 
     def start(self, name: str, work: Callable[[Job], dict[str, Any]]) -> int:
@@ -74,8 +75,13 @@ class Jobs:
         number = 1 if self._last is None else self._last.number + 1
         job, before = Job(name, number), self._last
         self._last = job
+
+        def prepared(job: Job) -> dict[str, Any]:
+            self._prepare()
+            return work(job)
+
         try:
-            job.start(work)
+            job.start(prepared)
         except RuntimeError as error:  # there are too many threads
             self._last = before
             raise WeightsError(f"{name}: {error}", 500) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -86,6 +87,17 @@ class Staged:
     def missing(self, needed: Needed) -> list[str]:
         """Names that a full update still needs."""
         return [name for name in needed.shapes if name not in self.tensors and name not in needed.optional]
+
+    def progress(self, needed: Needed, seconds: dict[str, float]) -> dict[str, Any]:
+        """The end of a job that has staged tensors, in JSON. `seconds`: of each of its stages."""
+        missing = self.missing(needed)
+        return {
+            "missing": len(missing),
+            "some": missing[:SHOWN],
+            "bytes": self.bytes,
+            "new": bool(self.tensors),
+            "seconds": seconds,
+        }
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
