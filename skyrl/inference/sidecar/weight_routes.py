@@ -119,7 +119,7 @@ class WeightRoutes:
         name, most = string("name", given.get("name")), given.get("truncate_size", 100)
         if isinstance(most, str) and most.isdigit():
             most = int(most)
-        return await self._updates.rows(name, integer("truncate_size", most, 0))
+        return await self._updates.checks.rows(name, integer("truncate_size", most, 0))
 
     async def _weights_checker(self, call: Call) -> Any:
         given = read_body(await call.body())
@@ -128,20 +128,20 @@ class WeightRoutes:
                 raise BadRequest(f"{field}: is not offered; every tensor is checked")
         match action := given.get("action") or "checksum":
             case "checksum":
-                ranks = await self._updates.check("checksum")
+                ranks = await self._updates.checks.check("checksum")
                 fields = ("checksums", "per_gpu_checksum", "parallelism_info")
                 payload = [{field: rank[field] for field in fields} for rank in ranks]
                 return {"success": True, "message": "Success.", "payload": payload}
             case "snapshot":
-                await self._updates.check("snapshot")
+                await self._updates.checks.check("snapshot")
             case "compare":
-                ranks = await self._updates.check("compare")
+                ranks = await self._updates.checks.check("compare")
                 differing = sorted({name for rank in ranks for name in rank["differing"]})
                 if differing:
                     shown = ", ".join(differing[:SHOWN])
                     raise BadRequest(f"{len(differing)} tensors differ from the snapshot, such as {shown}")
             case "reset_tensors":
-                await self._updates.reset()
+                await self._updates.checks.reset()
             case _:
                 raise BadRequest(f"action: {action!r} is not one of checksum, snapshot, compare, reset_tensors")
         return {"success": True, "message": "Success."}

@@ -362,11 +362,11 @@ async def test_a_pause_that_was_found_ends_with_the_update_that_the_weights_wait
         await until(lambda: pauses.mode is PauseMode.IN_PLACE)
         await updates.outdate()
         assert vllm.is_paused
-        await updates._take_over(None)
+        await updates._trouble.take_over(None)
         assert (vllm.is_paused, sidecar.app.in_flight.gate.is_open) == (False, True)
         await pause(sidecar, "in_place")
         await updates.outdate()
-        await updates._take_over(None)
+        await updates._trouble.take_over(None)
         assert vllm.is_paused, "a pause by hand goes on"
 
 

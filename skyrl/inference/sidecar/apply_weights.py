@@ -1,0 +1,136 @@
+"""Puts weights that vLLM has staged into its model, in one step in which generation is held.
+
+If that step fails, the model is neither old nor new: generation stays held until a full update succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import NamedTuple
+
+from skyrl.inference.sidecar.errors import BadRequest, NotOffered, SidecarError, VllmAway, VllmBroke
+from skyrl.inference.sidecar.facts import WeightVersion
+from skyrl.inference.sidecar.in_flight import InFlight
+from skyrl.inference.sidecar.pause import Pause, PauseMode
+from skyrl.inference.sidecar.update_requests import Change
+from skyrl.inference.sidecar.vllm import Vllm
+from skyrl.inference.sidecar.vllm_weights import VllmWeights, longest, refusal
+from skyrl.inference.sidecar.weight_trouble import WeightTrouble
+
+FLUSH_TRIES, FLUSH_PAUSE_S = 20, 0.05
+"""vLLM frees the cache of ended requests a moment after it has answered them."""
+
+
+class Applied(NamedTuple):
+    """`frozen`: how many requests were in flight. `seconds`: of the stages of the step that changed the model."""
+
+    frozen: int
+    seconds: dict[str, float]
+
+
+class ApplyWeights:
+    """`update_s` bounds the step in vLLM."""
+
+    def __init__(
+        self,
+        vllm: Vllm,
+        weights: VllmWeights,
+        version: WeightVersion,
+        in_flight: InFlight,
+        pause: Pause,
+        trouble: WeightTrouble,
+        update_s: float,
+    ) -> None:
+        self._vllm = vllm
+        self._weights = weights
+        self._version = version
+        self._in_flight = in_flight
+        self._pause = pause
+        self._trouble = trouble
+        self._update_s = update_s
+        self.was_updated = False
+        """Whether this sidecar has updated the weights of the vLLM that runs."""
+        self.updated_start: str | None = None
+        """The start of vLLM that got this sidecar's last update, None if vLLM did not tell."""
+
+    async def apply(self, change: Change, *, from_disk: bool) -> Applied:
+        """Put what is staged into the model, flush, name the version. Raises SidecarError; the trouble's reason says
+        whether the model was touched."""
+        hold = await self._trouble.enter_hold()
+        try:
+            if change.abort_all:
+                await self._pause.end_all()
+            if from_disk:
+                self.check_in_flight(change)
+            frozen = self._in_flight.running
+            seconds = await self._change_model(change, frozen)
+            self._trouble.reason = None
+            hold.stays_paused = change.keep_pause
+        finally:
+            await self._trouble.leave_hold(hold)
+        return Applied(frozen, seconds)
+
+    def check_in_flight(self, change: Change) -> None:
+        """Raises BadRequest for requests in flight that would go on with a cache of the old weights."""
+        if change.abort_all or self._in_flight.quiet.is_set() or self._pause.mode is PauseMode.RETRACT:
+            return
+        if self._trouble.reason is not None:  # they were frozen by an update that failed, and compute their cache again
+            return
+        if self._pause.mode is PauseMode.IN_PLACE and not change.flush_cache:
+            return
+        raise BadRequest(
+            f"{self._in_flight.running} requests are in flight: set abort_all_requests, or pause generation before, "
+            "with the mode retract, or with the mode in_place and flush_cache false"
+        )
+
+    async def _change_model(self, change: Change, frozen: int) -> dict[str, float]:
+        """The seconds of its stages."""
+        version = change.version or await self._version.get()
+        before, self._trouble.reason = self._trouble.reason, "an update has not ended"
+        try:
+            ranks = await self._weights.outcomes("apply", {"partial": change.partial}, self._update_s)
+        except NotOffered:
+            self._trouble.reason = before
+            raise
+        except SidecarError as error:
+            self._trouble.reason = f"an update failed in vLLM: {error.message}"
+            raise
+        refused = refusal(ranks)
+        if refused is not None and not any(rank.get("ok") is True for rank in ranks):
+            self._trouble.reason = before  # no rank has begun
+            raise refused
+        broken = next((rank["broken"] for rank in ranks if rank.get("broken")), None)
+        if broken is None and refused is not None:
+            broken = f"not all ranks have the new weights: {refused.message}"
+        if broken is not None:
+            await self._trouble.remember(broken)
+            raise VllmBroke(f"{broken}; generation stays paused until a full update succeeds")
+        try:
+            if change.flush_cache:
+                await self._flush(recompute=frozen > 0)
+            if version is None:
+                raise VllmAway("vLLM did not answer the version of its weights")
+            await self.name(version)
+        except SidecarError as error:
+            await self._trouble.remember(f"the new weights are loaded, and were not put into service: {error.message}")
+            raise VllmBroke(self._trouble.reason) from error
+        self.was_updated = True
+        with contextlib.suppress(SidecarError):
+            self.updated_start = (await self._vllm.health()).start
+        return longest(ranks)
+
+    async def _flush(self, *, recompute: bool) -> None:
+        for attempt in range(FLUSH_TRIES):
+            # Also a request that nobody counts may be frozen, such as a health probe's token
+            recompute = recompute or attempt >= FLUSH_TRIES // 2
+            query = "?reset_running_requests=true" if recompute else ""
+            answer = await self._vllm.call("POST", f"/reset_prefix_cache{query}")
+            if isinstance(answer, dict) and answer.get("success") is True:
+                return
+            await asyncio.sleep(FLUSH_PAUSE_S)
+        raise VllmBroke("vLLM did not flush its cache")
+
+    async def name(self, version: str) -> None:
+        """Name the weights that vLLM has. Raises SidecarError."""
+        await self._vllm.call("POST", "/update_weight_version", {"new_version": version})
