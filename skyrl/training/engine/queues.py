@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
 
+LONGEST_STEP = 256
+"""The most passes between two barriers that are looked at, because that is done for each pass."""
+
 
 @dataclass(slots=True)
 class ModelQueue:
@@ -33,6 +36,15 @@ class ModelQueue:
             return command
         late = [seq for seq in self.waiting if seq < self.next_seq]
         return self.waiting[min(late)] if late else None
+
+    @property
+    def has_barrier(self) -> bool:
+        """Whether the barrier after the next passes has arrived, and all passes before it: at most LONGEST_STEP."""
+        for seq_id in range(self.next_seq, self.next_seq + LONGEST_STEP):
+            command = self.waiting.get(seq_id)
+            if command is None or not command.is_pass:
+                return command is not None
+        return False
 
     def take(self) -> Command:
         command = self.head()

@@ -16,6 +16,8 @@ from skyrl.training.engine.shares import Shares
 
 BARRIER_COST = 5_000
 """The cost of a barrier in a share, in bytes: about the cost of a pass over 250 tokens."""
+STEP_SHARES = 8
+"""A step of at most so many shares runs in one go."""
 SAMPLES_AT_ONCE = 512
 """How many samples a colocated engine runs between two turns of training: enough to fill vLLM, and few enough that
 training and other tenants' samples come soon."""
@@ -46,6 +48,8 @@ class Scheduler:
         """The number of saves and loads of each tenant so far."""
         self._samples = SampleQueue()
         self._samples_held = False
+        self._begun: dict[str, int] = {}
+        """By model with a begun step: the cost of its passes, which is not charged yet."""
         self._delayed = Delayed()
         self._running: dict[int, Command] = {}
         self._busy: set[str] = set()
@@ -62,6 +66,7 @@ class Scheduler:
 
     def close_model(self, model_id: str) -> list[Command]:
         """Forget a model. Returns its waiting commands, which will never run."""
+        self._begun.pop(model_id, None)
         queue = self._queues.pop(model_id, None)
         if queue is None:
             return []
@@ -139,15 +144,24 @@ class Scheduler:
             self._models[tenant].compete(model_ids)
         return sorted(heads, key=lambda model_id: self._cost_so_far(heads[model_id]))
 
-    def _cost_so_far(self, head: Command) -> tuple[int, int]:
-        """The cost so far of the command's tenant and of its model. The smallest pair is next."""
+    def _cost_so_far(self, head: Command) -> tuple[int, int, bool]:
+        """The cost so far of the command's tenant and of its model, and whether the model has no step begun. The
+        smallest is next."""
         assert head.model_id is not None
-        return self._tenants.amount(head.tenant), self._models[head.tenant].amount(head.model_id)
+        models = self._models[head.tenant]
+        return self._tenants.amount(head.tenant), models.amount(head.model_id), head.model_id not in self._begun
 
     def _charge(self, command: Command) -> None:
+        """Charge a command that was just taken. If a whole step waits, its passes are charged with their barrier, so
+        that the model goes on with the step; but at the latest when they cost STEP_SHARES shares."""
         assert command.model_id is not None
-        self._tenants.charge(command.tenant, cost_of(command))
-        self._models[command.tenant].charge(command.model_id, cost_of(command))
+        cost = self._begun.pop(command.model_id, 0) + cost_of(command)
+        in_step = command.is_pass and self._queues[command.model_id].has_barrier
+        if in_step and cost <= STEP_SHARES * self.budget:
+            self._begun[command.model_id] = cost
+            return
+        self._tenants.charge(command.tenant, cost)
+        self._models[command.tenant].charge(command.model_id, cost)
 
     def _runnable_head(self, model_id: str) -> Command | None:
         head = self._head(model_id)

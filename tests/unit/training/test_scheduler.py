@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
-from skyrl.training.engine.scheduler import BARRIER_COST, FILES_AT_ONCE, SAMPLES_AT_ONCE, Scheduler, cost_of
+from skyrl.training.engine.scheduler import (
+    BARRIER_COST,
+    FILES_AT_ONCE,
+    SAMPLES_AT_ONCE,
+    STEP_SHARES,
+    Scheduler,
+    cost_of,
+)
 
 _numbers = itertools.count(1)
 
@@ -120,6 +127,44 @@ def test_a_models_long_queue_does_not_delay_another_models_pass() -> None:
     turn = passes_of(queue)
     assert ("short", 0) in model_and_number(turn), "the new pass runs in the next turn"
     assert count_by_model(turn) == {"short": 1, "long": 9}, "the long queue gets the rest of the budget"
+
+
+def step(model: str, passes: int, size: int = 100, first: int = 0) -> list[Command]:
+    """The commands of one step, of a tenant with this one model."""
+    last = first + passes
+    forward = [command(model, seq, size=size, tenant=model) for seq in range(first, last)]
+    return [*forward, command(model, last, Kind.OPTIM_STEP, tenant=model)]
+
+
+def order_of_passes(queue: Scheduler, count: int) -> str:
+    """The models of the next passes, one letter each."""
+    taken: list[Command] = []
+    while len(taken) < count:
+        taken += passes_of(queue)
+        queue.finish(queue.take_barriers(queue.ready_models()))
+    return "".join(str(item.model_id) for item in taken)
+
+
+def test_a_step_that_has_begun_ends_before_another_tenants_step() -> None:
+    """If steps took turns pass by pass, all tenants would wait until the last pass of all."""
+    queue = scheduler(*step("a", 6), *step("b", 6), budget=200)
+    assert order_of_passes(queue, 12) == "aaaaaabbbbbb"
+
+
+def test_a_step_longer_than_some_shares_lets_others_go_first() -> None:
+    queue = scheduler(*step("a", 40), *step("b", 2), budget=200)
+    assert order_of_passes(queue, 20) == "a" * (2 * STEP_SHARES + 1) + "bb" + "a"
+
+
+def test_a_step_whose_barrier_has_not_arrived_takes_turns() -> None:
+    queue = scheduler(*step("a", 4)[:-1], *step("b", 4)[:-1], budget=200)
+    assert order_of_passes(queue, 8) == "abababab"
+
+
+def test_the_work_of_a_whole_step_counts_in_its_tenants_share() -> None:
+    large = [*step("a", 2, size=10_000), *step("a", 2, size=10_000, first=3)]
+    small = [*step("b", 1, size=10_000), *step("b", 1, size=10_000, first=2)]
+    assert order_of_passes(scheduler(*large, *small, budget=10_000), 6) == "aabbaa"
 
 
 def test_shares_count_work_and_not_commands() -> None:
