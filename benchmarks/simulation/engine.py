@@ -108,7 +108,7 @@ class TrainingEngine:
     def _settle(self, commands: list[Command]) -> Activity:
         services = self._cluster.services
         own, server = services.engine_commit.of(len(commands)), services.engine_commit_db.of(len(commands))
-        yield from self._cluster.database.commit(self.thread, own, server)
+        yield from self._cluster.database.commit(self.thread, own, server, rows=False)
         self._scheduler.finish(commands)
         for command in commands:
             self._ends.pop(command.request_id).set()

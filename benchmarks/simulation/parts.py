@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.simulation.tenants import Client
 
 NEVER = float("inf")
+LOCK_TRIPS, HELD_SHARE = 3, 0.8
 
 
 class Thread:
@@ -73,26 +74,20 @@ class Sample:
 
 class Database:
     """PostgreSQL: write transactions hold one lock, except those that record samples; reads wait for nothing. `sync_s`
-    is the time until a commit is on the disk, `trip_s` that of a round trip with the network. While a commit holds the
-    lock there are `lock_trips` of them, and the share `held_share` of the committing process's own CPU time."""
+    is the time until a commit is on the disk, `trip_s` that of a round trip with the network.
+
+    A group of rows is one message, with the lock and the commit. Another transaction, and without `pipelined` each,
+    holds the lock for LOCK_TRIPS round trips and for the share HELD_SHARE of the process's own CPU time."""
 
     def __init__(
-        self,
-        clock: Clock,
-        cores: Cores,
-        services: Services,
-        *,
-        sync_s: float,
-        trip_s: float,
-        lock_trips: int,
-        held_share: float,
+        self, clock: Clock, cores: Cores, services: Services, *, sync_s: float, trip_s: float, pipelined: bool
     ) -> None:
         self.cores = cores
         self.lock = Lock(clock)
         self.services = services
         self.sync_s = sync_s
         self.trip_s = trip_s
-        self._lock_trips, self._held_share = lock_trips, held_share
+        self._pipelined = pipelined
         self.busy_s = 0.0
         """CPU seconds so far."""
         self.commits = 0
@@ -105,18 +100,23 @@ class Database:
         yield 2 * self.trip_s
         yield self.work(seconds)
 
-    def commit(self, thread: Thread, own_s: float, server_s: float, *, locks: bool = True) -> Activity:
-        """One write transaction: `own_s` of CPU in the process, `server_s` in PostgreSQL."""
+    def commit(
+        self, thread: Thread, own_s: float, server_s: float, *, locks: bool = True, rows: bool = True
+    ) -> Activity:
+        """One write transaction: `own_s` of CPU in the process, `server_s` in PostgreSQL. `rows`: a group of rows."""
         self.commits += 1
+        one_message = rows and self._pipelined
+        held_s = 0.0 if one_message or not locks else own_s * HELD_SHARE
+        yield from thread.work(own_s - held_s)
+        if one_message:
+            yield self.trip_s
         if locks:
-            yield from thread.work(own_s * (1 - self._held_share))
             yield self.lock.take()
-            if not (yield from thread.try_work(own_s * self._held_share)):
-                self.lock.give_back()  # PostgreSQL sees that the connection is gone
-                yield NEVER
-        else:
-            yield from thread.work(own_s)
-        yield self._lock_trips * self.trip_s
+        if held_s and not (yield from thread.try_work(held_s)):
+            self.lock.give_back()  # PostgreSQL sees that the connection is gone
+            yield NEVER
+        if not one_message:
+            yield LOCK_TRIPS * self.trip_s
         yield self.work(server_s)
         yield self.sync_s
         if locks:

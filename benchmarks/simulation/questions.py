@@ -17,11 +17,13 @@ RATES = (1_000, 4_000)
 
 
 def rates(services: Services) -> None:
-    """Where is the first bottleneck?"""
+    """Where is the first bottleneck? Also with groups of rows whose messages go out one by one."""
     for rate in RATES:
-        found = _run(f"{rate} samples/s", with_rate(LARGE, rate), services)
-        cpu = ", ".join(f"{part} {ms:.2f}" for part, ms in found.cpu_ms.items() if ms)
-        print(f"  CPU of a sample in ms: {cpu}", flush=True)
+        for pipelined in (True, False):
+            how = "one message for a group of rows" if pipelined else "BEGIN, lock, rows and COMMIT one by one"
+            found = _run(f"{rate} samples/s, {how}", replace(with_rate(LARGE, rate), pipelined=pipelined), services)
+            cpu = ", ".join(f"{part} {ms:.2f}" for part, ms in found.cpu_ms.items() if ms)
+            print(f"  CPU of a sample in ms: {cpu}", flush=True)
 
 
 def rack(services: Services) -> None:

@@ -111,6 +111,28 @@ def cluster(servers: int, replicas: int, delay_ms: float = 0.0) -> Generator[Rea
 
 
 @contextmanager
+def training_server(apis: int, replicas: int, delay_ms: float) -> Generator[str]:
+    """The URL of one server with an engine of the tiny model and several API processes on PostgreSQL, in front of fake
+    replicas that answer after `delay_ms`."""
+    with ExitStack() as stack:
+        upstreams = [stack.enter_context(NullUpstream()) for _ in range(replicas)]
+        for upstream in upstreams:
+            upstream.control(f"delay_ms={delay_ms}")
+        router_url, _ = stack.enter_context(_router([upstream.url for upstream in upstreams]))
+        database = PostgresServer()
+        stack.callback(database.remove)
+        database.start()
+        url = database.url(database.new_database())
+        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-cluster-")))
+        flags = ("--external-inference-url", router_url, "--database-url", url, "--api-processes", str(apis))
+        server = DemoServer(state, *flags)
+        stack.callback(server.stop)
+        server.start()
+        server.wait_ready()
+        yield server.url
+
+
+@contextmanager
 def _router(workers: list[str]) -> Generator[tuple[str, int]]:
     """Address and process id of a router."""
     url = f"http://127.0.0.1:{(port := free_port())}"

@@ -44,8 +44,8 @@ class Scenario:
     database_cores: float = 16.0
     sync_s: float = 0.0
     trip_s: float = 0.0
-    lock_trips: int = 3
-    held_share: float = 0.8
+    pipelined: bool = True
+    """Whether a group of rows is committed in one round trip."""
     warm_up_s: float = 4.0
     seconds: float = 8.0
     notice_pause_s: float = APART_S
@@ -96,8 +96,7 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
         services,
         sync_s=scenario.sync_s,
         trip_s=scenario.trip_s,
-        lock_trips=scenario.lock_trips,
-        held_share=scenario.held_share,
+        pipelined=scenario.pipelined,
     )
     cluster = Cluster(clock, services, database)
     cluster.notice_pause_s, cluster.fair = scenario.notice_pause_s, scenario.fair

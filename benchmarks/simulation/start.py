@@ -22,7 +22,7 @@ from skyrl.storage.db.writer import MAX_BATCH
 @dataclass(frozen=True)
 class Start:
     """`sessions` send their first heartbeat within `within_s` seconds: 10 if they were not told of the stop, and less
-    if all have waited for the start. `lock_trips` and `held_share` as in `Database`."""
+    if all have waited for the start. `pipelined` as in `Database`."""
 
     sessions: int = 100_000
     apis: int = 20
@@ -30,8 +30,7 @@ class Start:
     database_cores: float = 16.0
     sync_s: float = 0.001
     trip_s: float = 0.0001
-    lock_trips: int = 3
-    held_share: float = 0.8
+    pipelined: bool = True
 
 
 @dataclass
@@ -56,8 +55,7 @@ def start(scenario: Start, services: Services, seed: int = 1) -> Started:
         services,
         sync_s=scenario.sync_s,
         trip_s=scenario.trip_s,
-        lock_trips=scenario.lock_trips,
-        held_share=scenario.held_share,
+        pipelined=scenario.pipelined,
     )
     processes = [_Process(clock, database, services) for _ in range(scenario.apis)]
     waits: list[float] = []

@@ -1,0 +1,95 @@
+"""The model of a cluster: its clock and locks, and that it answers what is known of small clusters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.series import quantile
+from benchmarks.simulation.adapters import Traffic, place
+from benchmarks.simulation.events import Activity, Clock, Cores, Lock
+from benchmarks.simulation.scenarios import Scenario, simulate
+from benchmarks.simulation.services import load
+from benchmarks.simulation.start import Start, start
+from benchmarks.simulation.tenants import Learning
+
+SMALL = Scenario(
+    clients=40, tenants=40, apis=2, replicas=4, in_flight=1, sample_s=1.0, pause_s=1.0, warm_up_s=2.0, seconds=6.0
+)
+SERVICES = load()
+
+
+def test_two_pieces_of_work_share_a_core_and_the_later_one_waits_for_the_lock() -> None:
+    clock = Clock()
+    cores, lock = Cores(clock, 1), Lock(clock)
+    ended: dict[str, float] = {}
+
+    def work(name: str, locked: bool) -> Activity:
+        if locked:
+            yield lock.take()
+        yield cores.use(1.0)
+        if locked:
+            lock.give_back()
+        ended[name] = clock.now
+
+    for name, locked in (("first", True), ("second", True), ("beside", False)):
+        clock.start(work(name, locked))
+    clock.run(10.0)
+    assert ended == {"first": 2.0, "beside": 2.0, "second": 3.0}
+
+
+def test_samples_come_at_the_rate_of_their_clients_and_take_a_replicas_time() -> None:
+    found = simulate(SMALL, SERVICES)
+    assert found.samples_per_s == pytest.approx(20, rel=0.15)
+    assert 1_000 < found.p50_ms < 1_100
+
+
+def test_no_sample_is_lost_with_a_process_and_a_replica() -> None:
+    rack = replace(SMALL, dead_apis=1, dead_replicas=1, dead_after_s=1.0, seconds=20.0)
+    found = simulate(rack, SERVICES)
+    assert found.repeated > 0
+    assert 9_000 < found.longest_ms < 14_000, "samples of a dead process wait for five rounds"
+    assert min(found.per_second[16:]) > 10, "all clients are back"
+
+
+def test_a_light_tenant_waits_less_by_fair_shares_than_in_the_order_of_arrival() -> None:
+    crowded = replace(SMALL, crowd=(200,), slots=10, pause_s=5.0, seconds=12.0)
+    light: dict[bool, float] = {}
+    for fair in (True, False):
+        found = simulate(replace(crowded, fair=fair), SERVICES)
+        light[fair] = quantile([wait for _, wait, tenant in found.waits if tenant], 0.5)
+    assert light[True] < 2.0 < light[False]
+
+
+def test_a_commit_in_one_message_holds_the_lock_for_less_time() -> None:
+    held = {
+        pipelined: simulate(replace(SMALL, trip_s=0.002, pipelined=pipelined), SERVICES).utilisation["write lock"]
+        for pipelined in (True, False)
+    }
+    assert held[True] < held[False] / 4
+
+
+def test_steps_of_tenants_follow_one_another_on_the_device() -> None:
+    learning = Learning(samples=1, passes=4, pass_s=0.5, step_s=0.0, save_s=0.0, away_s=0.01)
+    many = replace(SMALL, clients=0, tenants=1, learners=4, learning=learning, publish_s=0.0, seconds=60.0)
+    found = simulate(many, SERVICES)
+    assert found.utilisation["devices"] == pytest.approx(1.0, abs=0.02)
+    assert len(found.trained) / 60 == pytest.approx(0.5, rel=0.05)
+    assert quantile([wait for _, wait, _ in found.trained], 0.5) == pytest.approx(7.0, rel=0.05), (
+        "four steps of 2 s, less the second in which a tenant samples"
+    )
+
+
+def test_first_heartbeats_of_many_sessions_are_answered_in_groups() -> None:
+    found = start(Start(sessions=2_000, apis=2, within_s=0.5), SERVICES)
+    assert found.commits < 1_000
+    assert found.last_s < 10
+
+
+def test_a_dead_replicas_adapters_are_loaded_elsewhere_and_no_others() -> None:
+    quiet = Traffic(adapters=40, replicas=4, slots=40, rate=20.0, sample_s=0.1, warm_up_s=60.0, seconds=60.0)
+    assert place("adapter_affinity", quiet).loads == 0
+    dead = place("adapter_affinity", replace(quiet, dead=1, dead_at_s=80.0))
+    assert dead.loads * 60 == 10
+    assert dead.evictions == 0
