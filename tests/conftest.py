@@ -6,7 +6,7 @@ import gc
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.writer import GroupCommitWriter
 from tests import databases
 from tests.databases import StateDatabases, make_tables
 from tests.grouping import group_scheduling, start_position
@@ -159,3 +160,18 @@ def migrated_url(database_kind: str, tmp_path: Path, request: pytest.FixtureRequ
     state_databases: StateDatabases = request.getfixturevalue("state_databases")
     yield state_databases.url_of(tmp_path)
     state_databases.drop_below(tmp_path)
+
+
+@pytest.fixture
+def database(migrated_url: str) -> Iterator[Database]:
+    """`migrated_url`, opened. Folders and files with another database have a fixture of this name, too."""
+    with closing(Database(migrated_url)) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
+    """The writer of the test's `database`."""
+    writer = GroupCommitWriter(database)
+    yield writer
+    await writer.close()

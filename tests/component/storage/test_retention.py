@@ -7,7 +7,6 @@ import asyncio
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,6 @@ BODY, RESULT = b"b" * 2900, Outcome(b"r" * 600, "protobuf")
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "skyrl.db"
-
-
-@pytest.fixture
-async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
-    writer = GroupCommitWriter(database)
-    yield writer
-    await writer.close()
 
 
 @pytest.fixture

@@ -144,13 +144,6 @@ async def test_a_failed_step_is_no_step(harness: Harness) -> None:
 
 
 @pytest.fixture
-async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
-    writer = GroupCommitWriter(database)
-    yield writer
-    await writer.close()
-
-
-@pytest.fixture
 def database(migrated_url: str) -> Iterator[Database]:
     database = Database(migrated_url)
     yield database

@@ -22,13 +22,6 @@ OLDER = "0003"
 """The revision of an older schema."""
 
 
-@pytest.fixture
-def database(migrated_url: str):
-    database = Database(migrated_url)
-    yield database
-    database.close()
-
-
 def run(database: Database, name: str, *arguments: str) -> Result:
     """Run `skyrl db NAME`: with the state directory of a SQLite file, or with the URL of a PostgreSQL database."""
     if database.file is not None:

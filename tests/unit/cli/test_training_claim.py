@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,6 @@ from skyrl.storage.notify.doorbell import Doorbell
 from tests.postgres_server import ON_BOTH
 
 WAIT_S = 60.0
-
-
-@pytest.fixture
-def database(migrated_url: str) -> Iterator[Database]:
-    database = Database(migrated_url)
-    yield database
-    database.close()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -31,20 +31,6 @@ pytestmark = ON_BOTH
 OK = Outcome(b'{"ok":1}')
 COMMAND = NewRequest(Kind.OPTIM_STEP, "tenant", "s1", b"{}", model_id="m", seq_id=3)
 SAMPLE = NewRequest(Kind.EXTERNAL, "tenant", "s1", b"{}", sampling_session_id="s1:sample:0", sample_seq_id=5)
-
-
-@pytest.fixture
-def database(migrated_url: str):
-    database = Database(migrated_url)
-    yield database
-    database.close()
-
-
-@pytest.fixture
-async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
-    writer = GroupCommitWriter(database)
-    yield writer
-    await writer.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 
 import pytest
 from sqlalchemy import Connection, func, insert, select
@@ -28,13 +27,6 @@ def database(empty_url: str):
     database.write(lambda c: things.create(c))
     yield database
     database.close()
-
-
-@pytest.fixture
-async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
-    writer = GroupCommitWriter(database)
-    yield writer
-    await writer.close()
 
 
 class HeldWriter:
