@@ -11,14 +11,20 @@ from typing import Any
 from skyrl.base.tiny import model_path
 
 
+def make_small(directory: Path, layers: int) -> str:
+    """Qwen3's layers with a hidden size of 64, and a vocabulary of 256. Returns the path."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return _make(directory, layers, 256, head_dim=16, max_position_embeddings=4096, **sizes)
+
+
 def make_quarter(directory: Path) -> str:
     """A quarter of the layers (7), and a vocabulary of 32,768: 144 million parameters. Returns the path."""
-    return _make(directory, layers=7, vocabulary=32_768)
+    return _make(directory, 7, 32_768)
 
 
 def make_large(directory: Path) -> str:
     """All 28 layers and the vocabulary of Qwen3-0.6B, with the tokenizer of the tiny model. Returns the path."""
-    path = _make(directory, layers=28, vocabulary=151_936)
+    path = _make(directory, 28, 151_936)
     for file in model_path().glob("*token*"):
         shutil.copy(file, directory)
     return path
@@ -32,21 +38,20 @@ def make_long_tiny(directory: Path) -> str:
     return str(directory)
 
 
-def _make(directory: Path, *, layers: int, vocabulary: int) -> str:
+def _make(directory: Path, layers: int, vocabulary: int, **sizes: Any) -> str:
+    """A model of Qwen3-0.6B's sizes but those given."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-    )
+    known: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+    }
+    config = Qwen3Config(vocab_size=vocabulary, num_hidden_layers=layers, tie_word_embeddings=True, **(known | sizes))
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return str(directory)

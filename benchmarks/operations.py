@@ -26,6 +26,7 @@ import torch
 
 from benchmarks import machine, trainer_ways
 from benchmarks.cuda_norms import norms_as_on_cuda
+from benchmarks.models import make_small
 from benchmarks.operation_counts import Operations, in_phase
 from benchmarks.table import aligned, number
 from benchmarks.trainer_rows import MIXED_RANKS, RANK, BatchRow, Shape
@@ -53,26 +54,6 @@ WAYS = ("peft", "skyrl")
 PHASES = ("forward", "backward", "bookkeeping", "optimizer")
 """`bookkeeping`: masks, tensors of indices, losses, metrics, and the sum of gradients."""
 COUNTED = (*PHASES, "uploads", "waits")
-
-
-def make_small(directory: Path, layers: int) -> str:
-    """Qwen3's layers with a hidden size of 64, and a vocabulary of 256. Returns the path."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return str(directory)
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.operations import ROWS, Counts, count, counts, make_small
+from benchmarks.models import make_small
+from benchmarks.operations import ROWS, Counts, count, counts
 from benchmarks.trainer_rows import BatchRow
 
 MOST = {"uniform": 0.5, "uniform-8": 0.5, "uniform-ranks": 0.5, "grpo-8": 0.8}
