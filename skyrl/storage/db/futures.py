@@ -138,7 +138,7 @@ def settlement(request_id: str, outcome: Outcome, now: float) -> dict[str, Any]:
     }
 
 
-_STORED = (
+REQUEST = (
     futures.c.id,
     futures.c.kind,
     futures.c.tenant,
@@ -147,6 +147,10 @@ _STORED = (
     futures.c.sampling_session_id,
     futures.c.sample_seq_id,
     futures.c.owner,
+)
+"""What a `StoredFuture` has of its request."""
+_STORED = (
+    *REQUEST,
     futures.c.status,
     futures.c.result,
     futures.c.result_format,

@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, select
 
-from skyrl.storage.db.futures import StoredFuture, futures
+from skyrl.storage.db.futures import REQUEST, StoredFuture, futures
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +86,6 @@ def pending_of_sampler(
     connection: Connection, sampling_session_id: str, first_seq: int | None, end_seq: int
 ) -> list[StoredFuture]:
     """A sampling client's samples that have not ended."""
-    columns = (
-        futures.c.id,
-        futures.c.kind,
-        futures.c.tenant,
-        futures.c.session_id,
-        futures.c.digest,
-        futures.c.sampling_session_id,
-        futures.c.sample_seq_id,
-        futures.c.owner,
-    )
     of_client = _of_sampler(sampling_session_id, first_seq, end_seq)
-    rows = connection.execute(select(*columns).where(of_client, futures.c.status == "pending"))
+    rows = connection.execute(select(*REQUEST).where(of_client, futures.c.status == "pending"))
     return [StoredFuture(*row, outcome=None) for row in rows]
