@@ -362,6 +362,8 @@ def test_vllms_own_scores_of_token_ids_have_the_part_of_the_right_adapter(batche
 
 
 REGISTERED = """
+import gc
+gc.disable()  # the imports make millions of objects, and no garbage
 import vllm.platforms
 vllm.platforms.current_platform.is_cpu = lambda: False
 vllm.platforms.current_platform.is_cuda_alike = lambda: True
