@@ -122,7 +122,11 @@ def through_session(http: httpx.Client, temperature: float, seed: int, lost: Los
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.agent_drift", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.agent_drift",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--slime", type=Path, required=True, help="a checkout of slime")
     parser.add_argument("--conversations", type=int, default=40)
     given = parser.parse_args()

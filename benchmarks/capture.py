@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import logging
 
 from benchmarks.operation_counts import HostCopies
 from benchmarks.table import aligned
@@ -182,11 +183,16 @@ PARTS: dict[str, Callable[[str, int], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--micro-batches", type=int, default=30)
-    parser.add_argument("--compile", nargs="*", choices=PARTS, default=[])
-    parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.capture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--micro-batches", type=int, default=30, help="of each kind (default: 30)")
+    parser.add_argument("--compile", nargs="*", choices=PARTS, default=[], help="compile these, and count graphs")
+    parser.add_argument(
+        "--backend", choices=("eager", "inductor"), default="eager", help="of torch.compile (default: eager)"
+    )
     options = parser.parse_args()
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     traced(options.micro_batches)
     for part in options.compile:

@@ -6,7 +6,8 @@ Usage: python -m benchmarks.flat [/path/to/other/checkout ...] [--in-flight 64 5
        python -m benchmarks.flat --counters [--in-flight 64 512 2048] [--out FILE]
 
 `--counters` counts instead: what a sample costs in instructions, misses of simulated caches, system calls and so on
-(`benchmarks.counters`). It takes some ten minutes, and also serves on a busy machine.
+(`benchmarks.counters`). It takes some ten minutes, most of them in the simulation, which always has 64 and 256 samples
+in flight; and it also serves on a busy machine.
 
 All servers run at once, in front of one null upstream, and get their loads in turns, so a machine that becomes slower
 slows all cells. Each window begins and ends in the steady state, when a multiple of the samples in flight has ended
@@ -114,7 +115,9 @@ def write(out: Path | None, found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.flat", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.flat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("others", nargs="*", type=Path, help="checkouts of other commits")
     parser.add_argument("--in-flight", nargs="+", type=int, default=IN_FLIGHT, metavar="N")
     parser.add_argument("--rounds", type=int, default=7)

@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from transformers.utils import logging
 
 from benchmarks import machine, trainer_ways
 from benchmarks.cuda_norms import norms_as_on_cuda
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=0, help="also show the most frequent operations (default: none)")
     parser.add_argument("--out", type=Path, default=Path("out/operations.json"), help="file for the counts")
     options = parser.parse_args()
+    logging.disable_progress_bar()
     found: list[Counts] = []
     with TemporaryDirectory(prefix="skyrl-operations-") as directory:
         paths = [make_small(Path(directory) / str(layers), layers) for layers in (2, 4)]

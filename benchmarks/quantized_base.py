@@ -44,7 +44,11 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_base", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quantized_base",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "quarter"])
     parser.add_argument("--vllm", action="store_true", help="compare vLLM's logprobs, too")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")

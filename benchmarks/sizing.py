@@ -181,7 +181,9 @@ def table(rows: Iterable[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sizing", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sizing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for sizing.json (default: out/sizing)")
     options = parser.parse_args()

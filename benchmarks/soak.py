@@ -173,7 +173,9 @@ async def soak(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rate", type=float, default=500, help="samples per second")
     parser.add_argument("--delay-ms", type=float, default=200, help="delay of the null upstream's answers")

@@ -116,7 +116,9 @@ def text(tenants: Sequence[Sequence[Interval]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.timeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12, help="steps of each tenant")
     parser.add_argument("--print", type=int, default=0, metavar="N", help="print the first N intervals of each tenant")
     options = parser.parse_args()
