@@ -13,9 +13,6 @@ from typing import Annotated
 
 import typer
 
-from skyrl.base.config.server import ConfigError
-from skyrl.cli.launcher.model_location import check_model
-
 
 class Bits(StrEnum):
     FOUR = "4"
@@ -39,6 +36,9 @@ def quantize(
     ] = GroupSize.LARGE,
 ) -> None:
     """Round a model's large matrices to the nearest integers, and write them with the rest of the model."""
+    from skyrl.base.config.server import ConfigError
+    from skyrl.cli.launcher.model_location import check_model
+
     try:
         check_model(model)
     except ConfigError as error:
