@@ -3,6 +3,9 @@
 Trains an adapter on a random Qwen3-MoE once with ranks that gather all weights, and once with ranks that hold experts
 (`trainer.placement.expert_parallel`), each rank a process on this machine, joined by gloo. Bytes are counted where
 torch.distributed is called: what a rank gets from the others. They do not depend on the machine; seconds do.
+
+With --bits the same again with a release of the model in 4 or 8 bits, whose weights are computed at loading, or stay in
+these bits (`trainer.keep_quantized`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from benchmarks.processes import peak_resident_mb
 from skyrl.base.types.lora import LoraSpec
 from skyrl.runtime.processes.ports import free_port
 from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
+from skyrl.training.backends.quantizing.release import quantize
+from skyrl.training.backends.quantizing.rounding import Scheme
 from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
 from skyrl.training.backends.torch_lora.plan import make_plan
 from skyrl.training.backends.torch_lora.rank import Rank
@@ -35,18 +40,32 @@ from skyrl.training.backends.torch_lora.rank_base import RankSettings
 from skyrl.training.backends.torch_lora.row_budget import BudgetSettings
 
 VOCAB, LORA_RANK, BUDGET, STEPS = 4096, 8, 4096, 3
+GROUP = 64
+"""Columns of a row that share a factor."""
 MB = 1e6
-COLUMNS = ("parameters", "numbers of the adapter", "MB gathered", "MB exchanged", "MB", "s", "CPU s", "peak MB", "loss")
+COLUMNS = (
+    "parameters",
+    "MB held",
+    "numbers of the adapter",
+    "MB gathered",
+    "MB exchanged",
+    "MB",
+    "s",
+    "CPU s",
+    "peak MB",
+    "loss",
+)
 _sent: dict[str, float] = {}
 """Bytes that this rank got from others, by the function of torch.distributed."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank: parameters of the base model that it holds, numbers of the adapter, peak of memory in MB; and of a
-    step: MB by function, seconds, CPU seconds, loss of the last step."""
+    """Of one rank: parameters of the base model that it holds, and the MB of these; numbers of the adapter; peak of
+    memory in MB; and of a step: MB by function, seconds, CPU seconds, loss of the last step."""
 
     parameters: int
+    held_mb: float
     adapter: int
     peak_mb: float
     mb: dict[str, float]
@@ -92,7 +111,9 @@ def _passes(sequences: int, tokens: int, step: int) -> list[TrainingPass]:
     return [TrainingPass("m", data, "cross_entropy")]
 
 
-def _run(connection: Connection, kind: type[Rank], rank: int, ranks: int, path: str, port: int, options: Any) -> None:
+def _run(
+    connection: Connection, kind: type[Rank], rank: int, ranks: int, path: str, keep: bool, port: int, options: Any
+) -> None:
     """A rank's process."""
     for name in ("all_gather_single", "all_gather_into_tensor"):
         if hasattr(dist, name):
@@ -100,7 +121,7 @@ def _run(connection: Connection, kind: type[Rank], rank: int, ranks: int, path: 
     _count("all_to_all_single", _exchanged)
     _count("all_reduce", _reduced)
     budget = BudgetSettings(BUDGET, full=False, of_samplers=0.0, takes_turns=False)
-    settings = RankSettings(path, 1, False, "refuse", True, 300.0, False, budget)
+    settings = RankSettings(path, 1, False, "refuse", True, 300.0, False, budget, keep)
     made = kind(rank, ranks, settings)
     made.join("127.0.0.1", port, "benchmark")
     facts = made.load()
@@ -120,21 +141,21 @@ def _run(connection: Connection, kind: type[Rank], rank: int, ranks: int, path: 
         loss = sum(piece.tally.loss for of_pass in pieces.values() for piece in of_pass)
     adapter = len(made.export("m", False).weights)
     peak = peak_resident_mb(os.getpid())
-    parameters = made.memory()["parameters"]
+    memory = made.memory()
     mb = {name: count / MB for name, count in sent.items()}
-    connection.send(Measured(parameters, adapter, peak, mb, min(walls), min(cpus), loss))
+    connection.send(Measured(memory["parameters"], memory["held"] / MB, adapter, peak, mb, min(walls), min(cpus), loss))
     connection.close()
     made.leave()
 
 
-def measure(kind: type[Rank], path: str, options: Any) -> list[Measured]:
-    """By rank."""
+def measure(kind: type[Rank], path: str, keep: bool, options: Any) -> list[Measured]:
+    """By rank. `keep`: whether the weights of a quantized release stay in its bits."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     pipes, processes = [], []
     for rank in range(options.ranks):
         here, there = context.Pipe()
-        process = context.Process(target=_run, args=(there, kind, rank, options.ranks, path, port, options))
+        process = context.Process(target=_run, args=(there, kind, rank, options.ranks, path, keep, port, options))
         process.start()
         there.close()
         pipes.append(here)
@@ -177,16 +198,26 @@ def main() -> None:
         ("tokens", 128),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="also a release of the model in so many bits")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        make_model(Path(directory), options)
+        full, release = Path(directory) / "full", Path(directory) / "release"
+        make_model(full, options)
+        bases = [("", full, False)]
+        if options.bits:
+            quantize(str(full), release, Scheme(options.bits, GROUP))
+            of = f", {options.bits} bits"
+            bases += [(f"{of} computed at loading", release, False), (of, release, True)]
         print(f"| ranks | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
-        for name, kind in (("gather", Rank), ("hold experts", ExpertRank)):
-            found = measure(kind, directory, options)
+        for name, kind, (base, path, keep) in (
+            (name, kind, base) for name, kind in (("gather", Rank), ("hold experts", ExpertRank)) for base in bases
+        ):
+            found = measure(kind, str(path), keep, options)
             gathered = max(sum(mb for function, mb in each.mb.items() if "gather" in function) for each in found)
             exchanged = max(each.mb.get("all_to_all_single", 0.0) for each in found)
             cells = (
                 f"{max(each.parameters for each in found):,}",
+                f"{max(each.held_mb for each in found):.0f}",
                 f"{max(each.adapter for each in found):,}",
                 f"{gathered:.1f}",
                 f"{exchanged:.1f}",
@@ -196,7 +227,7 @@ def main() -> None:
                 f"{max(each.peak_mb for each in found):,.0f}",
                 f"{sum(each.loss for each in found):.6f}",
             )
-            print(f"| {options.ranks}, {name} | {' | '.join(cells)} |", flush=True)
+            print(f"| {options.ranks}, {name}{base} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from kept_support import CASES, release
-from rank_support import Run, assert_same_runs, closed_at_end, learn_together
-from torch_lora_support import base_path, make_backend, make_ranks, ok, sft, spec, train
+from rank_support import STEP, Run, assert_same_runs, closed_at_end, learn_together
+from torch_lora_support import assert_same, base_path, make_backend, make_ranks, ok, saved, sft, spec, train
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
@@ -21,6 +21,8 @@ from skyrl.training.backends.torch_lora.quantized_slices import QuantizedSlice
 from skyrl.training.backends.torch_lora.quantized_weights import QuantizedWeight
 from skyrl.training.backends.torch_lora.rank import AdapterFacts, Rank
 from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from tests.families import FAMILIES, MIXTURES, make_family
+from tests.quantized import FP8, block_fp8, quantize
 
 Ranks = Callable[..., ShardedBackend]
 EXPERTS = {"rank_class": ExpertRank, "placement.expert_parallel": True, "placement.policy_num_cpu_ranks": 2}
@@ -76,6 +78,33 @@ def test_one_rank_gives_the_bits_of_one_device(tmp_path: Path, ranks: Ranks, cas
     path = release(case, tmp_path)
     expected = _learn(make_backend(path=path, keep_quantized=True, micro_batch_tokens=48), tmp_path / "one")
     assert_same_runs(_learn(ranks(1, path=path, keep_quantized=True), tmp_path / "rank"), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_every_family_gives_the_bits_of_weights_computed_at_loading(tmp_path: Path, ranks: Ranks, family: str) -> None:
+    path = quantize(make_family(family, tmp_path), tmp_path / "release", FP8, block_fp8())
+    kept, computed = (_learn(ranks(2, path=path, keep_quantized=keep), tmp_path / str(keep)) for keep in (True, False))
+    assert_same_runs(kept, computed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, EXPERTS], ids=["gather", "hold-experts"])
+def test_a_snapshot_goes_on_with_the_same_bits_with_and_without_kept_weights(
+    tmp_path: Path, ranks: Ranks, settings: dict[str, Any]
+) -> None:
+    path = release("mixture-fp8", tmp_path)
+    backend = ranks(2, path=path, keep_quantized=True, **settings)
+    _learn(backend, tmp_path / "before")
+    (tmp_path / "snapshot").mkdir()
+    backend.save_snapshot("m", tmp_path / "snapshot")
+    backend.optim_step("m", STEP)
+    expected = saved(backend, "m", tmp_path / "expected")
+    for keep in (True, False):
+        again = ranks(2, path=path, keep_quantized=keep, **settings)
+        again.restore_model("m", spec(4, 1), tmp_path / "snapshot")
+        again.optim_step("m", STEP)
+        assert_same(saved(again, "m", tmp_path / f"kept-{keep}"), expected)
 
 
 class Watched(Rank):
