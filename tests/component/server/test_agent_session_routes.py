@@ -143,7 +143,6 @@ async def test_a_run_stands_for_its_newest_sampler_weights(api: Api, database: D
         ({"sampling": {"top_k": 2**40}}, "sampling.top_k"),
     ],
 )
-@ON_BOTH
 async def test_a_session_that_cannot_be_is_refused_by_field(serve: Serve, body: dict[str, Any], field: str) -> None:
     async with serve(agents=CONFIG) as api:
         answer = await api.post("agent_sessions", {"model": BASE} | body)
