@@ -23,6 +23,7 @@ from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutO
 from skyrl.training.backends.registry import create_backend
 from skyrl.training.backends.torch_full import optimizer, state
 from skyrl.training.backends.torch_full.backend import TorchFullBackend
+from skyrl.training.backends.torch_full.parameters import FullParameters
 from skyrl.training.backends.torch_lora import checks
 from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient
 from tests.failures import FailingOperation
@@ -308,6 +309,21 @@ def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises((OSError, ValueError)):
         backend.load_state("m", tmp_path, optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([3e38] * 4, True),  # whose sum is not
+        ([1.0, float("nan")], False),
+        ([float("inf"), float("-inf")], False),
+        ([1.0, float("-inf")], False),
+    ],
+    ids=str,
+)
+def test_a_save_finds_weights_that_are_not_finite(values: list[float], finite: bool) -> None:
+    weights = {"a": torch.zeros(3), "empty": torch.zeros(0, 2), "b": torch.tensor(values)}
+    assert state.are_finite(FullParameters(weights, torch.device("cpu"))) is finite
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -40,8 +40,12 @@ def save_model(
 
 
 def are_finite(parameters: FullParameters) -> bool:
-    """Whether no weight is NaN or infinite. Needs the memory of a chunk."""
-    return all(bool(torch.isfinite(chunk).all()) for chunk, _ in parameters.chunks(CHUNK))
+    """Whether no weight is NaN or infinite. A sum shows it with one pass and no memory; one that overflows is looked at
+    again."""
+    return all(
+        bool(torch.isfinite(chunk.sum())) or all(bool(torch.isfinite(one)) for one in chunk.aminmax())
+        for chunk, _ in parameters.chunks(CHUNK)
+    )
 
 
 def save_state(model: FullModel, parameters: FullParameters, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
