@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Awaitable, Callable
 
 from skyrl.storage.db.faults import is_transient, reason
 
 logger = logging.getLogger(__name__)
+
+EARLIEST_FIRST = 0.5
+"""The earliest first round, in periods after the start."""
 
 
 class Rounds:
@@ -36,10 +40,13 @@ class Rounds:
 
 
 async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[object]]) -> None:
-    """Run `action` every `period_s` seconds until cancelled. A round that fails is logged, and the next round runs."""
+    """Run `action` every `period_s` seconds until cancelled. A round that fails is logged, and the next round runs. The
+    first round comes up to half a period earlier, so that processes that start together do not write together."""
     rounds = Rounds(name, period_s)
+    pause_s = period_s * random.uniform(EARLIEST_FIRST, 1.0)
     while True:
-        await asyncio.sleep(period_s)
+        await asyncio.sleep(pause_s)
+        pause_s = period_s
         try:
             await action()
         except Exception as error:  # logged; the next round runs
