@@ -15,6 +15,9 @@ from skyrl.server.sampling.ownership import BEAT_S
 from skyrl.storage.db.sessions import COMPARE_S
 from skyrl.storage.db.writer import MAX_BATCH
 
+ROUND_COMMITS = 4
+"""Write transactions of a process in BEAT_S besides samples: its heartbeat, its clock, and its counted usage twice."""
+
 
 class Api:
     """`orders` has the order of the tenants' samples for each base model."""
@@ -155,11 +158,14 @@ class Api:
     def rounds(self) -> Activity:
         """Heartbeats of the process, looks at the sessions, and all other periodic work; for ever."""
         cluster, services = self.cluster, self.cluster.services
-        yield random.uniform(0, BEAT_S)
+        yield BEAT_S if cluster.in_step else random.uniform(0, BEAT_S)
         look_at, compare_at = random.uniform(0, SESSION_CHECK_S), random.uniform(0, COMPARE_S)
         while not self.thread.dead:
             yield from self.use(services.idle, 0)
             yield from self.thread.work(services.idle.base * (BEAT_S - 1))
+            for _ in range(ROUND_COMMITS):
+                own, server = services.engine_commit.base, services.engine_commit_db.base
+                yield from cluster.database.commit(self.thread, own, server, rows=False)
             beats = len(cluster.clients) / cluster.heartbeat_s / len(cluster.living) * BEAT_S
             for _ in range(10):
                 yield from self.thread.work(services.beat.base * beats / 10)

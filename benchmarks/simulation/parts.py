@@ -141,6 +141,8 @@ class Cluster:
         self.saved: list[tuple[float, float, int]] = []
         self.heartbeat_s = 10.0
         self.notice_pause_s = 0.0
+        self.in_step = False
+        """Whether the periodic work of all API processes began at the same moment."""
         self.fair = True
         """Whether vLLM runs the samples by the priorities of the API processes, or in the order of their arrival."""
 

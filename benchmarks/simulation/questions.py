@@ -91,7 +91,15 @@ def _training(engines: int, learning: Learning, merges: bool, services: Services
 
 
 def starts(services: Services) -> None:
-    """All API processes start at once: what do 100,000 sessions wait with their first heartbeat?"""
+    """All API processes start at once: what do 100,000 sessions wait with their first heartbeat, and what do samples
+    of 0.2 s wait while the periodic work of all processes is in step?"""
+    quick = with_rate(replace(LARGE, clients=2_000, sample_s=0.2), 1_000)
+    for in_step in (True, False):
+        _run(
+            f"1000 samples/s; periodic work {'in step' if in_step else 'spread'}",
+            replace(quick, in_step=in_step),
+            services,
+        )
     for within_s in (10.0, 0.5):
         found = start(Start(within_s=within_s), services)
         print(

@@ -37,6 +37,7 @@ class Scenario:
     pause_s: float = 0.0
     crowd: tuple[int, ...] = ()
     fair: bool = True
+    in_step: bool = False
     slots: int = 256
     routers: int = 1
     policy: str = "consistent_hashing"
@@ -99,7 +100,8 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
         pipelined=scenario.pipelined,
     )
     cluster = Cluster(clock, services, database)
-    cluster.notice_pause_s, cluster.fair = scenario.notice_pause_s, scenario.fair
+    cluster.notice_pause_s = scenario.notice_pause_s
+    cluster.fair, cluster.in_step = scenario.fair, scenario.in_step
     routers = [thread() for _ in range(scenario.routers)]
     replicas = [Replica(clock, scenario.slots) for _ in range(scenario.replicas)]
     for base in range(scenario.engines):
