@@ -19,7 +19,6 @@ import pytest
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
-    from xdist.workermanage import WorkerController
 
 SHARED_SERVER = "tests/e2e"
 """The group of the end-to-end tests that share a server. A new module of the folder belongs to it by default."""
@@ -76,7 +75,7 @@ ORDER = (
     "tests/unit",
 )
 """Groups, or folders of groups, in the order in which they start: slow groups first, so that all processes end at about
-the same time. Groups that are not listed start last. One process begins at the end: see `group_scheduling`."""
+the same time. Groups that are not listed start last."""
 
 
 def group_of(nodeid: str) -> str:
@@ -99,19 +98,12 @@ def start_position(nodeid: str) -> int:
 
 
 def group_scheduling(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """A scheduler that gives the next group, in the order of the collection, to a process with little left to do. Of
-    three or more processes the first one gets the last group: its tests compute while those of the others wait for
-    servers."""
+    """A scheduler that gives the next group, in the order of the collection, to a process with little left to do."""
     from xdist.scheduler import LoadScopeScheduling  # the machine that runs tests/gpu may not have pytest-xdist
 
     class GroupScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
-
-        def _assign_work_unit(self, node: WorkerController) -> None:
-            if len(self.nodes) > 2 and node is self.nodes[0]:
-                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-            super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False
     return GroupScheduling(config, log)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
-from xdist.remote import Producer
 
 from tests.environments import ROOT
 from tests.grouping import (
@@ -19,7 +15,6 @@ from tests.grouping import (
     SHARED_SERVER,
     TOOLS,
     group_of,
-    group_scheduling,
     start_position,
 )
 
@@ -54,34 +49,6 @@ def test_slow_groups_start_first_and_unlisted_ones_last() -> None:
     ]
     places = [start_position(f"{path}::test_one") for path in (*in_order, "tests/gpu/test_a.py")]
     assert places == sorted(set(places))
-
-
-class Process:
-    """A process of pytest-xdist that is told what to run."""
-
-    shutting_down, gateway = False, SimpleNamespace(id="")
-
-    def __init__(self) -> None:
-        self.given: list[int] = []
-
-    def send_runtest_some(self, numbers: list[int]) -> None:
-        self.given += numbers
-
-    def shutdown(self) -> None:
-        pass
-
-
-def test_the_first_of_several_processes_takes_the_last_groups() -> None:
-    """Each gets groups until it has more than two tests: first one group each, then another."""
-    config = SimpleNamespace(option=SimpleNamespace(), getvalue=lambda _: ["3*popen"])
-    scheduling = group_scheduling(cast("pytest.Config", config), Producer("groups"))
-    processes = [Process() for _ in range(3)]
-    tests = [f"tests/unit/test_{number}.py::test_one" for number in range(8)]
-    for process in processes:
-        scheduling.add_node(cast("Any", process))
-        scheduling.add_node_collection(cast("Any", process), tests)
-    scheduling.schedule()
-    assert [process.given for process in processes] == [[7, 6], [0, 2], [1, 3]]
 
 
 def test_the_paths_of_the_groups_exist() -> None:
