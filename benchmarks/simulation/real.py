@@ -89,14 +89,8 @@ class Load:
 def cluster(servers: int, replicas: int, delay_ms: float = 0.0) -> Generator[RealCluster]:
     """A running cluster. A replica answers after `delay_ms`."""
     with ExitStack() as stack:
-        upstreams = [stack.enter_context(NullUpstream()) for _ in range(replicas)]
-        for upstream in upstreams:
-            upstream.control(f"delay_ms={delay_ms}")
-        router_url, router = stack.enter_context(_router([upstream.url for upstream in upstreams]))
-        database = PostgresServer()
-        stack.callback(database.remove)
-        database.start()
-        url = database.url(database.new_database())
+        upstreams, router_url, router = stack.enter_context(_upstreams(replicas, delay_ms))
+        url = stack.enter_context(_database())
         started: list[DemoServer] = []
         for _ in range(servers):
             state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-cluster-")))
@@ -115,14 +109,8 @@ def training_server(apis: int, replicas: int, delay_ms: float) -> Generator[str]
     """The URL of one server with an engine of the tiny model and several API processes on PostgreSQL, in front of fake
     replicas that answer after `delay_ms`."""
     with ExitStack() as stack:
-        upstreams = [stack.enter_context(NullUpstream()) for _ in range(replicas)]
-        for upstream in upstreams:
-            upstream.control(f"delay_ms={delay_ms}")
-        router_url, _ = stack.enter_context(_router([upstream.url for upstream in upstreams]))
-        database = PostgresServer()
-        stack.callback(database.remove)
-        database.start()
-        url = database.url(database.new_database())
+        _, router_url, _ = stack.enter_context(_upstreams(replicas, delay_ms))
+        url = stack.enter_context(_database())
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-cluster-")))
         flags = ("--external-inference-url", router_url, "--database-url", url, "--api-processes", str(apis))
         server = DemoServer(state, *flags)
@@ -130,6 +118,27 @@ def training_server(apis: int, replicas: int, delay_ms: float) -> Generator[str]
         server.start()
         server.wait_ready()
         yield server.url
+
+
+@contextmanager
+def _upstreams(replicas: int, delay_ms: float) -> Generator[tuple[list[NullUpstream], str, int]]:
+    """Fake replicas that answer after `delay_ms`, and the address and process id of the router in front of them."""
+    with ExitStack() as stack:
+        upstreams = [stack.enter_context(NullUpstream()) for _ in range(replicas)]
+        for upstream in upstreams:
+            upstream.control(f"delay_ms={delay_ms}")
+        yield (upstreams, *stack.enter_context(_router([upstream.url for upstream in upstreams])))
+
+
+@contextmanager
+def _database() -> Generator[str]:
+    """The URL of a new database on a PostgreSQL of its own."""
+    server = PostgresServer()
+    try:
+        server.start()
+        yield server.url(server.new_database())
+    finally:
+        server.remove()
 
 
 @contextmanager

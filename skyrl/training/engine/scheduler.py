@@ -48,8 +48,8 @@ class Scheduler:
         """The number of saves and loads of each tenant so far."""
         self._samples = SampleQueue()
         self._samples_held = False
-        self._begun: dict[str, int] = {}
-        """By model with a begun step: the cost of its passes, which is not charged yet."""
+        self._begun: dict[str, tuple[str, int]] = {}
+        """By model with a begun step: its tenant, and the cost of the step's passes, which is not charged yet."""
         self._delayed = Delayed()
         self._running: dict[int, Command] = {}
         self._busy: set[str] = set()
@@ -66,7 +66,8 @@ class Scheduler:
 
     def close_model(self, model_id: str) -> list[Command]:
         """Forget a model. Returns its waiting commands, which will never run."""
-        self._begun.pop(model_id, None)
+        if (begun := self._begun.pop(model_id, None)) is not None:
+            self._tenants.charge(*begun)
         queue = self._queues.pop(model_id, None)
         if queue is None:
             return []
@@ -155,10 +156,11 @@ class Scheduler:
         """Charge a command that was just taken. If a whole step waits, its passes are charged with their barrier, so
         that the model goes on with the step; but at the latest when they cost STEP_SHARES shares."""
         assert command.model_id is not None
-        cost = self._begun.pop(command.model_id, 0) + cost_of(command)
+        _, before = self._begun.pop(command.model_id, (command.tenant, 0))
+        cost = before + cost_of(command)
         in_step = command.is_pass and self._queues[command.model_id].has_barrier
         if in_step and cost <= STEP_SHARES * self.budget:
-            self._begun[command.model_id] = cost
+            self._begun[command.model_id] = command.tenant, cost
             return
         self._tenants.charge(command.tenant, cost)
         self._models[command.tenant].charge(command.model_id, cost)

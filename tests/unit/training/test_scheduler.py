@@ -136,6 +136,9 @@ def step(model: str, passes: int, size: int = 100, first: int = 0) -> list[Comma
     return [*forward, command(model, last, Kind.OPTIM_STEP, tenant=model)]
 
 
+STEP_OF_TWO = ((0, Kind.FORWARD_BACKWARD), (1, Kind.FORWARD_BACKWARD), (2, Kind.OPTIM_STEP))
+
+
 def order_of_passes(queue: Scheduler, count: int) -> str:
     """The models of the next passes, one letter each."""
     taken: list[Command] = []
@@ -165,6 +168,16 @@ def test_the_work_of_a_whole_step_counts_in_its_tenants_share() -> None:
     large = [*step("a", 2, size=10_000), *step("a", 2, size=10_000, first=3)]
     small = [*step("b", 1, size=10_000), *step("b", 1, size=10_000, first=2)]
     assert order_of_passes(scheduler(*large, *small, budget=10_000), 6) == "aabbaa"
+
+
+def test_the_passes_of_a_model_that_ends_within_its_step_count_in_its_tenants_share() -> None:
+    own = [command(model, seq, kind, size=1_000, tenant="a") for model in ("a1", "a2") for seq, kind in STEP_OF_TWO]
+    queue = scheduler(*own, *step("b", 1, size=100), budget=1_000)
+    (taken,) = passes_of(queue)
+    queue.finish([taken])
+    queue.close_model(str(taken.model_id))
+    (following,) = passes_of(queue)
+    assert following.model_id == "b"
 
 
 def test_shares_count_work_and_not_commands() -> None:
