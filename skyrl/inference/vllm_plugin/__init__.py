@@ -1,6 +1,6 @@
 """vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
-Changes eighteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+Changes nineteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
 allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens (see
 `token_versions`); clients may do without the text of completions (see `tokens_only`); grammars of what is no chat hold
 from the first token (see `grammars`); requests whose pictures the engine has lost are repeated (see `lost_pictures`);
@@ -9,8 +9,8 @@ architecture (see `fused_experts`); adapters of which vLLM would ignore a part a
 prompt logprobs have the right adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own
 (see `extra_args`); on a CPU, LoRA computes correct results (see `punica_cpu`), and so does latent attention (see
 `rotary_cpu`), routed experts can be returned (see `routed_experts_cpu`), mixtures of experts can be served with
-adapters, on experts too (see `experts_cpu` and `routers_cpu`), and the engine core is forked from the API server, which
-saves its imports.
+adapters, on experts too (see `experts_cpu` and `routers_cpu`), and neither the engine core nor the look at a model's
+class imports vLLM a second time (see `cpu_patches`).
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.

@@ -1,17 +1,19 @@
 """Installs skyrl's changes to vLLM 0.32 that a CPU needs: the LoRA wrapper, routed experts, kernels of experts,
-routers, rotary embeddings, and the forked engine core.
+routers, rotary embeddings, the look at a model's class, and the forked engine core.
 
-Knows two places inside vLLM: where the platform names its LoRA wrapper, and where it sets the start method of
-processes. The modules that it calls know other places: `punica_cpu` has the LoRA arithmetic, `routed_experts_cpu` the
-routed experts, `experts_cpu` the kernels of experts, `routers_cpu` the routers,
-`rotary_cpu` the rotary embeddings.
+Knows three places inside vLLM: where the platform names its LoRA wrapper, where it sets the start method of processes,
+and where the registry of models looks at a class. The modules that it calls know other places: `punica_cpu` has the
+LoRA arithmetic, `routed_experts_cpu` the routed experts, `experts_cpu` the kernels of experts, `routers_cpu` the
+routers, `rotary_cpu` the rotary embeddings.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 from skyrl.inference.vllm_plugin.experts_cpu import choose_cpu_kernels
@@ -31,8 +33,15 @@ def apply(*, fork_engine: bool) -> None:
     choose_cpu_kernels()
     route_without_groups()
     turn_all_heads()
+    registry._run_in_subprocess = _run_here
     if fork_engine:
         _patch_start_method()
+
+
+def _run_here(look: Callable[[], Any]) -> Any:
+    """What a look at a model's class gives. vLLM looks in a new process, because an import could initialise CUDA. That
+    process imports all of vLLM, which takes longer than the rest of a start."""
+    return look()
 
 
 def _patch_start_method() -> None:

@@ -18,6 +18,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -121,7 +122,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
     state_dir = tmp_path_factory.mktemp("state")
     config = load_config({"base_model": str(MODEL), "state_dir": state_dir, "backend_config": backend})
     spec = vllm_spec(config, free_port(), KEY, cuda=False)
-    spec = replace(spec, env={**spec.env, **node_environment(config), CACHE: str(state_dir / "node")})
+    own = {CACHE: str(state_dir / "node"), "VLLM_CACHE_ROOT": str(state_dir / "vllm")}
+    spec = replace(spec, env={**spec.env, **node_environment(config), **own})
     handle = LocalPlacement(logs).run(spec, [])
     published: list[str | None] = []
     locked = iter([True])
@@ -251,6 +253,13 @@ def processes_of_group(group: int) -> dict[int, str]:
         if int(pgrp) == group and state != "Z":
             found[int(stat.parent.name)] = f"{name} {command}"
     return found
+
+
+async def test_a_first_look_at_a_models_class_starts_no_process(served: RunningServer) -> None:
+    looked = served.config.state_dir / "vllm" / "modelinfos"
+    assert [*looked.iterdir()], "vLLM keeps elsewhere what it has found"
+    server = psutil.Process(served.handle._process.pid)
+    assert server.cpu_times().children_user < 1, "vLLM has imported everything a second time"
 
 
 async def test_a_ready_server_is_warmed_up_and_published(served: RunningServer) -> None:
