@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import logging
 
-from benchmarks.operation_counts import HostCopies
+from benchmarks.operation_counts import DeviceWork
 from benchmarks.table import aligned
 from benchmarks.trainer_rows import Shape
 from benchmarks.trainer_ways import spec
@@ -36,8 +35,6 @@ from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 VOCABULARY, RANK, MOST_ADAPTERS = 256, 8, 4
 WARM_UP = 5
 """Micro-batches after which nothing should be compiled any more."""
-WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2")
-"""Operations whose result the host must have before it goes on."""
 COPIES = "copies to the device"
 SAME = Shape(1, 4, (0, 0), (40, 40))
 OTHER_LENGTHS = Shape(1, 4, (0, 0), (10, 60))
@@ -62,7 +59,7 @@ KINDS: dict[str, tuple[Sequence[Shape], tuple[int, int]]] = {
 """The micro-batches of a row: shapes, and how many adapters, of which each has a pass."""
 
 
-class _Trace(TorchDispatchMode):
+class _Trace(DeviceWork):
     """Notes every operation: its name and the shapes of its tensors. `waits`: by the line that makes the host wait.
     `copies`: to the device."""
 
@@ -71,31 +68,17 @@ class _Trace(TorchDispatchMode):
         self.operations: list[tuple[str, tuple[Any, ...]]] = []
         self.waits: collections.Counter[str] = collections.Counter()
         self.copies = 0
-        self._host = HostCopies(self._waited, self._copied)
 
-    def __enter__(self) -> _Trace:
-        self._host.__enter__()
-        super().__enter__()
-        return self
+    def started(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
+        shapes = tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))
+        self.operations.append((name, shapes))
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._host.__exit__(*error)
-
-    def _waited(self) -> None:
+    def waited(self) -> None:
         own = [each for each in traceback.extract_stack() if "/skyrl/" in each.filename]
         self.waits[f"{own[-1].filename.rpartition('/')[2]}: {own[-1].line}"] += 1
 
-    def _copied(self) -> None:
+    def uploaded(self) -> None:
         self.copies += 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0]
-        shapes = tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))
-        self.operations.append((name, shapes))
-        if name in WAITS:
-            self._waited()
-        return func(*args, **(kwargs or {}))
 
 
 def _backend() -> TorchLoraBackend:

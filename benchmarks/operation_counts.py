@@ -12,10 +12,11 @@ to finish: where it reads a number or an array, asks for places that are not zer
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -33,19 +34,15 @@ number; the host waits for it, and the copy of four bytes is not counted."""
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_consecutive", "_unique2"}
 
 
-class Operations(TorchDispatchMode):
-    """Inside, counts operations, uploads and waits by the phase in which they start. Not for several threads."""
+class DeviceWork(TorchDispatchMode):
+    """Inside, calls `started` for each operation, `waited` where the host waits for the device, and `uploaded` for each
+    copy to the device. Not for several threads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, Counter[str]] = {}
-        """By phase, how often each operation has started, by name; and `uploads` and `waits`."""
-        self.uploads: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        self._phases = ["other"]
-        self._host = HostCopies(self.waited, self.uploaded)
+        self._host = _HostCopies(self)
 
-    def __enter__(self) -> Operations:
+    def __enter__(self) -> Self:
         self._host.__enter__()
         super().__enter__()
         return self
@@ -59,10 +56,34 @@ class Operations(TorchDispatchMode):
     ) -> Any:
         name = func.overloadpacket.__name__
         if name in _WAITS or (name == "index" and _has_mask(args[1])):
-            self.waits[self._phases[-1]] += 1
+            self.waited()
+        self.started(name, func, args)
+        return func(*args, **(kwargs or {}))
+
+    @abstractmethod
+    def started(self, name: str, func: Any, args: tuple[Any, ...]) -> None: ...
+
+    @abstractmethod
+    def waited(self) -> None: ...
+
+    @abstractmethod
+    def uploaded(self) -> None: ...
+
+
+class Operations(DeviceWork):
+    """Inside, counts operations, uploads and waits by the phase in which they start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, Counter[str]] = {}
+        """By phase, how often each operation has started, by name."""
+        self.uploads: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self._phases = ["other"]
+
+    def started(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
         if not func.is_view and name not in _NO_LAUNCH:
             self.counts.setdefault(self._phases[-1], Counter())[name] += 1
-        return func(*args, **(kwargs or {}))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -91,25 +112,23 @@ def _has_mask(indices: Any) -> bool:
     return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in indices)
 
 
-class HostCopies(TorchFunctionMode):
-    """Notices copies between host and device by the calls that make them: on a CPU they reach no kernel. `waited` is
-    called for each copy to the host, `uploaded` for each to the device."""
+class _HostCopies(TorchFunctionMode):
+    """Notices copies between host and device by the calls that make them: on a CPU they reach no kernel."""
 
-    def __init__(self, waited: Callable[[], None], uploaded: Callable[[], None]) -> None:
+    def __init__(self, work: DeviceWork) -> None:
         super().__init__()
-        self._waited = waited
-        self._uploaded = uploaded
+        self._work = work
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in (Tensor.cpu, Tensor.tolist):
-            self._waited()
+            self._work.waited()
         elif func in (Tensor.to, torch.tensor) and any(
             isinstance(each, torch.device) for each in (*args[1:], *kwargs.values())
         ):
-            self._uploaded()
+            self._work.uploaded()
         return func(*args, **kwargs)
 
 
