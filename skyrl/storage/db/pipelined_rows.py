@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from sqlalchemy import PoolProxiedConnection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from skyrl.storage.db.database import TAKE_WRITE_LOCK, Database
 from skyrl.storage.db.faults import OPERATIONAL_ERRORS
@@ -42,9 +42,13 @@ class PipelinedRows:
         driver_error = cast(type[Exception], dialect.dbapi.Error)
         try:
             self._run(self._open(), writes)
-        except driver_error as error:
+        except Exception as error:
             broken = self._pooled is None or self._driver.closed
-            self._roll_back()
+            self._roll_back()  # after every error: an open transaction has the write lock
+            if isinstance(error, SQLAlchemyError):
+                raise  # the pool has no connection
+            if not isinstance(error, driver_error):
+                return False  # a value that cannot be sent, such as text with half of a surrogate pair
             wrapped = DBAPIError.instance(
                 None, None, error, driver_error, connection_invalidated=broken, dialect=dialect
             )

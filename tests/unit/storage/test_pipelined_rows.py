@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from psycopg.pq import TransactionStatus
 from sqlalchemy.exc import IntegrityError, OperationalError
 from things import ROW, ids, things
 
@@ -61,6 +62,21 @@ async def test_a_row_that_is_refused_fails_alone_and_the_connection_stays(
     assert isinstance(again, IntegrityError)
     assert await writer.execute(ROW, {"id": 3, "name": "x"})
     assert ids(database) == [1, 2, 3]
+
+
+async def test_text_that_the_driver_cannot_encode_fails_alone_and_leaves_no_transaction(
+    database: Database, writer: GroupCommitWriter
+) -> None:
+    first, lone = await asyncio.gather(
+        writer.execute(ROW, {"id": 2, "name": "x"}),
+        writer.execute(ROW, {"id": 3, "name": "a \ud800"}),
+        return_exceptions=True,
+    )
+    assert first is True
+    assert isinstance(lone, UnicodeEncodeError)
+    assert writer._pipelined._driver.info.transaction_status == TransactionStatus.IDLE, "else it holds the write lock"
+    assert await writer.execute(ROW, {"id": 4, "name": "x"})
+    assert ids(database) == [1, 2, 4]
 
 
 async def test_a_broken_connection_fails_one_group_and_is_replaced(
