@@ -267,6 +267,15 @@ def test_tensors_in_a_trainers_memory_are_applied_once_all_are_staged(world: Wor
     assert "nothing of '1' is staged" in world.call("staged", version="1")["error"]
 
 
+def test_an_update_that_began_and_sent_nothing_takes_no_part_of_the_next_version(world: World) -> None:
+    """Its trainer was killed after the first call."""
+    new = tensors(2.0)
+    world.map({}, version="1")
+    world.map({EMBED: new[EMBED], SCALE: new[SCALE]}, version="2")
+    assert world.map({QUERY: new[QUERY], KEY: new[KEY]}, version="2")["missing"] == 0
+    assert world.call("staged", version="2")["missing"] == 0
+
+
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
     [

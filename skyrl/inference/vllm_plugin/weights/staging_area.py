@@ -24,8 +24,8 @@ class StagingArea:
 
     def begun(self, version: str | None) -> Staged:
         """What is staged of this version. Another version is forgotten. No job may run."""
-        if self.staged is None or (self.staged.tensors and self.staged.version != version):
-            if self.staged is not None:
+        if self.staged is None or self.staged.version != version:
+            if self.staged is not None and self.staged.tensors:
                 logger.warning("an update to %r was not finished: it is forgotten", self.staged.version)
             self.forget()
             self.staged = Staged(version)
