@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from typing import Any
 
 import torch
@@ -46,12 +47,14 @@ class SharedMemory:
         self._keep_memory = keep_memory
         self._dtype = dtype
         self._version = ""
+        self._update = ""
+        """Tells this update from one of another trainer with the same version."""
         self._free: list[Segment] = []
         self._sent: list[Segment] = []
 
     async def begin(self, version: str) -> None:
         """Raises NotShared, WorkersFailed."""
-        self._version = version
+        self._version, self._update = version, secrets.token_hex(8)
         probe = Segment(1, torch.device("cpu"))
         try:
             await self._tell({}, [], probe, stage_only=True)
@@ -126,6 +129,7 @@ class SharedMemory:
             "stage_only": stage_only,
             "flush_cache": self._pause != "in_place",
             "weight_version": self._version,
+            "update": self._update,
         }
         if self._checksums:
             body["checksums"] = {

@@ -52,9 +52,10 @@ class FromGroup:
 @dataclass(frozen=True, slots=True)
 class FromMemory:
     """Tensors in memory of a trainer on this machine: the arguments of the worker's call `map`, None without tensors.
-    `stage_only`: others follow."""
+    `stage_only`: others follow. `update`: the trainer's name for the update, of which these are a part."""
 
     found: dict[str, Any] | None
+    update: str | None
     change: Change
     stage_only: bool
 
@@ -113,8 +114,11 @@ def from_group(given: dict[str, Any]) -> FromGroup:
 
 def from_memory(given: dict[str, Any]) -> FromMemory:
     change, stage_only = _change(given), _flag(given, "stage_only", default=False)
+    update = given.get("update")
+    if update is not None:
+        update = string("update", update)
     if given.get("memory") is None:
-        return FromMemory(None, change, stage_only)
+        return FromMemory(None, update, change, stage_only)
     names, dtypes, sizes = _tensors(given)
     places = given.get("places")
     if not isinstance(places, list) or len(places) != len(names):
@@ -127,8 +131,9 @@ def from_memory(given: dict[str, Any]) -> FromMemory:
         "memory": mapping("memory", given["memory"]),
         "version": change.version,
         "checksums": change.checksums,
+        "update": update,
     }
-    return FromMemory(found, change, stage_only)
+    return FromMemory(found, update, change, stage_only)
 
 
 def _tensors(given: dict[str, Any]) -> tuple[list[str], list[str], list[list[int]]]:

@@ -193,7 +193,8 @@ class Updates:
         async with self._present():
             self._forget_staged()
             if request.found is None:
-                staged = await self._weights.call("staged", {"version": request.change.version})
+                named = {"version": request.change.version, "update": request.update}
+                staged = await self._weights.call("staged", named)
             else:
                 staged = await self._weights.job("map", request.found, self._settings.update_s)
             given = len(request.found["names"]) if request.found else 0

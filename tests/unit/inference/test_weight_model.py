@@ -179,7 +179,7 @@ def test_one_bit_changes_one_digest(tmp_path: Path) -> None:
 
 
 def staged(needed: Needed, name: str, tensor: torch.Tensor, into: Staged | None = None, *, has: bool = False) -> Staged:
-    into = into or Staged("1")
+    into = into or Staged("1", "test")
     into.add(needed, name, tensor, None, lambda _: has)
     return into
 

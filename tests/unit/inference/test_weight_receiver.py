@@ -267,6 +267,24 @@ def test_tensors_in_a_trainers_memory_are_applied_once_all_are_staged(world: Wor
     assert "nothing of '1' is staged" in world.call("staged", version="1")["error"]
 
 
+def test_two_updates_of_one_version_are_not_mixed(world: World, tmp_path: Path) -> None:
+    """Two trainers that give no version, or one that was killed and begins the same version again."""
+    new, other = tensors(2.0), tensors(3.0)
+    rest = {name: tensor for name, tensor in new.items() if name != EMBED}
+    world.join("g")
+    world.join("h")
+    world.receive({EMBED: new[EMBED]}, version=None)
+    world.groups["h"].sent.append(other[QUERY])
+    assert world.job("receive", **world.bucket({QUERY: other[QUERY]}, group="h", version=None))["missing"] == 3
+    assert world.receive(rest, version=None)["missing"] == 1, "of the update that the other one has interrupted"
+    world.map({EMBED: new[EMBED]}, update="one")
+    assert world.map(rest, update="two")["missing"] == 1
+    assert "nothing of '1' is staged" in world.call("staged", version="1", update="one")["error"]
+    assert world.call("staged", version="1", update="two")["missing"] == 1
+    world.read(checkpoint(tmp_path / "whole", [other]))
+    assert world.map({EMBED: new[EMBED]})["missing"] == 3, "the checkpoint that was read is another update"
+
+
 def test_an_update_that_began_and_sent_nothing_takes_no_part_of_the_next_version(world: World) -> None:
     """Its trainer was killed after the first call."""
     new = tensors(2.0)

@@ -16,6 +16,8 @@ from skyrl.inference.vllm_plugin.weights.stages import Stages
 from skyrl.inference.vllm_plugin.weights.staging import Staged, named
 from skyrl.inference.vllm_plugin.weights.staging_area import StagingArea
 
+SOURCE = "disk"
+
 
 class FromDisk:
     def __init__(self, model: ServedModel, area: StagingArea, jobs: Jobs) -> None:
@@ -49,7 +51,7 @@ class FromDisk:
 
         def work(job: Job) -> dict[str, Any]:
             found = entries(Path(directory))
-            staged = Staged(version, keep)
+            staged = Staged(version, SOURCE, keep)
             for name, entry in found.items():  # all headers first: reading takes long
                 needed.check(name, entry.shape, entry.dtype)
             if not partial and (missing := [n for n in needed.shapes if n not in found and n not in needed.optional]):
@@ -75,7 +77,7 @@ class FromDisk:
         needed = self._model.needed()
 
         def work(job: Job) -> dict[str, Any]:
-            took, staged = Stages(), Staged(version, True, base.tensors, base.bytes)
+            took, staged = Stages(), Staged(version, SOURCE, True, base.tensors, base.bytes)
             found = took.of("read", entries, Path(directory))
             took.of("make", make, staged, found, needed, checksums or {}, job.stopped, self._model.has_embedding)
             self._area.stage(staged, job)

@@ -100,7 +100,7 @@ class FromGroups:
         most = 2 * sum(elements(shape) for shape in needed.shapes.values()) * 8
         if total > most:
             raise WeightsError(f"shapes: a bucket of {total} bytes is more than this model can have")
-        staged = self._area.begun(version)
+        staged = self._area.begun(version, f"group {group}")
 
         def work(job: Job) -> dict[str, Any]:
             wrong: WeightsError | None = None

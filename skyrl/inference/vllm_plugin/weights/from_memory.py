@@ -13,6 +13,11 @@ from skyrl.inference.vllm_plugin.weights.staging_area import StagingArea
 from skyrl.weights.segments import SegmentError, opened
 
 
+def source_of(update: str | None) -> str:
+    """For `Staged`."""
+    return f"memory {update or ''}"
+
+
 class FromMemory:
     def __init__(self, model: ServedModel, area: StagingArea, jobs: Jobs) -> None:
         self._model = model
@@ -28,13 +33,15 @@ class FromMemory:
         memory: dict[str, Any],
         version: str | None,
         checksums: dict[str, str] | None,
+        update: str | None = None,
     ) -> dict[str, Any]:
         """Stage tensors that lie in a segment of a trainer on this machine, at these bytes of it: in place if that is
-        main memory, which must not change until the update is applied. Answers as `receive`."""
+        main memory, which must not change until the update is applied. `update`: the trainer's name for the update.
+        Answers as `receive`."""
         needed = self._model.needed()
         self._jobs.check_idle()
         plan = plan_of(names, dtypes, shapes)
-        staged = self._area.begun(version)
+        staged = self._area.begun(version, source_of(update))
 
         def work(job: Job) -> dict[str, Any]:
             took = Stages()

@@ -21,7 +21,7 @@ from skyrl.inference.vllm_plugin.weights.checks import Checks
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 from skyrl.inference.vllm_plugin.weights.from_disk import FromDisk
 from skyrl.inference.vllm_plugin.weights.from_groups import FromGroups
-from skyrl.inference.vllm_plugin.weights.from_memory import FromMemory
+from skyrl.inference.vllm_plugin.weights.from_memory import FromMemory, source_of
 from skyrl.inference.vllm_plugin.weights.groups import Join
 from skyrl.inference.vllm_plugin.weights.jobs import Jobs
 from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
@@ -102,12 +102,12 @@ class Receiver:
         self._area.staged = None
         return {}
 
-    def staged(self, version: str | None) -> dict[str, Any]:
-        """As the end of `receive`, for all that was staged. Raises WeightsError if that is nothing, or is of another
-        version."""
+    def staged(self, version: str | None, update: str | None = None) -> dict[str, Any]:
+        """As the end of `map`, for all that was staged. Raises WeightsError if that is nothing, or is of another
+        update."""
         self._jobs.check_idle()
-        if self._area.staged is None or self._area.staged.version != version:
-            raise WeightsError(f"weight_version: nothing of {version!r} is staged")
+        if self._area.staged is None or not self._area.holds(version, source_of(update)):
+            raise WeightsError(f"weight_version: nothing of {version!r} is staged, or another update has replaced it")
         return self._area.staged.progress(self._model.needed(), {})
 
     def apply(self, partial: bool) -> dict[str, Any]:

@@ -49,9 +49,11 @@ class Needed:
 
 @dataclass(slots=True)
 class Staged:
-    """`version` belongs to the whole update. `keep`: its bytes are the base of a later update."""
+    """`version` belongs to the whole update. `source` names the update: two with one version are not mixed. `keep`: its
+    bytes are the base of a later update."""
 
     version: str | None
+    source: str
     keep: bool = False
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     bytes: int = 0

@@ -22,14 +22,19 @@ class StagingArea:
         self._base: Staged | None = None
         self._freeing: threading.Thread | None = None
 
-    def begun(self, version: str | None) -> Staged:
-        """What is staged of this version. Another version is forgotten. No job may run."""
-        if self.staged is None or self.staged.version != version:
+    def begun(self, version: str | None, source: str) -> Staged:
+        """What is staged of this update. Another one is forgotten. No job may run."""
+        if not self.holds(version, source):
             if self.staged is not None and self.staged.tensors:
                 logger.warning("an update to %r was not finished: it is forgotten", self.staged.version)
             self.forget()
-            self.staged = Staged(version)
+            self.staged = Staged(version, source)
+        assert self.staged is not None
         return self.staged
+
+    def holds(self, version: str | None, source: str) -> bool:
+        """Whether something of this update is staged, perhaps no tensor yet."""
+        return self.staged is not None and (self.staged.version, self.staged.source) == (version, source)
 
     def stage(self, staged: Staged, job: Job) -> None:
         """At the end of a job that has read a whole update. Raises WeightsError if the job was told to stop."""
