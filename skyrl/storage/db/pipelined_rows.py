@@ -6,6 +6,7 @@ messages travel or while this process waits for a core.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, cast
@@ -31,6 +32,7 @@ class PipelinedRows:
         self._ordered = ordered
         self._pooled: PoolProxiedConnection | None = None
         self._used_at = 0.0
+        logging.getLogger("psycopg").addFilter(_tells_more)
 
     def commit(self, writes: Sequence[Write]) -> bool:
         """Run the writes, which are row statements, and commit. Sets their results. False if PostgreSQL or the driver
@@ -109,3 +111,9 @@ class PipelinedRows:
         if self._pooled is not None:
             self._pooled.invalidate()
             self._pooled = None
+
+
+def _tells_more(record: logging.LogRecord) -> bool:
+    """False for psycopg's warnings of errors that end a pipeline after another one. It raises that one, and these
+    follow from it. They would come with each sample that a client sends again, and name host, user and database."""
+    return not str(record.msg).startswith("error ignored terminating")

@@ -64,6 +64,17 @@ async def test_a_row_that_is_refused_fails_alone_and_the_connection_stays(
     assert ids(database) == [1, 2, 3]
 
 
+async def test_a_repeated_row_logs_nothing(writer: GroupCommitWriter, caplog: pytest.LogCaptureFixture) -> None:
+    """A client that sends a sample again is no trouble, and psycopg's warning names the host, the user and the
+    database. Whether the error comes before the end of the pipeline depends on the time."""
+    for begin in range(1_000, 11_000, 1_000):
+        rows = ({"id": number, "name": "x"} for number in (1, *range(begin, begin + 500)))
+        repeated, *added = await asyncio.gather(*(writer.execute(ROW, row) for row in rows), return_exceptions=True)
+        assert isinstance(repeated, IntegrityError)
+        assert all(added)
+    assert not caplog.messages
+
+
 async def test_text_that_the_driver_cannot_encode_fails_alone_and_leaves_no_transaction(
     database: Database, writer: GroupCommitWriter
 ) -> None:
