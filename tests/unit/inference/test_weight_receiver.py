@@ -300,6 +300,7 @@ def test_an_update_that_began_and_sent_nothing_takes_no_part_of_the_next_version
         ({KEY: torch.zeros(3, 4)}, {}, "shapes: attn.k.weight"),
         ({KEY: torch.full((2, 4), torch.nan)}, {}, "not a finite number"),
         ({KEY: torch.zeros(2, 4)}, {"places": [64]}, "places: attn.k.weight ends after"),
+        ({KEY: torch.zeros(2, 4)}, {"places": [2]}, "places: attn.k.weight begins at byte 2, which"),
         ({KEY: torch.zeros(2, 4)}, {"memory": {"pid": 1, "descriptor": 0, "inode": 1, "bytes": 1}}, "memory: "),
         ({KEY: torch.zeros(2, 4)}, {"memory": {"gpu": "other", "handle": [], "bytes": 1}}, "memory: "),
     ],

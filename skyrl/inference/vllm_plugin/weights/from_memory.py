@@ -50,6 +50,10 @@ class FromMemory:
                 for (name, dtype, shape, size), begin in zip(plan, places, strict=True):
                     if begin + size > len(segment):
                         raise WeightsError(f"places: {name} ends after the memory's {len(segment)} bytes")
+                    if begin % dtype.itemsize:
+                        raise WeightsError(
+                            f"places: {name} begins at byte {begin}, which is no multiple of {dtype.itemsize}"
+                        )
                     tensor = segment[begin : begin + size].view(dtype).view(shape)
                     if segment.is_cuda:
                         tensor = took.of("copy", self._area.memory.empty(shape, dtype).copy_, tensor)
