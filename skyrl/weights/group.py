@@ -112,9 +112,11 @@ class TrainerGroup:
                 await self._leave()  # servers do not go on in the middle of an update
                 raise
         await self._leave()
+        self._cast_memory.reuse()
 
     async def abandon(self) -> None:
         await self._leave()
+        self._cast_memory = KeptMemory()  # a thread that has not noticed may still write into the old one
 
     async def _broadcast(self, part: Part) -> dict[str, Any]:
         assert self._group is not None
@@ -130,20 +132,20 @@ class TrainerGroup:
             body["checksums"] = {
                 name: digest(name, tensor.to(sent_as(tensor, self._dtype))) for name, tensor in part.items()
             }
-        sending = asyncio.to_thread(self._broadcast_each, self._group, part)
+        sending = asyncio.to_thread(self._broadcast_each, self._group, part, self._cast_memory)
         _, answers = await _both(sending, self._workers.post("/update_weights_from_distributed", body))
         return answers
 
-    def _broadcast_each(self, group: Group, part: Part) -> None:
-        self._cast_memory.reuse()  # not at the end: torch's threads let the last tensors go a moment later
-        for _ in group.broadcast_each(self._cast(tensor) for tensor in part.values()):
+    def _broadcast_each(self, group: Group, part: Part, memory: KeptMemory) -> None:
+        memory.reuse()  # not at the end: torch's threads let the last tensors go a moment later
+        for _ in group.broadcast_each(self._cast(tensor, memory) for tensor in part.values()):
             pass
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast(self, tensor: torch.Tensor, memory: KeptMemory) -> torch.Tensor:
         dtype = sent_as(tensor, self._dtype)
         if dtype == tensor.dtype or tensor.device.type != "cpu":
             return tensor.to(dtype)
-        return self._cast_memory.empty(tensor.shape, dtype).copy_(tensor)
+        return memory.empty(tensor.shape, dtype).copy_(tensor)
 
     async def _leave(self) -> None:
         name, self._name, self._last = self._name, "", None
@@ -154,7 +156,6 @@ class TrainerGroup:
             await self._workers.post("/destroy_weights_update_group", {"group_name": name})
         if group is not None:
             await asyncio.to_thread(group.close)
-        self._cast_memory.reuse()
 
 
 async def _both(sending: Any, telling: Any) -> tuple[Any, Any]:

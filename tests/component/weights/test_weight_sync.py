@@ -29,7 +29,7 @@ from skyrl.weights.digests import digest
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import NotApplied, TrainerGroup
 from skyrl.weights.process_group import Group, GroupError
-from skyrl.weights.protocol import publish, push
+from skyrl.weights.protocol import WeightUpdate, publish, push
 from skyrl.weights.shared_memory import SharedMemory
 from skyrl.weights.tensors import Part, in_buckets
 from skyrl.weights.workers import Workers, WorkersFailed
@@ -162,6 +162,44 @@ async def test_tensors_are_rounded_to_the_mediums_dtype_on_their_way(
     for info in await infos(workers):
         assert info["first"] == third[0].to(torch.bfloat16).tolist()
     assert third.dtype == torch.float32
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.04])
+@pytest.mark.parametrize("medium", ["disk", "group", "memory", "changes"])
+async def test_after_a_cancelled_update_the_next_one_is_whole(
+    medium: str, after_s: float, workers: Workers, tmp_path: Path
+) -> None:
+    chosen = media(workers, tmp_path)[medium]
+    if medium == "group":  # its thread may wait so long for servers that have never joined
+        chosen = TrainerGroup(workers, timeout_s=10.0, checksums=True)
+    cancelled = asyncio.create_task(publish(chosen, "8", tensors("8")))
+    await asyncio.sleep(after_s)
+    cancelled.cancel()
+    with contextlib.suppress(asyncio.CancelledError):  # it may have ended by now
+        await cancelled
+    await publish(chosen, "9", tensors("9"))
+    for info in await infos(workers):
+        assert info["sums"] == {"a": 108.0, "b": 45.0}
+        assert info["paused"] is None
+    assert os.listdir(tmp_path) == []
+
+
+async def test_memory_into_which_a_cancelled_update_may_still_write_is_not_used_again(workers: Workers) -> None:
+    """Its thread goes on for a moment, and the next update casts its tensors in another thread."""
+    medium = TrainerGroup(workers, timeout_s=TIMEOUT_S, dtype=torch.float32)
+    await publish(medium, "1", [{name: tensor.double() for name, tensor in part.items()} for part in tensors("1")])
+    before = medium._cast_memory
+    assert before._arenas
+    update = WeightUpdate(medium)
+    first, second = tensors("2")
+    await update.begin("2")
+    await update.send(first)
+    cancelled = asyncio.create_task(update.send(second))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert medium._cast_memory is not before
 
 
 async def test_an_update_that_lacks_tensors_says_so(workers: Workers) -> None:
