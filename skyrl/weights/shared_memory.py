@@ -109,9 +109,15 @@ class SharedMemory:
             segment.close()
 
     def _segment(self, size: int, device: torch.device) -> Segment:
-        """The smallest one that is free and large enough, or a new one."""
-        fitting = [one for one in self._free if one.bytes >= size and one.device == device]
+        """The smallest one that is free and large enough, or a new one in the place of the largest one that is free: so
+        there are never more than an update has parts."""
+        free = [one for one in self._free if one.device == device]
+        fitting = [one for one in free if one.bytes >= size]
         if not fitting:
+            if free:
+                largest = max(free, key=lambda one: one.bytes)
+                self._free.remove(largest)
+                largest.close()
             return Segment(size, device)
         found = min(fitting, key=lambda one: one.bytes)
         self._free.remove(found)

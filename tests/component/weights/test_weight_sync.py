@@ -184,6 +184,16 @@ async def test_after_a_cancelled_update_the_next_one_is_whole(
     assert os.listdir(tmp_path) == []
 
 
+async def test_shared_memory_does_not_grow_with_the_number_of_updates(workers: Workers) -> None:
+    """Also where the parts of each update are larger than those of the one before."""
+    medium = SharedMemory(workers)
+    for number in range(1, 9):
+        segments = [medium._segment(size * number, torch.device("cpu")) for size in (1024, 512)]
+        medium._free += segments
+    assert sorted(segment.bytes for segment in medium._free) == [4096, 8192]
+    medium.close()
+
+
 async def test_memory_into_which_a_cancelled_update_may_still_write_is_not_used_again(workers: Workers) -> None:
     """Its thread goes on for a moment, and the next update casts its tensors in another thread."""
     medium = TrainerGroup(workers, timeout_s=TIMEOUT_S, dtype=torch.float32)
