@@ -62,6 +62,13 @@ def test_other_passes_do_not_change_where_a_pass_runs(lengths: list[int], others
     ]
 
 
+@given(LENGTHS, RANKS)
+def test_the_same_data_of_another_model_run_on_the_same_ranks(lengths: list[int], ranks: int) -> None:
+    """A training script that runs again has a new model, and expects the same bits."""
+    one, other = (_plan([train(model_id, sft(1, *lengths))], ranks) for model_id in ("m", "another"))
+    assert one.pieces_of(0) == other.pieces_of(0)
+
+
 @given(LENGTHS)
 def test_one_rank_cuts_as_training_without_ranks_does(lengths: list[int]) -> None:
     tree = prefix_tree(sft(0, *lengths))

@@ -1,7 +1,7 @@
 """Which rank runs which sequences of which pass, and in how many micro-batches.
 
-How a pass is cut follows from that pass and the number of ranks alone, so that other passes do not change how its
-gradient is summed. Knows lengths, token ids and common prefixes. Knows nothing of adapters or losses.
+How a pass is cut follows from its data and the number of ranks alone: neither other passes nor the model's id change
+how its gradient is summed. Knows lengths, token ids and common prefixes. Knows nothing of adapters or losses.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ def _spread(tree: PrefixTree, rounds: int, ranks: int, budget: int) -> list[list
 
 
 def _first_rank(training_pass: TrainingPass, ranks: int) -> int:
-    """The rank of a pass's largest part. It follows from the pass, and differs between passes, so that small passes
-    spread over the ranks."""
-    digest = zlib.crc32(training_pass.model_id.encode())
+    """The rank of a pass's largest part. It differs between passes, so that small passes spread over the ranks. The
+    model's id does not count: a training script that runs again has the same sums, in its new model."""
+    digest = 0
     for datum in training_pass.data:
         digest = zlib.crc32(datum.tokens.tobytes(), digest)
     return digest % ranks
