@@ -122,14 +122,6 @@ class TrainerConfig(Strict):
     context_parallel_tokens: int | None = Field(None, ge=32, strict=True)
     rank_timeout_s: float = Field(300.0, gt=0)
 
-    @model_validator(mode="after")
-    def _sequences_are_divided_for_adapters(self) -> TrainerConfig:
-        if self.context_parallel_tokens is not None and self.full_finetuning:
-            raise ValueError(
-                "context_parallel_tokens: with full_finetuning no sequence is divided; leave out one of the two"
-            )
-        return self
-
 
 class InferenceEngineConfig(Strict):
     """The `num_engines` vLLMs (replicas) that this server runs. More than one have a router in front of them. `port` is

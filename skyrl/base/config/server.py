@@ -106,11 +106,22 @@ class ServerConfig(ServerKeys):
             return self
         key = "trainer.placement.expert_parallel"
         if self.full_finetuning:
-            raise ValueError(f"{key}: with trainer.full_finetuning ranks divide every parameter: leave out one of both")
+            raise ValueError(
+                f"{key}: with trainer.full_finetuning ranks divide every parameter: leave out one of the two"
+            )
         if self.ray is None or not self.modes.trains:
             raise ValueError(
-                f"{key}: experts are divided over the trainer's ranks, and there are none: set "
-                "trainer.placement.policy_num_gpus_per_node or policy_num_cpu_ranks, or leave it out"
+                f"{key}: experts are divided over the trainer's ranks: set trainer.placement.policy_num_gpus_per_node "
+                "or policy_num_cpu_ranks to 2 or more, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_divide_sequences(self) -> ServerConfig:
+        if self.backend_config.trainer.context_parallel_tokens is not None and self.full_finetuning:
+            raise ValueError(
+                "trainer.context_parallel_tokens: with trainer.full_finetuning no sequence is divided: leave out one "
+                "of the two"
             )
         return self
 

@@ -200,10 +200,6 @@ def test_options_of_vllm_keep_their_names_and_values() -> None:
             "'trainer.context_parallel_tokens': Input should be greater than or equal to 32",
         ),
         (
-            FULL | {"trainer.context_parallel_tokens": 65536},
-            "'trainer': context_parallel_tokens: with full_finetuning no sequence is divided",
-        ),
-        (
             {"trainer": {"placement": {"policy_num_nodes": 0}}},
             "'trainer.placement.policy_num_nodes': Input should be greater than or equal to 1",
         ),
@@ -304,6 +300,10 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
         (
             {"backend_config": FULL | {"trainer.keep_quantized": True}},
             "configuration: trainer.keep_quantized: with trainer.full_finetuning weights change, and quantized ones",
+        ),
+        (
+            {"backend_config": FULL | {"trainer.context_parallel_tokens": 65536}},
+            "configuration: trainer.context_parallel_tokens: with trainer.full_finetuning no sequence is divided: ",
         ),
         ({"prot": 1}, "configuration: unknown key 'prot'; the nearest known one is 'port'"),
     ],

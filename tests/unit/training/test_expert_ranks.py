@@ -326,8 +326,9 @@ def test_a_dense_model_is_refused_by_name() -> None:
 
 def test_experts_are_divided_only_over_ranks_that_train_adapters() -> None:
     key = {"trainer.placement.expert_parallel": True}
-    with pytest.raises(ConfigError, match="expert_parallel: experts are divided over the trainer's ranks, and there"):
-        load_config({"backend_config": key})
+    for placed in ({}, {"trainer.placement.policy_num_cpu_ranks": 1}):
+        with pytest.raises(ConfigError, match=r"expert_parallel: experts are divided .* policy_num_cpu_ranks to 2 or"):
+            load_config({"backend_config": key | placed})
     both = {**key, "trainer.placement.policy_num_cpu_ranks": 2, "trainer.full_finetuning": True}
     with pytest.raises(ConfigError, match=r"expert_parallel: with trainer\.full_finetuning"):
         load_config({"backend_config": both})
