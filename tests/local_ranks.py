@@ -10,13 +10,13 @@ import itertools
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from skyrl.runtime.processes.ports import free_port
 from skyrl.training.backends.base import RankDied
 from skyrl.training.backends.torch_full.rank import FullRank
 from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
@@ -81,10 +81,7 @@ class LocalRanks:
         for rank, process in enumerate(self._processes):
             process.connection.send(("start", (rank_class, rank, ranks, settings)))
         self._answers(range(ranks))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.call("join", "127.0.0.1", port, f"group{next(_names)}")
+        self.call("join", "127.0.0.1", free_port(""), f"group{next(_names)}")
 
     @property
     def pids(self) -> list[int]:
