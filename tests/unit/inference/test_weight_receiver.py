@@ -190,7 +190,9 @@ def test_wrong_changes_leave_the_model_and_no_base(
     assert "those of none" in world.read(changes, version="2", base="1")["error"]
 
 
-def test_a_tensor_that_the_model_took_as_its_own_is_no_base(world: World, tmp_path: Path) -> None:
+def _take_scale(world: World) -> None:
+    """From now on the model takes this tensor as its own, instead of copying it."""
+
     def load(given: Any) -> None:
         for name, tensor in given:
             TinyModel.load_weights(world.model, [(name, tensor)])
@@ -198,6 +200,26 @@ def test_a_tensor_that_the_model_took_as_its_own_is_no_base(world: World, tmp_pa
                 world.model.scale.data = tensor
 
     world.model.load_weights = load  # type: ignore[method-assign]
+
+
+def test_a_tensor_that_the_model_took_as_its_own_is_not_the_trainers_memory(world: World) -> None:
+    """The trainer writes its next update there."""
+    _take_scale(world)
+    new = tensors(2.0)
+    places, size = places_of(new)
+    segment = Segment(size, torch.device("cpu"))
+    segment.fill(new, places)
+    arguments = {name: value for name, value in world.bucket(new).items() if name != "group"}
+    assert world.job("map", **arguments, places=places, memory=segment.described())["missing"] == 0
+    assert world.call("apply", partial=False)["broken"] is None
+    segment.fill(tensors(3.0), places)
+    assert torch.equal(world.model.scale, new[SCALE])
+    assert torch.equal(world.model.attn.qk.weight[:4], new[QUERY])
+    segment.close()
+
+
+def test_a_tensor_that_the_model_took_as_its_own_is_no_base(world: World, tmp_path: Path) -> None:
+    _take_scale(world)
     world.read(checkpoint(tmp_path / "old", [tensors(2.0)]), keep=True)
     assert world.call("apply", partial=False)["broken"] is None
     assert "those of none" in world.read(tmp_path / "old", version="2", base="1")["error"]

@@ -120,8 +120,19 @@ class ServedModel:
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the model has taken one of these tensors as its own, instead of copying it."""
-        own = {one.untyped_storage().data_ptr() for _, one in chain(self._parameters(), self._buffers())}
-        return any(tensor.numel() and tensor.untyped_storage().data_ptr() in own for tensor in tensors.values())
+        return any(self._taken(tensors))
+
+    def copy_taken(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy what the model has taken of these tensors: their memory may be the trainer's."""
+        with torch.no_grad():
+            for own in self._taken(tensors):
+                own.data = own.data.clone()
+
+    def _taken(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel()}
+        for _, own in chain(self._parameters(), self._buffers()):
+            if own.numel() and own.untyped_storage().data_ptr() in given:
+                yield own
 
     def reset(self) -> None:
         """Overwrite every parameter with random numbers."""

@@ -133,6 +133,7 @@ class Receiver:
             self._broken = None
             keeps = staged.keep and not missing and not self._model.holds(staged.tensors)
             self._area.keep_base(staged if keeps else None)
+            self._model.copy_taken(staged.tensors)
         answer = {"broken": self._broken, "tensors": len(staged.tensors), "bytes": staged.bytes, "seconds": seconds}
         del staged
         self._area.free_memory()
