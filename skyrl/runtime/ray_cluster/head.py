@@ -100,7 +100,7 @@ def wanted_cpus(config: ServerConfig) -> int:
     that Ray is told of as many as they want."""
     inference, placement = config.backend_config.inference, config.backend_config.trainer.placement
     vllm = inference.resources.get("CPU", 0.0) if inference.resources else float(config.threads)
-    rank = placement.policy_resources.get("CPU", 0.0) if placement.policy_resources else float(config.threads)
+    rank = placement.policy_resources.get("CPU", float(config.threads))  # besides them, as in `rank_places`
     vllms = inference.num_engines if config.modes.manages_inference else 0
     ranks = placement.ranks if config.modes.trains else 0
     return math.ceil(vllms * vllm + ranks * rank)

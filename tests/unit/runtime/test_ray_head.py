@@ -57,6 +57,8 @@ def test_a_machine_has_as_many_cpus_as_its_parts_want(tmp_path: Path) -> None:
     assert wanted_cpus(config_of(tmp_path, **{f"{ENGINE}.num_engines": 3})) == 4
     resources: dict[str, Any] = {f"{ENGINE}.num_engines": 2, f"{ENGINE}.resources": {"box": 1}}
     assert wanted_cpus(config_of(tmp_path, **resources)) == 1
+    ranks = {"trainer.placement.policy_num_cpu_ranks": 2, "trainer.placement.policy_resources": {"memory": 1e9}}
+    assert wanted_cpus(config_of(tmp_path, **ranks)) == 3, "each rank takes a CPU besides these"
     entry = {"base_model": "tiny", "backend_config": {f"{ENGINE}.num_engines": 64}}
     entries = [entry, entry | {"served_model_names": ["teacher"], "uses": ["sample"]}]
     several = load_config({"state_dir": tmp_path, "ray_address": "local", "base_models": json.dumps(entries)})
