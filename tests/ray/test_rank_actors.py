@@ -25,14 +25,17 @@ from skyrl.training.backends.registry import create_backend
 from skyrl.training.backends.torch_full.backend import TorchFullBackend
 from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
 from skyrl.training.backends.torch_lora.sharded import ShardedBackend
 from skyrl.training.engine.rank_actors import RankActors, interface_for
 from skyrl.training.engine.trainer_ranks import start_ranks
+from tests.unit.kept_support import release
 from tests.unit.torch_lora_support import (
     assert_close,
     assert_same,
     base_path,
     files_saved,
+    make_ranks,
     ok,
     saved,
     sft,
@@ -48,22 +51,23 @@ SHORT_S = 8.0
 STEP = AdamParams(learning_rate=1e-2, eps=0.1)
 
 
-def _config(ranks: int, architecture: str = "qwen3", **settings: Any) -> ServerConfig:
+def _config(ranks: int, architecture: str = "qwen3", *, path: str | None = None, **settings: Any) -> ServerConfig:
     """Each rank asks for a node's only box."""
     resources = {"CPU": 1, "box": 1}
     trainer = {"placement.policy_num_cpu_ranks": ranks, "placement.policy_resources": resources, "merge_passes": False}
     return load_config(
         {
-            "base_model": base_path(architecture),
+            "base_model": path or base_path(architecture),
             "backend_config": {f"trainer.{key}": value for key, value in (trainer | settings).items()},
         }
     )
 
 
-def _learn(backend: Any, directory: Path) -> dict[str, Any]:
+def _learn(backend: Any, directory: Path, long: int = 30) -> dict[str, Any]:
+    """`long`: the tokens of each first pass's first sequence."""
     backend.create_model("m", spec(4, 1))
     for step in range(2):
-        ok(backend.run([train("m", sft(step, 30, 9, 4)), train("m", sft(step + 9, 7))]))
+        ok(backend.run([train("m", sft(step, long, 9, 4)), train("m", sft(step + 9, 7))]))
         backend.optim_step("m", STEP)
     return saved(backend, "m", directory)
 
@@ -106,6 +110,27 @@ def test_two_ranks_on_two_nodes_hold_experts_and_give_all_of_an_adapter(nodes: l
         backend.delete_model("m")
         backend.restore_model("m", spec(4, 1), tmp_path / "ranks")
         assert_same(saved(backend, "m", tmp_path / "restored"), state)
+
+
+@pytest.mark.slow
+def test_two_ranks_on_two_nodes_hold_packed_experts_and_give_the_bits_of_ranks_without_ray(
+    nodes: list[Machine], tmp_path: Path
+) -> None:
+    """With all that divides a mixture: packed weights, experts, and a sequence of 40 tokens. Also after a death."""
+    path = release("latent-mixture-int4", tmp_path)
+    keys = {"keep_quantized": True, "context_parallel_tokens": 32, "placement.expert_parallel": True}
+    with closing(
+        make_ranks(2, path=path, rank_class=ExpertRank, **keys, **{"placement.policy_num_cpu_ranks": 2})
+    ) as local:
+        expected = _learn(local, tmp_path / "local", long=40)
+    config = _config(2, path=path, rank_timeout_s=60, micro_batch_tokens=48, **keys)
+    with _ranks(config) as (group, backend):
+        for memory in group.call("memory"):
+            assert memory["held"] < 2 * memory["parameters"], "in full 4 bytes each"
+        assert_same(_learn(backend, tmp_path / "ranks", long=40), expected)
+        _named_while_no_command_runs(group, backend, signal.SIGKILL)
+    with _ranks(config) as (_, backend):
+        assert_same(_learn(backend, tmp_path / "again", long=40), expected)
 
 
 @pytest.mark.slow
