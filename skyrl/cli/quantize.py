@@ -28,19 +28,26 @@ class GroupSize(StrEnum):
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Directory or hub name of a model that is not quantized.")],
+    model: Annotated[
+        str, typer.Argument(help="Directory or hub name of a model that is not quantized; tiny is built in.")
+    ],
     out: Annotated[Path, typer.Argument(help="Directory for the release: new or empty.")],
-    bits: Annotated[Bits, typer.Option(help="8 bits: vLLM needs a GPU to serve them.")] = Bits.FOUR,
+    bits: Annotated[
+        Bits, typer.Option(help="vLLM needs a GPU to serve 8 bits, and mixtures of experts in any bits.")
+    ] = Bits.FOUR,
     group_size: Annotated[
         GroupSize, typer.Option(help="Columns of a row that share a factor. Smaller is nearer to the model.")
     ] = GroupSize.LARGE,
 ) -> None:
     """Round a model's large matrices to the nearest integers, and write them with the rest of the model."""
+    from skyrl.base.config.keys import TINY
     from skyrl.base.config.server import ConfigError
+    from skyrl.base.tiny import model_path
     from skyrl.cli.launcher.model_location import check_model
 
+    path = str(model_path()) if model == TINY else model
     try:
-        check_model(model)
+        check_model(path)
     except ConfigError as error:
         typer.echo(f"skyrl quantize: {error}", err=True)
         raise typer.Exit(2) from error
@@ -48,7 +55,7 @@ def quantize(
         sys.executable,
         "-m",
         "skyrl.training.backends.quantizing",
-        model,
+        path,
         str(out),
         bits.value,
         group_size.value,

@@ -132,3 +132,11 @@ def test_the_command_ends_with_2_and_one_sentence(tmp_path: Path, capsys: pytest
         assert done.exit_code == 2
         assert said in done.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_command_knows_the_tiny_model(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["quantize", "tiny", str(out), "--group-size", "64"])
+    assert done.exit_code == 0, done.output
+    assert held_bytes(load_model(str(out), torch.float32, keep_quantized=True).parameters()) < 900_000, "in full 2.6 MB"
