@@ -89,6 +89,8 @@ class TrainerGroup:
 
     async def send(self, part: Part) -> None:
         """The part is broadcast when the next one is given, or by `finish`. Raises GroupError, WorkersFailed."""
+        if not part:
+            return
         if self._last is not None:
             await self._broadcast(self._last)
         self._last = part

@@ -184,6 +184,14 @@ async def test_after_a_cancelled_update_the_next_one_is_whole(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("medium", ["disk", "group", "memory", "changes"])
+async def test_a_part_without_tensors_changes_nothing(medium: str, workers: Workers, tmp_path: Path) -> None:
+    first, second = tensors("6")
+    await publish(media(workers, tmp_path)[medium], "6", [{}, first, {}, second, {}])
+    for info in await infos(workers):
+        assert info["sums"] == {"a": 72.0, "b": 30.0}
+
+
 async def test_shared_memory_does_not_grow_with_the_number_of_updates(workers: Workers) -> None:
     """Also where the parts of each update are larger than those of the one before."""
     medium = SharedMemory(workers)
