@@ -21,8 +21,9 @@ MICRO_BATCH_TOKENS = 8_192
 
 
 class TrainingEngine:
-    """`busy_s` are the seconds in which its device computed. `merges` as `trainer.merge_passes`. A save is over
-    `publish_s` after its adapter is written, when the replicas have loaded it."""
+    """`busy_s` are the seconds in which its device computed: for a byte of a pass as many as `learning` says. `merges`
+    as `trainer.merge_passes`. A save is over `publish_s` after its adapter is written, when the replicas have loaded
+    it."""
 
     def __init__(self, cluster: Cluster, thread: Thread, learning: Learning, *, merges: bool, publish_s: float) -> None:
         self._cluster, self.thread, self._learning = cluster, thread, learning
@@ -87,7 +88,8 @@ class TrainingEngine:
     def _share(self, models: list[str]) -> Activity:
         passes = self._scheduler.take_passes(models)
         if passes:
-            yield from self._compute(passes, self._learning.pass_s * len(passes))
+            size = sum(command.size for command in passes)
+            yield from self._compute(passes, self._learning.pass_s * size / self._learning.pass_bytes)
         yield from self._read()
         barriers = self._scheduler.take_barriers(models)
         for command in barriers:

@@ -60,19 +60,26 @@ def unlike(services: Services) -> None:
 
 def training(services: Services) -> None:
     """A thousand tenants do reinforcement learning: what does a step wait, what a sample, on how many engines? One
-    pass of 8 requests is 3.2 s of an engine; with its samples and its client a step takes 24 s alone."""
+    pass of 8 requests is 3.2 s of an engine; with its samples and its client a step takes 24 s alone. How long
+    does the step of a light tenant take, a fortieth of another's?"""
     for engines in (50, 100, 200):
         _training(engines, Learning(samples=4, passes=1, pass_s=3.2), True, services)
     for merges in (True, False):
-        _training(100, Learning(samples=4, passes=8, pass_s=0.4), merges, services)
+        learning = Learning(samples=4, passes=8, pass_s=0.4)
+        _training(100, learning, merges, services)
+        for light in (20, 1_000):
+            _training(100, learning, merges, services, light)
+        _training(100, replace(learning, waits=True), merges, services)
 
 
-def _training(engines: int, learning: Learning, merges: bool, services: Services) -> None:
+def _training(engines: int, learning: Learning, merges: bool, services: Services, light: int = 0) -> None:
     """A tenth of the cluster with a tenth of the tenants: engines share nothing but PostgreSQL."""
     scenario = replace(
         LARGE,
         clients=0,
-        learners=100,
+        learners=100 + light,
+        light_learners=light,
+        light=Learning(samples=4, passes=1, pass_bytes=32_000),
         engines=engines // 10,
         apis=2,
         replicas=max(10, engines // 10),
@@ -83,11 +90,17 @@ def _training(engines: int, learning: Learning, merges: bool, services: Services
         seconds=120.0,
     )
     how = "merged with those of others" if merges else "by a model's shares"
+    how += ", the optimizer step when they have ended" * learning.waits
     found = _run(
         f"{engines} engines, {learning.passes} requests of forward_backward a step, passes {how}", scenario, services
     )
-    steps = len(found.trained) / scenario.seconds * 10
-    print(f"  {steps:.1f} steps/s; a step {_waits(found.trained)}; a save {_waits(found.saved)}", flush=True)
+    first_light = scenario.learners - light
+    steps = [step for step in found.trained if step[2] < first_light]
+    print(f"  {len(steps) / scenario.seconds * 10:.1f} steps/s; a step {_waits(steps)}; a save {_waits(found.saved)}")
+    if light:
+        small = [step for step in found.trained if step[2] >= first_light]
+        print(f"  {light * 10} light tenants beside them: a step {_waits(small)}, the longest {_longest(small):.2f} s")
+    print(end="", flush=True)
 
 
 def starts(services: Services) -> None:
@@ -155,3 +168,7 @@ def _run(name: str, scenario: Scenario, services: Services) -> Outcome:
 def _waits(waits: Waits) -> str:
     seconds = [wait for _, wait, _ in waits]
     return f"p50 {quantile(seconds, 0.5):.2f}, p99 {quantile(seconds, 0.99):.2f} s"
+
+
+def _longest(waits: Waits) -> float:
+    return max(wait for _, wait, _ in waits)

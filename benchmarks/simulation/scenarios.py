@@ -53,6 +53,9 @@ class Scenario:
     """How long an API process gathers notices before it sends them."""
     learners: int = 0
     learning: Learning = Learning()
+    light_learners: int = 0
+    """So many of the learners, the last ones, have steps as `light` says; the engine's seconds are as in `learning`."""
+    light: Learning = Learning()
     engines: int = 1
     merges: bool = True
     publish_s: float = 0.1
@@ -171,7 +174,9 @@ def _add_clients(cluster: Cluster, scenario: Scenario, one: Cores | None) -> Thr
     for number in range(scenario.learners):
         thread, tenant = shared or Thread(clock, machine), scenario.clients + number
         base = number % scenario.engines
-        cluster.clients.append(Learner(cluster, tenant, base, thread, sample_s, scenario.learning))
+        light = number >= scenario.learners - scenario.light_learners
+        learning = scenario.light if light else scenario.learning
+        cluster.clients.append(Learner(cluster, tenant, base, thread, sample_s, learning))
     return shared
 
 

@@ -29,6 +29,8 @@ class Learning:
     step_s: float = 0.02
     save_s: float = 0.1
     away_s: float = 1.0
+    waits: bool = False
+    """Whether the client sends the optimizer step when the passes have ended, and not with them."""
 
 
 class Client:
@@ -110,7 +112,9 @@ class Learner(Client):
             yield random.uniform(0.5, 1.5) * learning.away_s
             began = cluster.clock.now
             passes = [self._command(Kind.FORWARD_BACKWARD, learning.pass_bytes) for _ in range(learning.passes)]
-            yield from self._together([*passes, self._command(Kind.OPTIM_STEP, 100)])
+            step = self._command(Kind.OPTIM_STEP, 100)
+            for activities in [[*passes], [step]] if learning.waits else [[*passes, step]]:
+                yield from self._together(activities)
             cluster.trained.append((cluster.clock.now, cluster.clock.now - began, self.tenant))
             began = cluster.clock.now
             yield from self._together([self._command(Kind.SAVE_WEIGHTS_FOR_SAMPLER, 100)])
