@@ -9,7 +9,7 @@ from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
 
 LONGEST_STEP = 256
-"""The most passes between two barriers that are looked at, because that is done for each pass."""
+"""So many passes of a step are looked at, because that is done again for each pass."""
 
 
 @dataclass(slots=True)
@@ -22,6 +22,8 @@ class ModelQueue:
     next_seq: int
     waiting: dict[int, Command] = field(default_factory=dict)
     unloads: list[Command] = field(default_factory=list)
+    _step_size: int | None = None
+    """`step_size`, or None if it must be counted again."""
 
     def head(self) -> Command | None:
         """The model's next command; None until the next command has arrived."""
@@ -37,14 +39,24 @@ class ModelQueue:
         late = [seq for seq in self.waiting if seq < self.next_seq]
         return self.waiting[min(late)] if late else None
 
+    def add(self, command: Command) -> None:
+        """Queue a command with a seq_id."""
+        assert command.seq_id is not None
+        self.waiting[command.seq_id] = command
+        self._step_size = None
+
     @property
-    def has_barrier(self) -> bool:
-        """Whether the barrier after the next passes has arrived, and all passes before it: at most LONGEST_STEP."""
-        for seq_id in range(self.next_seq, self.next_seq + LONGEST_STEP):
-            command = self.waiting.get(seq_id)
-            if command is None or not command.is_pass:
-                return command is not None
-        return False
+    def step_size(self) -> int:
+        """The bytes of the next passes: up to the next barrier or the first command that has not arrived, and of at
+        most LONGEST_STEP passes."""
+        if self._step_size is None:
+            self._step_size = 0
+            for seq_id in range(self.next_seq, self.next_seq + LONGEST_STEP):
+                command = self.waiting.get(seq_id)
+                if command is None or not command.is_pass:
+                    break
+                self._step_size += command.size
+        return self._step_size
 
     def take(self) -> Command:
         command = self.head()
@@ -53,6 +65,7 @@ class ModelQueue:
             return self.unloads.pop(0)
         assert command.seq_id is not None
         del self.waiting[command.seq_id]
+        self._step_size = None
         self.next_seq = max(self.next_seq, command.seq_id + 1)
         return command
 

@@ -5,8 +5,9 @@ Pure bookkeeping. Knows neither what a command does nor the database.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import FILE_COMMANDS, PASSES, SAVES, Kind
@@ -17,7 +18,7 @@ from skyrl.training.engine.shares import Shares
 BARRIER_COST = 5_000
 """The cost of a barrier in a share, in bytes: about the cost of a pass over 250 tokens."""
 STEP_SHARES = 8
-"""A step of at most so many shares runs in one go."""
+"""A step counts as at most so many shares when its turn is chosen, so that a large step is not put off for longer."""
 SAMPLES_AT_ONCE = 512
 """How many samples a colocated engine runs between two turns of training: enough to fill vLLM, and few enough that
 training and other tenants' samples come soon."""
@@ -33,9 +34,13 @@ def cost_of(command: Command) -> int:
 class Scheduler:
     """One queue per model. `budget` bounds the cost of one turn, in bytes of bodies.
 
-    The next tenant is the tenant with the least cost so far, however many models it has; the next of its models is the
-    model with the least cost so far. The loop decides whether a turn runs one model or all models. A command runs from
-    the moment it is taken until `finish`; meanwhile its model has no next command.
+    A share is a turn's budget. A model's step is what has arrived of its passes up to its next barrier. The next tenant
+    is the tenant that will have had least when its next step has ended, however many models it has; its next step is
+    that of the model that will then have had least. So of equal steps the one that has begun goes on, and a small step
+    goes before the rest of a large one. A tenant that waits is at most STEP_SHARES shares and one turn behind another.
+
+    The loop decides whether a turn runs one model or all models. A command runs from the moment it is taken until
+    `finish`; meanwhile its model has no next command.
     """
 
     def __init__(self, budget: int) -> None:
@@ -48,8 +53,6 @@ class Scheduler:
         """The number of saves and loads of each tenant so far."""
         self._samples = SampleQueue()
         self._samples_held = False
-        self._begun: dict[str, tuple[str, int]] = {}
-        """By model with a begun step: its tenant, and the cost of the step's passes, which is not charged yet."""
         self._delayed = Delayed()
         self._running: dict[int, Command] = {}
         self._busy: set[str] = set()
@@ -66,8 +69,6 @@ class Scheduler:
 
     def close_model(self, model_id: str) -> list[Command]:
         """Forget a model. Returns its waiting commands, which will never run."""
-        if (begun := self._begun.pop(model_id, None)) is not None:
-            self._tenants.charge(*begun)
         queue = self._queues.pop(model_id, None)
         if queue is None:
             return []
@@ -125,8 +126,7 @@ class Scheduler:
         if command.kind is Kind.UNLOAD_MODEL:
             queue.unloads.append(command)
             return
-        assert command.seq_id is not None
-        queue.waiting[command.seq_id] = command
+        queue.add(command)
 
     def ready_models(self) -> list[str]:
         """Models whose next command runs in a turn (is no save and no load). The model that is next comes first."""
@@ -143,27 +143,8 @@ class Scheduler:
             del self._models[tenant]
         for tenant, model_ids in models.items():
             self._models[tenant].compete(model_ids)
-        return sorted(heads, key=lambda model_id: self._cost_so_far(heads[model_id]))
-
-    def _cost_so_far(self, head: Command) -> tuple[int, int, bool]:
-        """The cost so far of the command's tenant and of its model, and whether the model has no step begun. The
-        smallest is next."""
-        assert head.model_id is not None
-        models = self._models[head.tenant]
-        return self._tenants.amount(head.tenant), models.amount(head.model_id), head.model_id not in self._begun
-
-    def _charge(self, command: Command) -> None:
-        """Charge a command that was just taken. If a whole step waits, its passes are charged with their barrier, so
-        that the model goes on with the step; but at the latest when they cost STEP_SHARES shares."""
-        assert command.model_id is not None
-        _, before = self._begun.pop(command.model_id, (command.tenant, 0))
-        cost = before + cost_of(command)
-        in_step = command.is_pass and self._queues[command.model_id].has_barrier
-        if in_step and cost <= STEP_SHARES * self.budget:
-            self._begun[command.model_id] = command.tenant, cost
-            return
-        self._tenants.charge(command.tenant, cost)
-        self._models[command.tenant].charge(command.model_id, cost)
+        first = next(self._in_order(heads), None)
+        return sorted(heads, key=lambda model_id: model_id != first)
 
     def _runnable_head(self, model_id: str) -> Command | None:
         head = self._head(model_id)
@@ -208,7 +189,8 @@ class Scheduler:
 
     def _take(self, model_id: str) -> Command:
         command = self._queues[model_id].take()
-        self._charge(command)
+        self._tenants.charge(command.tenant, cost_of(command))
+        self._models[command.tenant].charge(model_id, cost_of(command))
         return command
 
     def take_passes(self, model_ids: Sequence[str]) -> list[Command]:
@@ -217,8 +199,7 @@ class Scheduler:
         candidates = self._heads_of(self._models_whose_head(model_ids, lambda head: head.is_pass))
         batch: list[Command] = []
         used = 0
-        while candidates:
-            model_id = self._next_model(candidates)
+        for model_id in self._in_order(candidates):
             used += candidates[model_id].size
             if batch and used > self.budget:
                 break
@@ -236,15 +217,36 @@ class Scheduler:
         kinds = PASSES | FILE_COMMANDS
         candidates = self._heads_of(self._models_whose_head(model_ids, lambda head: head.kind not in kinds))
         batch: list[Command] = []
-        while candidates and len(batch) * BARRIER_COST <= self.budget:
-            model_id = self._next_model(candidates)
+        for model_id in self._in_order(candidates):
+            if len(batch) * BARRIER_COST > self.budget:
+                break
             del candidates[model_id]
             batch.append(self._take(model_id))
         return self._mark_running(batch)
 
-    def _next_model(self, candidates: Mapping[str, Command]) -> str:
-        """The model that is next. `candidates` has each model's next command."""
-        return min(candidates, key=lambda model_id: self._cost_so_far(candidates[model_id]))
+    def _in_order(self, heads: Mapping[str, Command]) -> Iterator[str]:
+        """The model that is next, again and again until `heads` is empty. `heads` has each model's next command. For
+        each model the caller may take this command, and then changes or deletes its entry in `heads`."""
+        tenants: defaultdict[str, list[str]] = defaultdict(list)
+        for model_id, head in heads.items():
+            tenants[head.tenant].append(model_id)
+        order = [self._cost_at_end(tenant, own) for tenant, own in tenants.items()]
+        heapq.heapify(order)
+        while order:
+            *_, model_id, tenant = order[0]
+            yield model_id
+            if own := [model_id for model_id in tenants[tenant] if model_id in heads]:
+                heapq.heapreplace(order, self._cost_at_end(tenant, own))
+            else:
+                heapq.heappop(order)
+
+    def _cost_at_end(self, tenant: str, model_ids: Sequence[str]) -> tuple[int, int, str, str]:
+        """Of a tenant with these ready models: its cost at the end of its next step, what is left of this step, the
+        step's model, and the tenant. The smallest is next: of equal steps the one of which the least is left."""
+        models, most = self._models[tenant], STEP_SHARES * self.budget
+        left = {model_id: min(self._queues[model_id].step_size, most) for model_id in model_ids}
+        _, rest, model_id = min((models.amount(model_id) + rest, rest, model_id) for model_id, rest in left.items())
+        return self._tenants.amount(tenant) + rest, rest, model_id, tenant
 
     def _heads_of(self, model_ids: Iterable[str]) -> dict[str, Command]:
         heads = ((model_id, self._queues[model_id].head()) for model_id in model_ids)

@@ -1,4 +1,4 @@
-"""Fair shares: which of several parties is next, by the work done for each party so far (start-time fair queueing).
+"""Fair shares: which of several parties is next, by the work done for each party so far (fair queueing).
 
 Pure bookkeeping. The caller chooses the unit of work.
 """
@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 
 class Shares:
-    """The amount of work done for each party. The party with the smallest amount is next.
+    """The amount of work done for each party.
 
-    While two parties both have work all the time, their amounts differ by at most the largest charge of each.
+    If the party with the smallest amount is always next, the amounts of two parties that both have work all the time
+    differ by at most the largest charge of each.
     """
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
+from skyrl.training.engine.queues import ModelQueue, ModelView
 from skyrl.training.engine.scheduler import (
     BARRIER_COST,
     FILES_AT_ONCE,
@@ -154,64 +155,149 @@ def test_a_step_that_has_begun_ends_before_another_tenants_step() -> None:
     assert order_of_passes(queue, 12) == "aaaaaabbbbbb"
 
 
-def test_a_step_longer_than_some_shares_lets_others_go_first() -> None:
-    queue = scheduler(*step("a", 40), *step("b", 2), budget=200)
-    assert order_of_passes(queue, 20) == "a" * (2 * STEP_SHARES + 1) + "bb" + "a"
+def test_a_step_that_has_begun_ends_before_an_equal_step_that_arrives_later() -> None:
+    queue = scheduler(*step("b", 6), budget=200)
+    assert model_and_number(passes_of(queue)) == [("b", 0), ("b", 1)]
+    for added in step("a", 6):
+        queue.add(added)
+    assert order_of_passes(queue, 10) == "bbbbaaaaaa"
 
 
-def test_a_step_whose_barrier_has_not_arrived_takes_turns() -> None:
+def test_passes_that_have_arrived_run_in_one_go_also_without_their_barrier() -> None:
     queue = scheduler(*step("a", 4)[:-1], *step("b", 4)[:-1], budget=200)
-    assert order_of_passes(queue, 8) == "abababab"
+    assert order_of_passes(queue, 8) == "aaaabbbb"
+
+
+def test_a_small_step_goes_before_the_rest_of_a_large_step() -> None:
+    queue = scheduler(*step("a", 12), budget=200)
+    begun = order_of_passes(queue, 4)
+    for added in [*step("b", 1), command("c", 0, Kind.FORWARD, size=100, tenant="c")]:
+        queue.add(added)
+    assert begun + order_of_passes(queue, 10) == "aaaa" + "bc" + "aaaaaaaa"
+
+
+def test_a_step_of_many_shares_takes_turns_until_its_last_eight() -> None:
+    turns, whole = 40 - 2 * STEP_SHARES, 2 * STEP_SHARES
+    queue = scheduler(*step("a", 40), *step("b", 40), budget=200)
+    assert order_of_passes(queue, 80) == "ab" * turns + "a" * whole + "b" * whole
+
+
+@pytest.mark.parametrize("size", [5_000, 20_000, 100_000])
+def test_small_steps_delay_a_large_step_until_their_tenant_has_had_as_much(size: int) -> None:
+    """A tenant whose next small step always waits cannot keep out a large step, even one of more than eight shares."""
+    budget, numbers = 10_000, itertools.count(0, 2)
+    queue = scheduler(*step("large", 20, size=size), budget=budget)
+    small, large = 0, 0
+    while "large" in queue.ready_models():
+        if "small" not in queue.ready_models():
+            for added in step("small", 1, size=1_000, first=next(numbers)):
+                queue.add(added)
+        ready = queue.ready_models()
+        taken = queue.take_passes(ready)
+        queue.finish(taken)
+        barriers = queue.take_barriers(ready)
+        queue.finish(barriers)
+        cost = Counter[str | None]()
+        for done in (*taken, *barriers):
+            cost[done.model_id] += cost_of(done)
+        small, large = small + cost["small"], large + cost["large"]
+        assert small <= large + STEP_SHARES * budget + cost["small"]
+    assert large == 20 * size + BARRIER_COST
+
+
+def test_a_small_step_of_a_tenant_that_has_had_much_waits_for_the_large_step() -> None:
+    before = [command("b", seq, size=10_000, tenant="b") for seq in range(7)]
+    queue = scheduler(*before, *step("a", 3, size=10_000), *step("c", 1, size=80_000), budget=10_000)
+    assert order_of_passes(queue, 10) == "aaabbbbbbb"
+    for added in step("a", 3, size=10_000, first=4):
+        queue.add(added)
+    begun = order_of_passes(queue, 1)
+    queue.add(command("b", 7, size=1_000, tenant="b"))
+    assert begun + order_of_passes(queue, 3) == "aaab"
+
+
+def test_a_small_step_of_the_same_tenants_other_model_goes_first_too() -> None:
+    own = [command(model, seq, size=1_000) for model, passes in (("large", 6), ("small", 1)) for seq in range(passes)]
+    queue = scheduler(*own[:6], budget=1_000)
+    begun = passes_of(queue)
+    queue.add(own[6])
+    taken = [*begun, *(item for _ in range(6) for item in passes_of(queue))]
+    assert [item.model_id for item in taken] == ["large", "small", *["large"] * 5]
+
+
+def test_small_steps_of_a_model_do_not_keep_out_a_large_step_of_the_same_tenant() -> None:
+    queue = scheduler(*(command("large", seq, size=1_000) for seq in range(6)), budget=1_000)
+    order: list[str | None] = []
+    for seq in range(20):
+        queue.add(command("small", seq, size=1_000))
+        order += [item.model_id for item in passes_of(queue)]
+    assert order == ["small"] * 6 + ["large"] * 6 + ["small"] * 8
 
 
 def test_the_work_of_a_whole_step_counts_in_its_tenants_share() -> None:
     large = [*step("a", 2, size=10_000), *step("a", 2, size=10_000, first=3)]
     small = [*step("b", 1, size=10_000), *step("b", 1, size=10_000, first=2)]
-    assert order_of_passes(scheduler(*large, *small, budget=10_000), 6) == "aabbaa"
+    assert order_of_passes(scheduler(*large, *small, budget=10_000), 6) == "baabaa"
 
 
 def test_the_passes_of_a_model_that_ends_within_its_step_count_in_its_tenants_share() -> None:
     own = [command(model, seq, kind, size=1_000, tenant="a") for model in ("a1", "a2") for seq, kind in STEP_OF_TWO]
-    queue = scheduler(*own, *step("b", 1, size=100), budget=1_000)
+    queue = scheduler(*own, *step("b", 1, size=2_500), budget=1_000)
     (taken,) = passes_of(queue)
+    assert taken.tenant == "a"
     queue.finish([taken])
     queue.close_model(str(taken.model_id))
     (following,) = passes_of(queue)
     assert following.model_id == "b"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_size_of_a_models_step_is_that_of_its_waiting_passes_up_to_the_barrier(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = rng.choices([Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP], [6, 6, 1], k=40)
+    arrivals = [command("m", seq, kind, rng.randint(1, 100)) for seq, kind in enumerate(kinds)]
+    rng.shuffle(arrivals)
+    queue = ModelQueue(0)
+    while arrivals or queue.head() is not None:
+        if arrivals and rng.random() < 0.6:
+            queue.add(arrivals.pop())
+        elif queue.head() is not None:
+            queue.take()
+        size, seq = 0, queue.next_seq
+        while (waiting := queue.waiting.get(seq)) is not None and waiting.is_pass:
+            size, seq = size + waiting.size, seq + 1
+        assert queue.step_size == size
+
+
 def test_shares_count_work_and_not_commands() -> None:
     queue = scheduler(
-        *(command(model, seq, size=100) for model in "abcd" for seq in range(50)),
+        *(command(model, seq, size=100) for model in "abcd" for seq in range(200)),
         *(command("huge", seq, size=10_000) for seq in range(2)),
         budget=1_000,
     )
     assert count_by_model(passes_of(queue)) == dict.fromkeys("abcd", 1), "a batch is no larger than the budget"
     assert model_and_number(passes_of(queue)) == [("huge", 0)], "a turn takes one pass, even if it exceeds the budget"
-    for _ in range(19):
+    for _ in range(40):
         others = count_by_model(passes_of(queue))
         assert sum(others.values()) == 10
         assert set(others) == set("abcd")
-    assert sum(count_by_model(passes_of(queue)).values()) == 6, (
-        "the four models together reach the work of the huge one"
-    )
-    assert model_and_number(passes_of(queue)) == [("huge", 1)]
+    assert model_and_number(passes_of(queue)) == [("huge", 1)], "each of the four has had as much"
 
 
 def test_a_tenant_with_ten_models_gets_the_share_of_one_tenant() -> None:
-    many = [command(f"m{model}", seq, size=100, tenant="many") for model in range(10) for seq in range(20)]
-    few = [command("one", seq, size=100, tenant="few") for seq in range(20)]
+    many = [command(f"m{model}", seq, size=100, tenant="many") for model in range(10) for seq in range(100)]
+    few = [command("one", seq, size=100, tenant="few") for seq in range(100)]
     queue = scheduler(*many, *few, budget=1_000)
     both = passes_of(queue) + passes_of(queue)
     assert count_by_model(both) == {f"m{model}": 1 for model in range(10)} | {"one": 10}
 
 
 def test_a_tenant_pays_little_for_work_done_while_it_was_alone() -> None:
-    alone = [command("a", seq, size=100, tenant="first") for seq in range(40)]
+    alone = [command("a", seq, size=100, tenant="first") for seq in range(200)]
     queue = scheduler(*alone, budget=1_000)
     for _ in range(3):
         passes_of(queue)
-    for seq in range(40):
+    for seq in range(200):
         queue.add(command("b", seq, size=100, tenant="second"))
     assert count_by_model(passes_of(queue) + passes_of(queue)) == {"b": 15, "a": 5}, (
         "the new tenant is less than one turn ahead"
@@ -243,10 +329,21 @@ ARRIVALS = st.lists(
         st.sampled_from(["a", "b", "c"]),  # tenant
         st.integers(0, 3),  # number of the tenant's model
         st.booleans(),  # True: a pass; False: an optimizer step
-        st.integers(1, 30_000),  # size
+        st.integers(1, 3_000),  # size
     ),
     max_size=80,
 )
+
+
+def step_size(view: ModelView) -> int:
+    """The bytes of the model's waiting passes up to its next barrier."""
+    size, numbered = 0, {item.seq_id: item for item in view.waiting}
+    for seq in itertools.count(view.next_seq):
+        item = numbered.get(seq)
+        if item is None or not item.is_pass:
+            return size
+        size += item.size
+    raise AssertionError
 
 
 @pytest.mark.parametrize("run_turn", [share_of_one_model, all_together])
@@ -254,13 +351,13 @@ ARRIVALS = st.lists(
 @given(arrivals=ARRIVALS)
 def test_two_tenants_that_wait_get_about_the_same_work(run_turn, arrivals) -> None:
     """Over any stretch of turns in which two tenants always have a command that can run, the work done for them differs
-    by at most the largest share of each in one turn. With merged passes one budget more is allowed, for a turn in which
-    a tenant runs out. The merged case has passes only: a merged turn takes one step of each model, however many the
-    model has."""
-    queue, numbers = Scheduler(20_000), Counter[str]()
+    by at most the largest step of each, at most eight shares, and the largest share of each in one turn. With merged
+    passes one budget more is allowed, for a turn in which a tenant runs out. The merged case has passes only: a merged
+    turn takes one step of each model, however many the model has."""
+    queue, numbers = Scheduler(2_000), Counter[str]()
     work_until_turn: list[Counter[str]] = [Counter()]
     ready_tenants: list[set[str]] = []
-    largest = Counter[str]()
+    largest, largest_step = Counter[str](), Counter[str]()
     pending = deque(arrivals)
     while pending or queue.has_work:
         for _ in range(8):
@@ -274,6 +371,8 @@ def test_two_tenants_that_wait_get_about_the_same_work(run_turn, arrivals) -> No
         if pending and pending[0][0] > 0:
             pending[0] = (pending[0][0] - 1, *pending[0][1:])
         ready_tenants.append({model[0] for model in queue.ready_models()})
+        for model, view in queue.views().items():
+            largest_step |= Counter({model[0]: min(step_size(view), STEP_SHARES * queue.budget)})
         work = Counter[str]()
         for done in run_turn(queue):
             work[done.tenant] += cost_of(done)
@@ -290,7 +389,8 @@ def test_two_tenants_that_wait_get_about_the_same_work(run_turn, arrivals) -> No
                 difference = (work_until_turn[end + 1][one] - work_until_turn[begin][one]) - (
                     work_until_turn[end + 1][other] - work_until_turn[begin][other]
                 )
-                assert abs(difference) <= largest[one] + largest[other] + tolerance
+                steps = largest_step[one] + largest_step[other]
+                assert abs(difference) <= steps + largest[one] + largest[other] + tolerance
 
 
 def test_models_take_turns_at_being_first() -> None:
