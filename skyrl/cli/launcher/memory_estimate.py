@@ -5,9 +5,10 @@ On a CPU a base model of P parameters needs about
     vLLMs     num_engines × (850 MB for the processes + w × P + the key-value cache)
     trainer   430 MB for each rank + 4 × P with adapters, 16 × P with full weights (weights, gradient, two moments)
 
-with w = 4 bytes in float32 and 2 in bfloat16; of a release with fewer bits the bytes of its files count in place of
-w × P and 4 × P. Adapters, activations and the logits of a step come on top: docs/operating/sizing.md has them. On GPUs
-each vLLM takes `gpu_memory_utilization` of its GPUs, and what matters is the sum on each GPU.
+with w = 4 bytes in float32 and 2 in bfloat16; of a release with fewer bits the bytes of its files count in place of w ×
+P, and with `trainer.keep_quantized` also in place of 4 × P. Adapters, activations and the logits of a step come on top:
+docs/operating/sizing.md has them. On GPUs each vLLM takes `gpu_memory_utilization` of its GPUs, and what matters is the
+sum on each GPU.
 
 Reads the headers of the weights' files, and no weights.
 """
@@ -39,6 +40,10 @@ _BIN_BYTES = 2
 
 _LONGEST_HEADER = 100_000_000
 """Bytes, as safetensors has it."""
+_PACKED, _BLOCKS = ".weight_packed", "_blocks"
+"""Ends of names of tensors whose elements stand for several parameters: int32 of compressed-tensors, bytes of MXFP4."""
+_FACTORS = (".weight_scale", ".weight_shape", "_scale_inv", "_scales")
+"""Ends of names of tensors beside the numbers of quantized weights."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +65,52 @@ def size_of(base_model: str) -> Size | None:
             return None
         directory = Path(found).parent
     parameters = file_bytes = 0
+    bits = _bits(directory)
     tensors = sorted(directory.glob("*.safetensors"))
     for file in tensors or sorted(directory.glob("*.bin")):
         file_bytes += file.stat().st_size
-        parameters += _parameters(file) if tensors else file.stat().st_size // _BIN_BYTES
+        parameters += _parameters(file, bits) if tensors else file.stat().st_size // _BIN_BYTES
     return Size(parameters, file_bytes) if file_bytes else None
 
 
-def _parameters(file: Path) -> int:
+def _bits(directory: Path) -> int | None:
+    """Of a quantized release's integers, 8 where config.json does not say 4; None for a model that is not quantized."""
+    try:
+        whole = json.loads((directory / "config.json").read_text())
+        if quantization_of(whole) is None:
+            return None
+        found = whole.get("quantization_config") or whole["text_config"]["quantization_config"]
+        groups = (found.get("config_groups") or {}).values()
+        return 4 if any(group["weights"]["num_bits"] == 4 for group in groups) else 8
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # the trainer says what is wrong in the file
+        return None
+
+
+def _parameters(file: Path, bits: int | None) -> int:
     """The parameters in a file of safetensors: eight bytes with the length of the header, and the header in JSON. 0 for
-    a file that is none."""
+    a file that is none. `bits`: see `_bits`."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
-        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        return sum(
+            math.prod(tensor["shape"]) * _parameters_of_element(name, bits)
+            for name, tensor in header.items()
+            if name != "__metadata__"
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return 0
+
+
+def _parameters_of_element(name: str, bits: int | None) -> int:
+    """For how many parameters one element of a stored tensor stands."""
+    if bits is None:
+        return 1
+    if name.endswith(_PACKED):
+        return 32 // bits
+    if name.endswith(_BLOCKS):
+        return 2
+    return 0 if name.endswith(_FACTORS) else 1
 
 
 @dataclass(frozen=True)
@@ -108,7 +142,7 @@ def need_of(config: ServerConfig, size: Size) -> Need:
     float32 = cpu_options(model, quantization, length, inference.max_num_seqs)[0]["dtype"] == "float32"
     served = size.file_bytes if quantization else (4 if float32 else 2) * size.parameters
     vllms = inference.num_engines if config.modes.manages_inference else 0
-    frozen = size.file_bytes if quantization else FLOAT32_BYTES * size.parameters
+    frozen = size.file_bytes if quantization and trainer.keep_quantized else FLOAT32_BYTES * size.parameters
     trained = FULL_BYTES * size.parameters if config.full_finetuning else frozen
     ranks = trainer.placement.ranks if config.modes.trains else 0
     return Need(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_support import release
 from safetensors.torch import load_file
 
 from skyrl.base.config.loading import load_config
@@ -81,6 +82,26 @@ def test_a_trainer_and_each_vllm_hold_the_weights_and_a_teacher_has_no_trainer(t
     assert (teacher.trainer, teacher.vllms) == (0, 2 * student.vllms)
     assert tuned.trainer == RANK_BYTES + 16e9
     assert (student.weights, teacher.weights, tuned.weights) == (8e9, 8e9, 20e9)
+
+
+@pytest.mark.parametrize("case", ["dense-fp8", "latent-mixture-int4", "fused-mixture-mxfp4"])
+def test_a_release_with_fewer_bits_has_the_parameters_of_its_model_and_is_kept_only_if_the_key_says_so(
+    tmp_path: Path, case: str
+) -> None:
+    release_path = release(case, tmp_path)
+    (full,) = (path for path in tmp_path.iterdir() if str(path) != release_path)
+    size, of_model = size_of(release_path), size_of(str(full))
+    assert size is not None
+    assert of_model is not None
+    assert size.parameters == of_model.parameters
+
+    def trainer(**keys: bool) -> float:
+        given = {"base_model": release_path, "backend_config": {f"trainer.{key}": keys[key] for key in keys}}
+        return need_of(load_config(given), size).trainer - RANK_BYTES
+
+    assert trainer() == 4 * size.parameters
+    assert trainer(keep_quantized=True) == size.file_bytes
+    assert trainer(full_finetuning=True) == 16 * size.parameters
 
 
 @pytest.mark.usefixtures("memory")
