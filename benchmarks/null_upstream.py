@@ -125,10 +125,11 @@ class Upstream:
         if self.delay_s <= 0:
             transport.write(answer)
             return
-        timer = asyncio.get_running_loop().call_later(self.delay_s, self._send_delayed, self.requests)
+        timer = asyncio.get_running_loop().call_later(self.delay_s, self.send_delayed, self.requests)
         self.waiting[self.requests] = (timer, transport, answer)
 
-    def _send_delayed(self, request: int) -> None:
+    def send_delayed(self, request: int) -> None:
+        """The delay of this request has passed."""
         _, transport, answer = self.waiting.pop(request)
         if not transport.is_closing():  # the client may have gone
             transport.write(answer)
@@ -160,12 +161,11 @@ class Requests(asyncio.Protocol):
             self._upstream.reply(self._transport, path, body)
 
 
-async def serve(port: int) -> None:
-    upstream = Upstream()
+async def serve(port: int, upstream: Upstream) -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Requests(upstream), "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1])))
+    uvloop.run(serve(int(sys.argv[1]), Upstream()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.series import quantile
@@ -51,15 +52,16 @@ class Placed:
     loads_after: list[int] = field(default_factory=list[int])
 
 
-def place(policy: str, traffic: Traffic, seed: int = 1) -> Placed:
-    """What `policy` does with this traffic."""
+def place(policy: str, traffic: Traffic, seed: int = 1, urls: Sequence[str] = ()) -> Placed:
+    """What `policy` does with this traffic. Where a key goes depends on the `urls` of the replicas."""
     random.seed(seed)
     clock = Clock()
     chosen: Policy = make_policy(policy)
     if isinstance(chosen, AdapterAffinity):
         chosen = AdapterAffinity(AdapterPlacement(lambda: clock.now))
     pool = WorkerPool(chosen)
-    workers = [pool.add(f"http://replica-{number}:8000") for number in range(traffic.replicas)]
+    urls = urls or [f"http://replica-{number}:8000" for number in range(traffic.replicas)]
+    workers = [pool.add(url) for url in urls]
     held: dict[Worker, OrderedDict[str, None]] = {worker: OrderedDict() for worker in workers}
     weights = [(number + 1) ** -traffic.zipf for number in range(traffic.adapters)]
     versions: Counter[int] = Counter()

@@ -4,46 +4,59 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 
+from benchmarks.simulation.cores import Thread
+from benchmarks.simulation.ends import Ends
 from benchmarks.simulation.events import Activity, Signal
-from benchmarks.simulation.parts import Cluster, Sample, Thread
+from benchmarks.simulation.parts import Cluster, Sample
 from benchmarks.simulation.services import Cost
 from skyrl.server.api.background import SESSION_CHECK_S
-from skyrl.server.futures.stored_ends import READ_EVERY_S
 from skyrl.server.sampling.fair_order import FairOrder
 from skyrl.server.sampling.ownership import BEAT_S
 from skyrl.storage.db.sessions import COMPARE_S
 from skyrl.storage.db.writer import MAX_BATCH
 
+IDLE_S = 0.1
 ROUND_COMMITS = 4
 """Write transactions of a process in BEAT_S besides samples: its heartbeat, its clock, and its counted usage twice."""
 
 
 class Api:
-    """`orders` has the order of the tenants' samples for each base model."""
+    """`orders` has the order of the tenants' samples for each base model. The database has threads of its own. They
+    may work beside the event loop: the model does not know Python's global lock."""
 
-    def __init__(self, cluster: Cluster, thread: Thread, number: int) -> None:
-        self.cluster, self.thread, self.number = cluster, thread, number
+    def __init__(self, cluster: Cluster, make_thread: Callable[[], Thread], number: int) -> None:
+        self.cluster, self.number = cluster, number
+        self.thread = make_thread()
+        """Of the event loop."""
+        self.writers = {kind: make_thread() for kind in ("record", "settle", "other")}
+        self.reader = make_thread()
         self._writes: dict[str, deque[Signal]] = {"record": deque(), "settle": deque()}
         self._writing: set[str] = set()
         self.own: dict[int, Sample] = {}
         self._ended: list[Sample] = []
         """Settled here, and not told to the other processes yet."""
         self._telling = False
-        self._reading = False
-        self._read_at = -1.0
-        self.to_hand_out: list[Sample] = []
-        """Ends whose clients poll here, which the next read finds."""
-        self._ends_since_read = 0
+        self._told_at = -1.0
+        self.ends = Ends(self)
         self.orders = [FairOrder() for _ in cluster.inference]
 
     def __repr__(self) -> str:
         return f"api {self.number}"
 
+    @property
+    def threads(self) -> list[Thread]:
+        return [self.thread, *self.writers.values(), self.reader]
+
     def use(self, cost: Cost, count: float = 0.0) -> Activity:
         return self.thread.work(cost.of(count))
 
     # The database
+
+    def read(self, own: Cost, server: Cost, count: float = 0.0) -> Activity:
+        yield from self.reader.work(own.of(count))
+        yield from self.cluster.database.read(server.of(count))
 
     def write(self, kind: str) -> Activity:
         """Add a row to the next group commit of its kind, and wait until it is committed."""
@@ -64,7 +77,7 @@ class Api:
         while waiting:
             group = [waiting.popleft() for _ in range(min(MAX_BATCH, len(waiting)))]
             count = len(group)
-            yield from database.commit(self.thread, api.of(count), server.of(count), locks=not records)
+            yield from database.commit(self.writers[kind], api.of(count), server.of(count), locks=not records)
             for done in group:
                 done.set()
         self._writing.discard(kind)
@@ -83,7 +96,8 @@ class Api:
             priority = place.priority if cluster.fair else 0
             cluster.clock.start(cluster.inference[client.base].send(sample, priority, answered, answer))
             yield answered
-            order.leave(place, 1, sample if answer else None, answer[0] if answer else None)
+            named = answer[0] if answer and cluster.names_workers else None
+            order.leave(place, 1, sample if answer else None, named)
             if self.thread.dead or sample.owner is not self:
                 return
             if answer:
@@ -99,12 +113,13 @@ class Api:
         self._tell(sample)
 
     def _tell(self, sample: Sample) -> None:
-        cluster = self.cluster
-        home = sample.client.polls_at
-        if home is not None and not home.thread.dead and (home is self):
-            self.hear_of(sample)
-        for api in cluster.living:
-            api._ends_since_read += 1
+        cluster, home = self.cluster, sample.client.polls_at
+        cluster.settled += 1
+        sample.client.untold.append(sample)
+        if home is not None:
+            home.ends.stored.append(sample)
+        if home is self:
+            self.ends.ended(sample.client)
         if len(cluster.living) > 1:
             self._ended.append(sample)
             if not self._telling:
@@ -114,7 +129,8 @@ class Api:
     def _notify(self) -> Activity:
         cluster, services = self.cluster, self.cluster.services
         while self._ended:
-            yield cluster.notice_pause_s
+            yield max(0.0, self._told_at + cluster.notice_pause_s - cluster.clock.now)
+            self._told_at = cluster.clock.now
             ended, self._ended = self._ended, []
             yield from self.use(services.notify_api)
             others = [api for api in cluster.living if api is not self]
@@ -128,30 +144,7 @@ class Api:
         yield from self.use(self.cluster.services.hear_api, 2 * len(ended))
         for sample in ended:
             if sample.client.polls_at is self:
-                self.hear_of(sample)
-
-    def hear_of(self, sample: Sample) -> None:
-        """A sample has ended whose client polls here."""
-        self.to_hand_out.append(sample)
-        if not self._reading:
-            self._reading = True
-            self.cluster.clock.start(self._read_ends())
-
-    def _read_ends(self) -> Activity:
-        cluster, services = self.cluster, self.cluster.services
-        while self.to_hand_out:
-            yield max(0.0, self._read_at + READ_EVERY_S - cluster.clock.now)
-            found, self.to_hand_out = self.to_hand_out, []
-            rows, self._ends_since_read = self._ends_since_read, 0
-            yield from self.use(services.read_ends_api, rows)
-            yield from cluster.database.read(services.read_ends_db.of(rows))
-            self._read_at = cluster.clock.now
-            by_client = {id(sample.client): sample.client for sample in found}
-            for _ in by_client:
-                yield from self.use(services.poll)
-            for sample in found:
-                sample.ended.set()
-        self._reading = False
+                self.ends.ended(sample.client)
 
     # Periodic work
 
@@ -159,13 +152,12 @@ class Api:
         """Heartbeats of the process, looks at the sessions, and all other periodic work; for ever."""
         cluster, services = self.cluster, self.cluster.services
         yield BEAT_S if cluster.in_step else random.uniform(0, BEAT_S)
+        cluster.clock.start(self._idle())
         look_at, compare_at = random.uniform(0, SESSION_CHECK_S), random.uniform(0, COMPARE_S)
         while not self.thread.dead:
-            yield from self.use(services.idle, 0)
-            yield from self.thread.work(services.idle.base * (BEAT_S - 1))
             for _ in range(ROUND_COMMITS):
                 own, server = services.engine_commit.base, services.engine_commit_db.base
-                yield from cluster.database.commit(self.thread, own, server, rows=False)
+                yield from cluster.database.commit(self.writers["other"], own, server, rows=False)
             beats = len(cluster.clients) / cluster.heartbeat_s / len(cluster.living) * BEAT_S
             for _ in range(10):
                 yield from self.thread.work(services.beat.base * beats / 10)
@@ -173,10 +165,16 @@ class Api:
                 order.catch_up(max(api.orders[base].now for api in cluster.living))
             if cluster.clock.now >= look_at:
                 look_at = cluster.clock.now + SESSION_CHECK_S
-                yield from self.use(services.look_api, len(cluster.clients))
-                yield from cluster.database.read(services.look_db.of(len(cluster.clients)))
+                yield from self.read(services.look_api, services.look_db, len(cluster.clients))
             if cluster.clock.now >= compare_at:
                 compare_at = cluster.clock.now + COMPARE_S
-                yield from self.use(services.compare_api, len(cluster.clients))
-                yield from cluster.database.read(services.compare_db.of(len(cluster.clients)))
+                yield from self.read(services.compare_api, services.compare_db, len(cluster.clients))
             yield BEAT_S
+
+    def _idle(self) -> Activity:
+        """The small work that a process without clients does; for ever."""
+        services, database = self.cluster.services, self.cluster.database
+        while not self.thread.dead:
+            yield from self.thread.work(services.idle.base * IDLE_S)
+            yield database.work(services.idle_db.base * IDLE_S)
+            yield IDLE_S

@@ -1,14 +1,19 @@
 """Measures the CPU time of each step on the real parts: `python -m benchmarks.simulation.calibrate`.
 
-The database's steps run alone, in groups of 1 and of MANY. The event loop's steps are what is left of the CPU per
-sample of one server with one API process. All figures are CPU seconds. On a busy machine they are larger, because
-others use its caches: `calibration_s` says how fast the machine was.
+The database's steps run alone, in groups of 1 and of MANY. The event loop's steps, the other processes and the cost of
+a wake-up come from one server with one API process (`whole_samples`). All figures are CPU seconds. On a busy machine
+they are larger, because others use its caches, and `crowded` is wrong: measure on a quiet one. `calibration_s` says how
+fast the machine was.
 Writes `benchmarks/results/cluster-services.json`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import resource
+import subprocess
+import sys
 import time
 from contextlib import closing
 from dataclasses import asdict, fields
@@ -17,10 +22,10 @@ import uvloop
 
 from benchmarks.calibration import calibrate
 from benchmarks.machine import facts
-from benchmarks.processes import tree_seconds
 from benchmarks.simulation.database_steps import DatabaseSteps
-from benchmarks.simulation.real import cluster, postgres_pid
+from benchmarks.simulation.real import postgres_pid
 from benchmarks.simulation.services import FILE, Cost, Services
+from benchmarks.simulation.whole_samples import whole_samples
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import Kind
 from skyrl.storage.db.database import Database
@@ -96,38 +101,44 @@ def database_steps() -> dict[str, Cost]:
         server.remove()
 
 
-SHARES = {"submit": 0.30, "forward": 0.15, "complete": 0.25, "retrieve": 0.20, "poll": 0.10}
-"""How the event loop's work for a sample is dealt among its steps. The sum alone decides how many samples a process
-can do; the shares only decide when in a sample's life it works."""
+def slice_s() -> float:
+    """The kernel's time slice in seconds: how long one of two busy processes runs on a core before the other does."""
+    core = min(os.sched_getaffinity(0))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for process in [_busy(1.0, core) for _ in range(2)]:
+        process.wait()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return spent / (after.ru_nivcsw - before.ru_nivcsw)
 
 
-def whole_samples(found: dict[str, Cost]) -> dict[str, Cost]:
-    """The event loop's steps: one server under load, less the database's steps and the idle work."""
-    with cluster(1, 2, delay_ms=200) as real:
-        groups = real.groups()
-        before = tree_seconds(groups["api"][0])
-        time.sleep(5)
-        idle = (tree_seconds(groups["api"][0]) - before) / 5
-        measured = real.load(64, 4, 10, tenants=8).result()
-        commits = real.commits()
-    cpu, rate, polls = measured["cpu_ms"], measured["samples_per_s"], measured["polls_per_sample"]
-    groups_per_sample = commits["groups"] / commits["rows"] * 2
-    database = found["record_api"].each + found["settle_api"].each + found["record_api"].base * groups_per_sample
-    database += min(polls, 50 / rate) * found["read_ends_api"].base + found["read_ends_api"].each
-    loop = max(0.0, cpu["api"] / 1e3 - idle / rate - database)
-    steps = {name: Cost(share * loop) for name, share in SHARES.items()}
-    steps["poll"] = Cost(steps["poll"].base / polls)
-    return steps | {
-        "idle": Cost(idle),
-        "router": Cost(cpu["router"] / 1e3),
-        "replica": Cost(cpu["replicas"] / 1e3),
-        "client": Cost(cpu["clients"] / 1e3),
-    }
+def crowded() -> float:
+    """How many times as much CPU the fixed work of the calibration takes while the other cores are busy. On a machine
+    that other programs keep busy it is near 1, which is wrong."""
+    alone = calibrate()
+    own, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [own])
+    busy = [_busy(3.0, core) for core in others]
+    time.sleep(1)
+    beside = calibrate()
+    for process in busy:
+        process.wait()
+    os.sched_setaffinity(0, [own, *others])
+    return beside / alone
+
+
+def _busy(seconds: float, core: int) -> subprocess.Popen[bytes]:
+    """A process that does the work of the calibration on this core, for so many CPU seconds."""
+    imports = "import os, time; from benchmarks.calibration import calibrate"
+    spin = f"while time.process_time() < {seconds}: calibrate()"
+    program = f"{imports}; os.sched_setaffinity(0, [{core}])\n{spin}"
+    return subprocess.Popen([sys.executable, "-c", program])
 
 
 def main() -> None:
     before = calibrate()
     found = database_steps()
+    found |= {"slice": Cost(slice_s()), "crowded": Cost(max(1.0, crowded()))}
     found |= whole_samples(found)
     machine = (before + calibrate()) / 2
     services = Services(**{field.name: found[field.name] for field in fields(Services)})

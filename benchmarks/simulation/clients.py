@@ -25,7 +25,7 @@ import uvloop
 from benchmarks import prompts
 from benchmarks.checks import AnswerCheck
 from benchmarks.connection import Connection
-from benchmarks.processes import tree_seconds
+from benchmarks.processes import busy_seconds, tree_seconds
 from benchmarks.samples import MODEL
 from benchmarks.series import quantile
 
@@ -38,7 +38,8 @@ PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class ClientsSpec:
-    """`groups` are the process ids whose CPU is measured, by a name. `heartbeat_s` is 0 for none."""
+    """`groups` are the process ids whose CPU is measured, by a name. `heartbeat_s` is 0 for none. `pause_s` is the mean
+    pause after a sample. The tenants of loads with other `names` are others."""
 
     urls: list[str]
     clients: int
@@ -46,6 +47,8 @@ class ClientsSpec:
     """Samples of each client."""
     seconds: float
     tenants: int = 1
+    names: str = "simulated"
+    pause_s: float = 0.0
     warm_up_s: float = 2.0
     heartbeat_s: float = 10.0
     groups: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
@@ -115,6 +118,8 @@ class Clients:
         await asyncio.sleep(spec.seconds)
         self.measuring, began, ended = False, self.began, time.time()
         after, polls = self._cpu(), self.polls - polls
+        spent = {name: after[name] - before[name] for name in after}
+        others_s = max(0.0, spent.pop("machine") - sum(spent.values()))
         self.stopping = True
         await asyncio.wait([task for client in clients for task in client.workers], timeout=LONGEST_ANSWER_S)
         for task in tasks:
@@ -126,8 +131,8 @@ class Clients:
             "p50_ms": quantile(self.latencies, 0.5) * 1e3,
             "p99_ms": quantile(self.latencies, 0.99) * 1e3,
             "longest_ms": max(self.latencies, default=float("nan")) * 1e3,
-            "cpu_ms": {name: (after[name] - before[name]) / max(1, done) * 1e3 for name in after},
-            "cores": {name: (after[name] - before[name]) / (ended - began) for name in after},
+            "cpu_ms": {name: seconds / max(1, done) * 1e3 for name, seconds in spent.items()},
+            "other_cores": others_s / (ended - began),
             "polls_per_sample": polls / max(1, done),
             "window": [began, ended],
             "ends": [self.ends[tick] for tick in range(round((ended - began) / TICK_S))],
@@ -139,7 +144,7 @@ class Clients:
 
     def _cpu(self) -> dict[str, float]:
         measured = {name: sum(map(tree_seconds, pids)) for name, pids in self.spec.groups.items()}
-        return measured | {"clients": time.process_time()}
+        return measured | {"clients": time.process_time(), "machine": busy_seconds()}
 
 
 class Client:
@@ -147,7 +152,7 @@ class Client:
 
     def __init__(self, clients: Clients, number: int) -> None:
         self._all = clients
-        self._key = f"tml-simulated-{number % clients.spec.tenants}"
+        self._key = f"tml-{clients.spec.names}-{number % clients.spec.tenants}"
         self._numbers = iter(range(10**9))
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._ended: dict[str, None] = {}
@@ -197,6 +202,8 @@ class Client:
             if clients.measuring:
                 clients.ends[int((time.time() - clients.began) / TICK_S)] += 1
                 clients.latencies.append(time.perf_counter() - began)
+            if clients.spec.pause_s and not clients.stopping:
+                await asyncio.sleep(random.expovariate(1 / clients.spec.pause_s))
 
     async def _end_of(self, request_id: str) -> None:
         if request_id in self._ended:

@@ -1,7 +1,6 @@
-"""Discrete events: a clock, activities that wait, cores that share their time, and locks.
+"""Discrete events: a clock, activities that wait, and locks.
 
-An activity is a generator. It yields what it waits for: a number of seconds, a `Signal`, or what `Cores.use` returns.
-Knows nothing of servers.
+An activity is a generator. It yields what it waits for: a number of seconds, or a `Signal`. Knows nothing of servers.
 """
 
 from __future__ import annotations
@@ -73,52 +72,6 @@ class Clock:
         self.now = until
 
 
-class Cores:
-    """Cores that all work shares evenly: with more pieces of work than cores each gets `count / pieces` of a core.
-
-    `share` is the work done so far on a piece that was always there, in seconds. A piece ends when `share` has grown by
-    its own length, so only the earliest end needs an event."""
-
-    def __init__(self, clock: Clock, count: float) -> None:
-        self._clock = clock
-        self._count = count
-        self._share, self._at = 0.0, 0.0
-        self._ends: list[tuple[float, int, Signal]] = []
-        self._numbers = itertools.count()
-        self._version = 0
-        self.busy_s = 0.0
-        """CPU seconds so far, of all cores."""
-
-    def use(self, seconds: float) -> Signal:
-        """Work for so many CPU seconds on one core. The signal is set at the end."""
-        done = Signal()
-        self._catch_up()
-        heapq.heappush(self._ends, (self._share + seconds, next(self._numbers), done))
-        self.busy_s += seconds
-        self._plan()
-        return done
-
-    def _catch_up(self) -> None:
-        if self._ends:
-            self._share += (self._clock.now - self._at) * min(1.0, self._count / len(self._ends))
-        self._at = self._clock.now
-
-    def _plan(self) -> None:
-        self._version += 1
-        if self._ends:
-            left_s = max(0.0, self._ends[0][0] - self._share) * max(1.0, len(self._ends) / self._count)
-            version = self._version
-            self._clock.at(self._clock.now + left_s, lambda: self._finish(version))
-
-    def _finish(self, version: int) -> None:
-        if version != self._version:
-            return
-        self._share, self._at = self._ends[0][0], self._clock.now
-        _, _, done = heapq.heappop(self._ends)
-        self._plan()
-        done.set()
-
-
 class Lock:
     """One holder at a time, in the order of the requests. `yield lock.take()`, and `lock.give_back()`."""
 
@@ -143,6 +96,6 @@ class Lock:
         self.held_s += self._clock.now - self._since
         self._since = self._clock.now
         if self._waiting:
-            self._waiting.popleft().set()
+            self._clock.at(self._clock.now, self._waiting.popleft().set)  # not here: many may wait in a row
         else:
             self._held = False

@@ -6,22 +6,22 @@ import heapq
 import itertools
 import random
 
+from benchmarks.simulation.cores import NEVER, Thread
 from benchmarks.simulation.events import Activity, Clock, Signal
-from benchmarks.simulation.parts import NEVER, Sample, Thread
-from benchmarks.simulation.services import Cost
+from benchmarks.simulation.parts import Sample
+from benchmarks.simulation.services import Services
 from skyrl.router.policies import RequestFacts, make_policy
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Worker
 
-SPREAD = 0.2
-"""A sample takes between 1 - SPREAD and 1 + SPREAD of its time."""
-
 
 class Replica:
-    """An inference server that samples `slots` samples at once: the lowest priority number first, as vLLM."""
+    """An inference server that samples `slots` samples at once: the lowest priority number first, as vLLM. Its process
+    takes `work_s` of CPU for a sample, half before it and half after it. A sample takes between 1 - `spread` and
+    1 + `spread` of its time."""
 
-    def __init__(self, clock: Clock, slots: int) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, slots: int, thread: Thread, work_s: float, spread: float) -> None:
+        self._clock, self.thread, self._half_s, self._spread = clock, thread, work_s / 2, spread
         self._free = slots
         self._waiting: list[tuple[int, int, Signal]] = []
         self._numbers = itertools.count()
@@ -32,13 +32,15 @@ class Replica:
         return self._clock.now >= self.dead_since
 
     def sample(self, seconds: float, priority: int) -> Activity:
+        yield from self.thread.work(self._half_s)
         if self._free:
             self._free -= 1
         else:
             turn = Signal()
             heapq.heappush(self._waiting, (priority, next(self._numbers), turn))
             yield turn
-        yield random.uniform(1 - SPREAD, 1 + SPREAD) * seconds
+        yield random.uniform(1 - self._spread, 1 + self._spread) * seconds
+        yield from self.thread.work(self._half_s)
         if self._waiting:
             heapq.heappop(self._waiting)[2].set()
         else:
@@ -51,9 +53,17 @@ class Inference:
     `notice_s`."""
 
     def __init__(
-        self, clock: Clock, threads: list[Thread], replicas: list[Replica], cost: Cost, notice_s: float, policy: str
+        self,
+        clock: Clock,
+        threads: list[Thread],
+        replicas: list[Replica],
+        services: Services,
+        notice_s: float,
+        policy: str,
     ) -> None:
-        self._clock, self._threads, self._cost, self._notice_s = clock, threads, cost, notice_s
+        self._clock, self._threads, self._notice_s = clock, threads, notice_s
+        self._half_s = services.router.base / 2
+        """Of a request, and of its answer."""
         self.replicas = replicas
         self._pool = WorkerPool(make_policy(policy))
         workers = [self._pool.add(f"http://replica-{number}:8000") for number in range(len(replicas))]
@@ -66,7 +76,8 @@ class Inference:
         """Sets `answered` at the end, and then `answer` has the name of the worker; it is empty if the sample was
         lost."""
         self._turn += 1
-        yield from self._threads[self._turn % len(self._threads)].work(self._cost.base)
+        thread = self._threads[self._turn % len(self._threads)]
+        yield from thread.work(self._half_s)
         worker = self._pool.choose(RequestFacts(sample.key))
         assert worker is not None, "a replica lives"
         self._pool.begin(worker)
@@ -74,6 +85,7 @@ class Inference:
         done = Signal()
         self._clock.start(self._until_answered(replica, sample, priority, done))
         yield done
+        yield from thread.work(self._half_s)
         self._pool.end(worker)
         if replica.dead:
             self.repeated += 1

@@ -1,4 +1,4 @@
-"""What all parts of a simulated cluster share: threads, PostgreSQL, samples, and the cluster itself.
+"""What all parts of a simulated cluster share: PostgreSQL, samples, and the cluster itself.
 
 A process is one thread that does one thing at a time, on the cores of its machine. The parts follow the code in what
 they send to whom and when; they know no bytes and no SQL.
@@ -10,7 +10,8 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from benchmarks.simulation.events import Activity, Clock, Cores, Lock, Signal
+from benchmarks.simulation.cores import NEVER, Cores, Thread
+from benchmarks.simulation.events import Activity, Clock, Lock, Signal
 from benchmarks.simulation.services import Cost, Services
 from skyrl.server.sampling.ownership import BEAT_S, MISSES
 
@@ -20,32 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.simulation.inference import Inference
     from benchmarks.simulation.tenants import Client
 
-NEVER = float("inf")
 LOCK_TRIPS, HELD_SHARE = 3, 0.8
-
-
-class Thread:
-    """One thread of a process: its work waits in a queue. A dead thread never ends what it has."""
-
-    def __init__(self, clock: Clock, cores: Cores) -> None:
-        self._turn = Lock(clock)
-        self._cores = cores
-        self.dead = False
-        self.busy_s = 0.0
-
-    def work(self, seconds: float) -> Activity:
-        """Use with `yield from`."""
-        if not (yield from self.try_work(seconds)):
-            yield NEVER
-
-    def try_work(self, seconds: float) -> Activity:
-        """As `work`, but its value is False if the thread is dead."""
-        yield self._turn.take()
-        if not self.dead:
-            self.busy_s += seconds
-            yield self._cores.use(seconds)
-        self._turn.give_back()
-        return not self.dead
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +52,9 @@ class Database:
     """PostgreSQL: write transactions hold one lock, except those that record samples; reads wait for nothing. `sync_s`
     is the time until a commit is on the disk, `trip_s` that of a round trip with the network.
 
-    A group of rows is one message, with the lock and the commit. Another transaction, and without `pipelined` each,
-    holds the lock for LOCK_TRIPS round trips and for the share HELD_SHARE of the process's own CPU time."""
+    Each message wakes a backend, which has a thread of its own. A group of rows is one message, with the lock and the
+    commit. Another transaction, and without `pipelined` each, holds the lock for LOCK_TRIPS round trips and for the
+    share HELD_SHARE of the process's own CPU time."""
 
     def __init__(
         self, clock: Clock, cores: Cores, services: Services, *, sync_s: float, trip_s: float, pipelined: bool
@@ -88,13 +65,19 @@ class Database:
         self.sync_s = sync_s
         self.trip_s = trip_s
         self._pipelined = pipelined
-        self.busy_s = 0.0
-        """CPU seconds so far."""
+        self.backends: list[Thread] = []
+        """As many as have worked at once so far."""
+        self._idle: list[Thread] = []
         self.commits = 0
 
     def work(self, seconds: float) -> Signal:
-        self.busy_s += seconds
-        return self.cores.use(seconds)
+        if not self._idle:
+            self._idle.append(Thread(self.cores, self.services.database_wake.base))
+            self.backends.append(self._idle[0])
+        backend = self._idle.pop()
+        done = backend.add(seconds)
+        done.wait(lambda: self._idle.append(backend))
+        return done
 
     def read(self, seconds: float) -> Activity:
         yield 2 * self.trip_s
@@ -136,11 +119,18 @@ class Cluster:
         self.inference: list[Inference] = []
         """One for each base model."""
         self.engines: list[TrainingEngine] = []
+        self.settled = 0
+        """Samples whose end is stored."""
         self.ends: list[tuple[float, float, int]] = []
         self.trained: list[tuple[float, float, int]] = []
         self.saved: list[tuple[float, float, int]] = []
         self.heartbeat_s = 10.0
         self.notice_pause_s = 0.0
+        self.connected = False
+        """Whether a client keeps a connection to one process for each sample in flight. Else each request goes to any
+        process."""
+        self.names_workers = True
+        """Whether the router's answers name their replica, which the order of samples takes into account."""
         self.in_step = False
         """Whether the periodic work of all API processes began at the same moment."""
         self.fair = True
@@ -152,10 +142,11 @@ class Cluster:
     def kill(self, apis: list[Api]) -> None:
         """These processes end now, and do not come back. Others take over their samples after MISSES rounds."""
         for api in apis:
-            api.thread.dead = True
+            for thread in api.threads:
+                thread.dead = True
         for client in self.clients:
             if client.polls_at in apis:
-                client.polls_at = self.any_api()
+                client.poll_elsewhere()
         self.clock.at(self.clock.now + BEAT_S * (MISSES + 0.5), lambda: self._take_over(apis))
 
     def _take_over(self, dead: list[Api]) -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from benchmarks.series import quantile
 from benchmarks.simulation.adapters import Traffic, place
-from benchmarks.simulation.scenarios import LARGE, Outcome, Scenario, Waits, simulate, with_rate
+from benchmarks.simulation.outcome import Outcome, Waits
+from benchmarks.simulation.scenarios import LARGE, Scenario, simulate, with_rate
 from benchmarks.simulation.services import Services
 from benchmarks.simulation.start import Start, start
 from benchmarks.simulation.tenants import Learning

@@ -86,15 +86,18 @@ class Load:
 
 
 @contextmanager
-def cluster(servers: int, replicas: int, delay_ms: float = 0.0) -> Generator[RealCluster]:
-    """A running cluster. A replica answers after `delay_ms`."""
+def cluster(
+    servers: int, replicas: int, delay_ms: float = 0.0, module: str = "benchmarks.null_upstream", *more_flags: str
+) -> Generator[RealCluster]:
+    """A running cluster. A replica, which is the program `module`, answers after `delay_ms`. `more_flags` are those of
+    the servers."""
     with ExitStack() as stack:
-        upstreams, router_url, router = stack.enter_context(_upstreams(replicas, delay_ms))
+        upstreams, router_url, router = stack.enter_context(_upstreams(replicas, delay_ms, module))
         url = stack.enter_context(_database())
         started: list[DemoServer] = []
         for _ in range(servers):
             state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-cluster-")))
-            flags = ("--backend", "none", "--base-model", MODEL, "--external-inference-url", router_url)
+            flags = ("--backend", "none", "--base-model", MODEL, "--external-inference-url", router_url, *more_flags)
             server = DemoServer(state, *flags, "--database-url", url)
             stack.callback(server.stop)
             server.start()
@@ -121,10 +124,12 @@ def training_server(apis: int, replicas: int, delay_ms: float) -> Generator[str]
 
 
 @contextmanager
-def _upstreams(replicas: int, delay_ms: float) -> Generator[tuple[list[NullUpstream], str, int]]:
+def _upstreams(
+    replicas: int, delay_ms: float, module: str = "benchmarks.null_upstream"
+) -> Generator[tuple[list[NullUpstream], str, int]]:
     """Fake replicas that answer after `delay_ms`, and the address and process id of the router in front of them."""
     with ExitStack() as stack:
-        upstreams = [stack.enter_context(NullUpstream()) for _ in range(replicas)]
+        upstreams = [stack.enter_context(NullUpstream(module)) for _ in range(replicas)]
         for upstream in upstreams:
             upstream.control(f"delay_ms={delay_ms}")
         yield (upstreams, *stack.enter_context(_router([upstream.url for upstream in upstreams])))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from benchmarks.series import quantile
 from benchmarks.simulation.api import Api
+from benchmarks.simulation.cores import Cores, Thread
 from benchmarks.simulation.engine import TrainingEngine
-from benchmarks.simulation.events import Clock, Cores
+from benchmarks.simulation.events import Clock
 from benchmarks.simulation.inference import Inference, Replica
-from benchmarks.simulation.parts import Cluster, Database, Thread
-from benchmarks.simulation.services import Services
+from benchmarks.simulation.outcome import Outcome
+from benchmarks.simulation.parts import Cluster, Database
+from benchmarks.simulation.services import Cost, Services
 from benchmarks.simulation.tenants import Client, Learner, Learning
 from skyrl.storage.notify.peers import APART_S
-
-Waits = list[tuple[float, float, int]]
-"""Of each sample, step or save: when it ended, how long it took in seconds, and its tenant."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Scenario:
     clients keep as many samples in flight as `crowd` says, without a pause. `learners` are more tenants, which do
     reinforcement learning on one of `engines` base models each; the replicas are dealt among these.
 
-    `shared` puts all processes on one machine with that many cores, as in the check."""
+    `shared` puts all processes on one machine with that many cores, as in the check, and there `others` is the share of
+    each core that other programs take. `connected`: each sample in flight has a connection to one API process."""
 
     clients: int
     tenants: int
@@ -34,14 +35,20 @@ class Scenario:
     replicas: int
     in_flight: int
     sample_s: float
+    spread: float = 0.2
+    """A sample takes between 1 - `spread` and 1 + `spread` of its time."""
     pause_s: float = 0.0
     crowd: tuple[int, ...] = ()
     fair: bool = True
+    names_workers: bool = True
+    """Whether the routers' answers name their replicas, as those of `skyrl rollout` and of a server's own do."""
     in_step: bool = False
     slots: int = 256
     routers: int = 1
     policy: str = "consistent_hashing"
     shared: float | None = None
+    others: float = 0.0
+    connected: bool = False
     database_cores: float = 16.0
     sync_s: float = 0.0
     trip_s: float = 0.0
@@ -66,33 +73,18 @@ class Scenario:
     notice_s: float = 0.5
 
 
-@dataclass
-class Outcome:
-    """`utilisation` is the busy share of each part's cores, `cpu_ms` CPU per sample, `per_second` the samples that
-    ended in each second, `repeated` the samples that were lost with a replica and sent again."""
-
-    samples_per_s: float
-    p50_ms: float
-    p99_ms: float
-    longest_ms: float
-    cpu_ms: dict[str, float]
-    utilisation: dict[str, float]
-    per_second: list[int] = field(default_factory=list[int])
-    waits: Waits = field(default_factory=Waits)
-    trained: Waits = field(default_factory=Waits)
-    saved: Waits = field(default_factory=Waits)
-    repeated: int = 0
-    events: int = 0
-
-
 def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
     random.seed(seed)
     clock = Clock()
-    one = None if scenario.shared is None else Cores(clock, scenario.shared)
+    one = None
+    if scenario.shared is not None:
+        slice_s, crowded = services.slice.base, services.crowded.base
+        one = Cores(clock, scenario.shared, slice_s=slice_s, crowded=crowded, others=scenario.others)
 
-    def thread() -> Thread:
-        """Of a process with a core of its own."""
-        return Thread(clock, one or Cores(clock, 1))
+    def process(wake: Cost) -> Callable[[], Thread]:
+        """Makes the threads of a process, which has a core of its own or is on the one machine."""
+        cores = one or Cores(clock, 1)
+        return lambda: Thread(cores, wake.base)
 
     database = Database(
         clock,
@@ -104,13 +96,17 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
     )
     cluster = Cluster(clock, services, database)
     cluster.notice_pause_s = scenario.notice_pause_s
-    cluster.fair, cluster.in_step = scenario.fair, scenario.in_step
-    routers = [thread() for _ in range(scenario.routers)]
-    replicas = [Replica(clock, scenario.slots) for _ in range(scenario.replicas)]
+    cluster.fair, cluster.in_step, cluster.connected = scenario.fair, scenario.in_step, scenario.connected
+    cluster.names_workers = scenario.names_workers
+    routers = [process(services.router_wake)() for _ in range(scenario.routers)]
+    replicas = [
+        Replica(clock, scenario.slots, process(services.replica_wake)(), services.replica.base, scenario.spread)
+        for _ in range(scenario.replicas)
+    ]
     for base in range(scenario.engines):
         own = replicas[base :: scenario.engines]
-        cluster.inference.append(Inference(clock, routers, own, services.router, scenario.notice_s, scenario.policy))
-    cluster.apis = [Api(cluster, thread(), number) for number in range(scenario.apis)]
+        cluster.inference.append(Inference(clock, routers, own, services, scenario.notice_s, scenario.policy))
+    cluster.apis = [Api(cluster, process(services.api_wake), number) for number in range(scenario.apis)]
     cluster.living = list(cluster.apis)
     client_thread = _add_clients(cluster, scenario, one)
     for activity in (*(api.rounds() for api in cluster.apis), *(engine.run() for engine in cluster.engines)):
@@ -118,12 +114,21 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
     for client in cluster.clients:
         client.start()
     clock.run(scenario.warm_up_s)
-    before, held, first = _spent(cluster, routers, client_thread), database.lock.held_s, len(cluster.ends)
+    parts = {
+        "api": [thread for api in cluster.apis for thread in api.threads],
+        "database": database.backends,
+        "router": routers,
+        "replicas": [replica.thread for replica in replicas],
+        "clients": [client_thread] if client_thread is not None else [],
+        "engines": [engine.thread for engine in cluster.engines],
+    }
+    before, held, first = _spent(cluster, parts), database.lock.held_s, len(cluster.ends)
+    woken = _woken(parts)
     steps, saves = len(cluster.trained), len(cluster.saved)
     if scenario.dead_apis or scenario.dead_replicas:
         clock.at(scenario.warm_up_s + scenario.dead_after_s, lambda: _die(cluster, scenario))
     clock.run(scenario.warm_up_s + scenario.seconds)
-    after = _spent(cluster, routers, client_thread)
+    after, woken_after = _spent(cluster, parts), _woken(parts)
     waits = cluster.ends[first:]
     latencies = [wait for _, wait, _ in waits]
     spent = {name: (after[name] - before[name]) / scenario.seconds for name in after}
@@ -143,6 +148,7 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
         max(latencies, default=float("nan")) * 1e3,
         {name: seconds * scenario.seconds / max(1, len(waits)) * 1e3 for name, seconds in spent.items()},
         utilisation,
+        {name: (woken_after[name] - woken[name]) / max(1, len(waits)) for name in woken},
         [per_second[second] for second in range(int(scenario.seconds))],
         waits,
         cluster.trained[steps:],
@@ -155,24 +161,24 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
 def _add_clients(cluster: Cluster, scenario: Scenario, one: Cores | None) -> Thread | None:
     """Returns the thread of all clients, if they are one process."""
     clock, sample_s = cluster.clock, scenario.sample_s
-    machine = one or Cores(clock, 1e6)
-    shared = Thread(clock, machine) if one is not None else None
+    machine, wake_s = one or Cores(clock, 1e6), cluster.services.client_wake.base
+    shared = Thread(machine, wake_s) if one is not None else None
     for number in range(scenario.clients):
-        thread = shared or Thread(clock, machine)
+        thread = shared or Thread(machine, wake_s)
         crowded = number < len(scenario.crowd)
         in_flight, pause_s = (scenario.crowd[number], 0.0) if crowded else (scenario.in_flight, scenario.pause_s)
         tenant, base = number % scenario.tenants, number % scenario.engines
         cluster.clients.append(Client(cluster, number, tenant, base, thread, in_flight, sample_s, pause_s))
     if scenario.learners:
         for _ in range(scenario.engines):
-            process = Thread(clock, one or Cores(clock, 1))
+            process = Thread(one or Cores(clock, 1), cluster.services.api_wake.base)
             cluster.engines.append(
                 TrainingEngine(
                     cluster, process, scenario.learning, merges=scenario.merges, publish_s=scenario.publish_s
                 )
             )
     for number in range(scenario.learners):
-        thread, tenant = shared or Thread(clock, machine), scenario.clients + number
+        thread, tenant = shared or Thread(machine, wake_s), scenario.clients + number
         base = number % scenario.engines
         light = number >= scenario.learners - scenario.light_learners
         learning = scenario.light if light else scenario.learning
@@ -186,20 +192,23 @@ def _die(cluster: Cluster, scenario: Scenario) -> None:
     cluster.kill(cluster.apis[: scenario.dead_apis])
 
 
-def _spent(cluster: Cluster, routers: list[Thread], clients: Thread | None) -> dict[str, float]:
-    return {
-        "api": sum(api.thread.busy_s for api in cluster.apis),
-        "database": cluster.database.busy_s,
-        "router": sum(thread.busy_s for thread in routers),
-        "clients": clients.busy_s if clients is not None else 0.0,
-        "devices": sum(engine.busy_s for engine in cluster.engines),
-        "engines": sum(engine.thread.busy_s for engine in cluster.engines),
-    }
+def _spent(cluster: Cluster, parts: dict[str, list[Thread]]) -> dict[str, float]:
+    """CPU seconds so far, and those of the engines' devices."""
+    spent = {name: sum(thread.busy_s for thread in threads) for name, threads in parts.items()}
+    return spent | {"devices": sum(engine.busy_s for engine in cluster.engines)}
 
 
-def check_of(clients: int, in_flight: int, sample_s: float, apis: int, replicas: int, cores: float) -> Scenario:
-    """The scenario of `real.cluster` on a machine that leaves so many cores to it."""
-    return Scenario(clients, max(1, clients // 8), apis, replicas, in_flight, sample_s, shared=cores)
+def _woken(parts: dict[str, list[Thread]]) -> dict[str, int]:
+    """Wake-ups so far."""
+    return {name: sum(thread.wakes for thread in threads) for name, threads in parts.items()}
+
+
+def check_of(
+    clients: int, in_flight: int, sample_s: float, apis: int, replicas: int, *, cores: int, others: float = 0.0
+) -> Scenario:
+    """The scenario of `real.cluster` on a machine with so many cores, of which other programs take `others`."""
+    scenario = Scenario(clients, max(1, clients // 8), apis, replicas, in_flight, sample_s, spread=0.0)
+    return replace(scenario, shared=float(cores), others=others / cores, connected=True)
 
 
 LARGE = Scenario(

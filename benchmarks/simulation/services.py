@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+OF_KERNEL = ("slice", "crowded")
+"""Not CPU seconds of work."""
 FILE = Path(__file__).parents[1] / "results" / "cluster-services.json"
 
 
@@ -30,7 +32,11 @@ class Services:
     with so many ids; `beat` a heartbeat of a session, `look` a look at so many sessions and `compare` the comparison of
     all of them; `read_rows` the read of so many sessions that a process does not know, `write_beats` the group commit
     of so many heartbeats; `turn` the engine's choice among so many models, `engine_commit` its read of the bodies and
-    the settlement of so many commands; `idle` the periodic work of a process for one second."""
+    the settlement of so many commands; `idle` the periodic work of a process without clients for one second.
+
+    `router`, `replica` and `client` are the work of these processes for a sample. `x_wake` is what a wake-up of a
+    thread that had nothing to do costs besides; of the database it is a backend. `slice` is the kernel's time slice in
+    seconds, `crowded` how many times as much CPU the same work takes while all cores are busy."""
 
     submit: Cost
     forward: Cost
@@ -61,9 +67,17 @@ class Services:
     engine_commit: Cost
     engine_commit_db: Cost
     idle: Cost
+    idle_db: Cost
     router: Cost
     replica: Cost
     client: Cost
+    api_wake: Cost
+    database_wake: Cost
+    router_wake: Cost
+    replica_wake: Cost
+    client_wake: Cost
+    slice: Cost
+    crowded: Cost
 
 
 def load(file: Path = FILE, *, machine: float | None = None) -> Services:
@@ -71,5 +85,6 @@ def load(file: Path = FILE, *, machine: float | None = None) -> Services:
     now. Raises FileNotFoundError before the first calibration."""
     measured = json.loads(file.read_text())
     scale = 1.0 if machine is None else machine / measured["calibration_s"]
-    scaled = {name: {part: scale * s for part, s in cost.items()} for name, cost in measured["services"].items()}
-    return Services(**{name: Cost(**cost) for name, cost in scaled.items()})
+    costs = {name: Cost(**cost) for name, cost in measured["services"].items()}
+    scaled = {name: Cost(scale * cost.base, scale * cost.each) for name, cost in costs.items()}
+    return Services(**(scaled | {name: costs[name] for name in OF_KERNEL}))

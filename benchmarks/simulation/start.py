@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.series import quantile
-from benchmarks.simulation.events import Activity, Clock, Cores, Signal
-from benchmarks.simulation.parts import Database, Thread
+from benchmarks.simulation.cores import Cores, Thread
+from benchmarks.simulation.events import Activity, Clock, Signal
+from benchmarks.simulation.parts import Database
 from benchmarks.simulation.services import Services
 from skyrl.storage.db.futures import MAX_NAMED
 from skyrl.storage.db.writer import MAX_BATCH
@@ -80,7 +81,7 @@ def start(scenario: Start, services: Services, seed: int = 1) -> Started:
         quantile(waits, 0.99),
         last_s,
         busy / last_s / scenario.apis,
-        database.busy_s / last_s / scenario.database_cores,
+        sum(backend.busy_s for backend in database.backends) / last_s / scenario.database_cores,
         database.commits,
     )
 
@@ -90,7 +91,7 @@ class _Process:
 
     def __init__(self, clock: Clock, database: Database, services: Services) -> None:
         self._clock, self._database, self._services = clock, database, services
-        self.thread = Thread(clock, Cores(clock, 1))
+        self.thread = Thread(Cores(clock, 1), services.api_wake.base)
         self.row = _Groups(clock, MAX_NAMED, self._read)
         self.write = _Groups(clock, MAX_BATCH, self._commit)
         self.last = 0.0

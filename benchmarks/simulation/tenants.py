@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass
 
 from benchmarks.simulation.api import Api
+from benchmarks.simulation.cores import Thread
 from benchmarks.simulation.events import Activity, Signal
-from benchmarks.simulation.parts import Cluster, Sample, Thread, at
+from benchmarks.simulation.parts import Cluster, Sample, at
 from benchmarks.simulation.services import Cost
 from skyrl.base.types.kinds import Kind
 
@@ -50,12 +51,14 @@ class Client:
     ) -> None:
         self.cluster, self.tenant, self.base, self.thread = cluster, tenant, base, thread
         self.tenant_name = str(tenant)
-        self.key = f"session-{number}:sampler:0"
+        self.key = f"session-{number}-{random.getrandbits(32):x}:sampler:0"
         self._in_flight, self._sample_s, self._pause_s = in_flight, sample_s, pause_s
         self.polls_at: Api | None = None
+        self.untold: list[Sample] = []
+        """Samples whose end is stored, and that no answer to a poll has told."""
 
     def start(self) -> None:
-        self.polls_at = self.cluster.any_api()
+        self.poll_elsewhere()
         for _ in range(self._in_flight):
             self.cluster.clock.start(self._work())
 
@@ -64,19 +67,36 @@ class Client:
             yield random.uniform(0, self._sample_s)
         else:
             yield random.expovariate(1 / self._pause_s)
+        server = self.cluster.any_api() if self.cluster.connected else None
         while True:
-            yield from self.sample()
+            server = yield from self.sample(server)
             yield random.expovariate(1 / self._pause_s) if self._pause_s else 0.0
 
-    def sample(self) -> Activity:
-        """One sample, from its submission until its result is here."""
+    def poll_elsewhere(self) -> None:
+        """Poll at another process, which finds in the table what was not told."""
+        self.polls_at = home = self.cluster.any_api()
+        home.ends.stored += self.untold
+        self.cluster.clock.start(self._poll(home))
+
+    def _poll(self, home: Api) -> Activity:
+        while True:
+            told: list[Sample] = yield from home.ends.poll(self)
+            for sample in told:
+                self.untold.remove(sample)
+                sample.ended.set()
+
+    def sample(self, server: Api | None = None) -> Activity:
+        """One sample, from its submission until its result is here. All its requests go to `server`, if that lives, or
+        each to any process. Its value is the process to which the next sample goes."""
         cluster, services = self.cluster, self.cluster.services
+        third_s = services.client.base / 3
+        """Of each of three answers that the client's process reads: accepted, ended, and the result."""
         sample = Sample(self, self.key, cluster.clock.now, self._sample_s)
         while not sample.recorded:
-            api = cluster.any_api()
-            yield from self.thread.work(services.client.base)
+            api = server or cluster.any_api()
             yield from at(api, services.submit)
             if api.thread.dead:
+                server = server and cluster.any_api()
                 yield CONNECT_AGAIN_S
                 continue
             yield from api.write("record")
@@ -84,14 +104,19 @@ class Client:
             sample.owner = api
         assert sample.owner is not None
         cluster.clock.start(sample.owner.forward(sample))
+        yield from self.thread.work(third_s)
         yield sample.ended
-        api = cluster.any_api()
+        yield from self.thread.work(third_s)
+        server = server and (cluster.any_api() if server.thread.dead else server)
+        api = server or cluster.any_api()
         if api is sample.owner:
             yield from at(api, services.retrieve)
         else:
-            yield from at(api, Cost(services.retrieve.base + services.read_one_api.base))
-            yield from cluster.database.read(services.read_one_db.base)
+            yield from at(api, services.retrieve)
+            yield from api.read(services.read_one_api, services.read_one_db)
+        yield from self.thread.work(third_s)
         cluster.ends.append((cluster.clock.now, cluster.clock.now - sample.began, self.tenant))
+        return server
 
 
 class Learner(Client):

@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.series import quantile
 from benchmarks.simulation.adapters import Traffic, place
-from benchmarks.simulation.events import Activity, Clock, Cores, Lock
-from benchmarks.simulation.scenarios import Scenario, simulate
+from benchmarks.simulation.cores import Cores, Thread
+from benchmarks.simulation.events import Activity, Clock, Lock
+from benchmarks.simulation.scenarios import Scenario, check_of, simulate
 from benchmarks.simulation.services import load
 from benchmarks.simulation.start import Start, start
 from benchmarks.simulation.tenants import Learning
@@ -20,15 +21,15 @@ SMALL = Scenario(
 SERVICES = load()
 
 
-def test_two_pieces_of_work_share_a_core_and_the_later_one_waits_for_the_lock() -> None:
+def test_threads_take_turns_on_a_core_by_slices_and_the_later_one_waits_for_the_lock() -> None:
     clock = Clock()
-    cores, lock = Cores(clock, 1), Lock(clock)
+    cores, lock = Cores(clock, 1, slice_s=0.1), Lock(clock)
     ended: dict[str, float] = {}
 
     def work(name: str, locked: bool) -> Activity:
         if locked:
             yield lock.take()
-        yield cores.use(1.0)
+        yield from Thread(cores).work(1.0)
         if locked:
             lock.give_back()
         ended[name] = clock.now
@@ -36,7 +37,48 @@ def test_two_pieces_of_work_share_a_core_and_the_later_one_waits_for_the_lock() 
     for name, locked in (("first", True), ("second", True), ("beside", False)):
         clock.start(work(name, locked))
     clock.run(10.0)
-    assert ended == {"first": 2.0, "beside": 2.0, "second": 3.0}
+    assert ended == pytest.approx({"first": 1.9, "beside": 2.0, "second": 3.0})
+
+
+def test_a_woken_thread_runs_before_those_that_have_used_up_their_slices() -> None:
+    clock = Clock()
+    cores = Cores(clock, 1, slice_s=0.1)
+    ended: list[tuple[str, float]] = []
+
+    def work(name: str, seconds: float) -> Activity:
+        yield from Thread(cores).work(seconds)
+        ended.append((name, clock.now))
+
+    clock.start(work("long", 1.0))
+    clock.start(work("long too", 1.0))
+    clock.at(0.25, lambda: clock.start(work("short", 0.05)))
+    clock.run(10.0)
+    assert ended[0] == ("short", pytest.approx(0.35)), "at the end of the slice that runs from 0.2 to 0.3"
+
+
+def test_a_thread_that_has_work_pays_for_no_wake_up_and_crowded_cores_take_more_cpu() -> None:
+    clock = Clock()
+    cores = Cores(clock, 2, crowded=1.5)
+    thread, other = Thread(cores, wake_s=0.1), Thread(cores)
+    for _ in range(3):
+        clock.start(thread.work(0.2))
+    clock.run(1.0)
+    assert thread.wakes == 1
+    assert thread.busy_s == pytest.approx(0.7)
+    clock.start(thread.work(0.2))
+    clock.start(other.work(0.2))
+    clock.run(2.0)
+    assert thread.wakes == 2
+    assert other.busy_s == pytest.approx(0.3)
+
+
+def test_cpu_of_a_sample_falls_with_the_load() -> None:
+    few, many = (
+        simulate(replace(check_of(clients, 4, 0.2, apis=4, replicas=8, cores=2), warm_up_s=2.0, seconds=3.0), SERVICES)
+        for clients in (8, 64)
+    )
+    for part in ("api", "database", "router", "clients"):
+        assert many.cpu_ms[part] < 0.7 * few.cpu_ms[part], part
 
 
 def test_samples_come_at_the_rate_of_their_clients_and_take_a_replicas_time() -> None:
@@ -94,3 +136,12 @@ def test_a_dead_replicas_adapters_are_loaded_elsewhere_and_no_others() -> None:
     dead = place("adapter_affinity", replace(quiet, dead=1, dead_at_s=80.0))
     assert dead.loads * 60 == 10
     assert dead.evictions == 0
+
+
+def test_behind_a_router_that_names_no_replicas_a_light_tenant_waits_longer() -> None:
+    crowded = replace(SMALL, crowd=(20,) * 8, slots=10, pause_s=5.0, warm_up_s=8.0, seconds=12.0)
+    light: dict[bool, float] = {}
+    for named in (True, False):
+        found = simulate(replace(crowded, names_workers=named), SERVICES)
+        light[named] = quantile([wait for _, wait, tenant in found.waits if tenant >= 8], 0.9)
+    assert light[True] * 1.1 < light[False]
