@@ -82,10 +82,10 @@ def check_tenants() -> None:
     """Measure and predict what a sample of a light tenant waits beside heavy ones."""
     services = load(machine=calibrate())
     for fair, measured in measure_tenants().items():
-        predicted = predict_tenants(services, fair=fair)
+        predicted = predict_tenants(services, measured, fair=fair)
         print(f"\n{'by fair shares' if fair else 'in the order of arrival'}; predicted / measured / error")
-        for name in asdict(measured):
-            _line(f"{name}, s", getattr(predicted, name), getattr(measured, name))
+        for name, seconds in asdict(measured.waits).items():
+            _line(f"{name}, s", getattr(predicted, name), seconds)
 
 
 def check_training(apis: int, replicas: int) -> None:

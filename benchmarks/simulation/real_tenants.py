@@ -25,7 +25,7 @@ LIGHT, PAUSE_S = 32, 2.0
 """Light clients, each a tenant with one sample in flight or a pause of so many seconds on average."""
 SECONDS = 20.0
 DRAWS = 5
-"""Simulated clusters. Each deals the sessions to the replicas in another way, as a real router does at each start."""
+"""Simulated clusters, with other random times each."""
 
 
 @dataclass
@@ -37,7 +37,18 @@ class Waits:
     heavy_p50: float
 
 
-def predict(services: Services, *, fair: bool) -> Waits:
+@dataclass
+class Measured:
+    """`keys` of the sessions, the heavy ones first, and `urls` of the replicas: by these the router deals them."""
+
+    waits: Waits
+    keys: tuple[str, ...]
+    urls: tuple[str, ...]
+
+
+def predict(services: Services, measured: Measured, *, fair: bool) -> Waits:
+    """With the same dealing of sessions to replicas as in the measurement. How many heavy sessions come together on one
+    replica is by chance, and decides much."""
     clients = HEAVY + LIGHT
     scenario = Scenario(
         *(clients, clients, APIS, REPLICAS, 1, SAMPLE_S),
@@ -47,6 +58,8 @@ def predict(services: Services, *, fair: bool) -> Waits:
         fair=fair,
         names_workers=False,
         slots=PLACES,
+        keys=measured.keys,
+        urls=measured.urls,
         shared=float(len(os.sched_getaffinity(0))),
         connected=True,
         warm_up_s=8.0,
@@ -58,7 +71,7 @@ def predict(services: Services, *, fair: bool) -> Waits:
     return Waits(quantile(light, 0.5), quantile(light, 0.99), quantile(heavy, 0.5))
 
 
-def measure() -> dict[bool, Waits]:
+def measure() -> dict[bool, Measured]:
     """By fair shares (True), and in the order of arrival."""
     program = "benchmarks.simulation.fake_replica"
     with ExitStack() as stack:
@@ -70,13 +83,14 @@ def measure() -> dict[bool, Waits]:
         return {fair: _measured(real, fair=fair) for fair in (True, False)}
 
 
-def _measured(real: RealCluster, *, fair: bool) -> Waits:
+def _measured(real: RealCluster, *, fair: bool) -> Measured:
     for replica in real.replicas:
         replica.control(f"fair={int(fair)}")
     heavy = real.load(HEAVY, IN_FLIGHT, SECONDS + 4, tenants=HEAVY, names="heavy", warm_up_s=6)
     light = real.load(LIGHT, 1, SECONDS, tenants=LIGHT, names="light", warm_up_s=8, pause_s=PAUSE_S)
     few, many = _checked(light.result()), _checked(heavy.result())
-    return Waits(few["p50_ms"] / 1e3, few["p99_ms"] / 1e3, many["p50_ms"] / 1e3)
+    waits = Waits(few["p50_ms"] / 1e3, few["p99_ms"] / 1e3, many["p50_ms"] / 1e3)
+    return Measured(waits, (*many["samplers"], *few["samplers"]), tuple(replica.url for replica in real.replicas))
 
 
 def _checked(result: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,9 @@ class Scenario:
     """Whether the routers' answers name their replicas, as those of `skyrl rollout` and of a server's own do."""
     in_step: bool = False
     slots: int = 256
+    keys: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
+    """The routing keys of the first clients, and the addresses of the replicas: the router deals by these."""
     routers: int = 1
     policy: str = "consistent_hashing"
     shared: float | None = None
@@ -105,7 +108,9 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
     ]
     for base in range(scenario.engines):
         own = replicas[base :: scenario.engines]
-        cluster.inference.append(Inference(clock, routers, own, services, scenario.notice_s, scenario.policy))
+        cluster.inference.append(
+            Inference(clock, routers, own, services, scenario.notice_s, scenario.policy, scenario.urls)
+        )
     cluster.apis = [Api(cluster, process(services.api_wake), number) for number in range(scenario.apis)]
     cluster.living = list(cluster.apis)
     client_thread = _add_clients(cluster, scenario, one)
@@ -168,7 +173,8 @@ def _add_clients(cluster: Cluster, scenario: Scenario, one: Cores | None) -> Thr
         crowded = number < len(scenario.crowd)
         in_flight, pause_s = (scenario.crowd[number], 0.0) if crowded else (scenario.in_flight, scenario.pause_s)
         tenant, base = number % scenario.tenants, number % scenario.engines
-        cluster.clients.append(Client(cluster, number, tenant, base, thread, in_flight, sample_s, pause_s))
+        key = scenario.keys[number] if number < len(scenario.keys) else f"session-{number}:sampler:0"
+        cluster.clients.append(Client(cluster, key, tenant, base, thread, in_flight, sample_s, pause_s))
     if scenario.learners:
         for _ in range(scenario.engines):
             process = Thread(one or Cores(clock, 1), cluster.services.api_wake.base)

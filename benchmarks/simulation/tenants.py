@@ -41,7 +41,7 @@ class Client:
     def __init__(
         self,
         cluster: Cluster,
-        number: int,
+        key: str,
         tenant: int,
         base: int,
         thread: Thread,
@@ -51,7 +51,7 @@ class Client:
     ) -> None:
         self.cluster, self.tenant, self.base, self.thread = cluster, tenant, base, thread
         self.tenant_name = str(tenant)
-        self.key = f"session-{number}-{random.getrandbits(32):x}:sampler:0"
+        self.key = key
         self._in_flight, self._sample_s, self._pause_s = in_flight, sample_s, pause_s
         self.polls_at: Api | None = None
         self.untold: list[Sample] = []
@@ -125,7 +125,7 @@ class Learner(Client):
     def __init__(
         self, cluster: Cluster, tenant: int, base: int, thread: Thread, sample_s: float, learning: Learning
     ) -> None:
-        super().__init__(cluster, tenant, tenant, base, thread, 1, sample_s, 0.0)
+        super().__init__(cluster, f"session-{tenant}:sampler:0", tenant, base, thread, 1, sample_s, 0.0)
         self._learning = learning
         self._version = 0
 
