@@ -82,9 +82,9 @@ def check_tenants() -> None:
     """Measure and predict what a sample of a light tenant waits beside heavy ones."""
     services = load(machine=calibrate())
     for fair, measured in measure_tenants().items():
-        predicted = predict_tenants(services, measured, fair=fair)
+        predicted = predict_tenants(services, fair=fair)
         print(f"\n{'by fair shares' if fair else 'in the order of arrival'}; predicted / measured / error")
-        for name, seconds in asdict(measured.waits).items():
+        for name, seconds in asdict(measured).items():
             _line(f"{name}, s", getattr(predicted, name), seconds)
 
 

@@ -133,7 +133,6 @@ class Clients:
             "longest_ms": max(self.latencies, default=float("nan")) * 1e3,
             "cpu_ms": {name: seconds / max(1, done) * 1e3 for name, seconds in spent.items()},
             "other_cores": others_s / (ended - began),
-            "samplers": [client.sampler for client in clients],
             "polls_per_sample": polls / max(1, done),
             "window": [began, ended],
             "ends": [self.ends[tick] for tick in range(round((ended - began) / TICK_S))],
@@ -169,11 +168,11 @@ class Client:
         self._session: str = (await http.json("create_session", session))["session_id"]
         sampler = {"session_id": self._session, "sampling_session_seq_id": 0, "base_model": MODEL}
         made = await http.json("create_sampling_session", sampler | {"type": "create_sampling_session"})
-        self.sampler: str = made["sampling_session_id"]
+        self._sampler: str = made["sampling_session_id"]
         params = {"max_tokens": prompts.MAX_TOKENS, "seed": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
         prompt = {"chunks": [{"type": "encoded_text", "tokens": "PROMPT"}]}
         sample = {"num_samples": 1, "prompt": prompt, "sampling_params": params, "type": "sample"}
-        text = json.dumps(sample | {"sampling_session_id": self.sampler, "seq_id": "NUMBER"}).replace("%", "%%")
+        text = json.dumps(sample | {"sampling_session_id": self._sampler, "seq_id": "NUMBER"}).replace("%", "%%")
         self._body = text.replace('"PROMPT"', "%s").replace('"NUMBER"', "%d").encode()
 
     def start(self) -> list[asyncio.Task[None]]:
@@ -215,7 +214,7 @@ class Client:
 
     async def _poll(self) -> None:
         http, cursor = self._connect(), 0
-        target = {"type": "sampling_session", "sampling_session_id": self.sampler, "cloned_sampler_id": 0}
+        target = {"type": "sampling_session", "sampling_session_id": self._sampler, "cloned_sampler_id": 0}
         while True:
             asked = json.dumps({"target": target, "prev_cursor": cursor, "retrieved_request_ids": []})
             status, answer = await http.post("retrieve_futures", asked.encode())

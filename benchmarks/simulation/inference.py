@@ -60,15 +60,13 @@ class Inference:
         services: Services,
         notice_s: float,
         policy: str,
-        urls: tuple[str, ...] = (),
     ) -> None:
         self._clock, self._threads, self._notice_s = clock, threads, notice_s
         self._half_s = services.router.base / 2
         """Of a request, and of its answer."""
         self.replicas = replicas
         self._pool = WorkerPool(make_policy(policy))
-        urls = urls or tuple(f"http://replica-{number}:8000" for number in range(len(replicas)))
-        workers = [self._pool.add(url) for url in urls]
+        workers = [self._pool.add(f"http://replica-{number}:8000") for number in range(len(replicas))]
         self._replica_of: dict[Worker, Replica] = dict(zip(workers, replicas, strict=True))
         self._turn = 0
         self.repeated = 0

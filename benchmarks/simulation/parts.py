@@ -129,6 +129,7 @@ class Cluster:
         self.connected = False
         """Whether a client keeps a connection to one process for each sample in flight. Else each request goes to any
         process."""
+        self.shares_keys = True
         self.names_workers = True
         """Whether the router's answers name their replica, which the order of samples takes into account."""
         self.in_step = False

@@ -37,18 +37,7 @@ class Waits:
     heavy_p50: float
 
 
-@dataclass
-class Measured:
-    """`keys` of the sessions, the heavy ones first, and `urls` of the replicas: by these the router deals them."""
-
-    waits: Waits
-    keys: tuple[str, ...]
-    urls: tuple[str, ...]
-
-
-def predict(services: Services, measured: Measured, *, fair: bool) -> Waits:
-    """With the same dealing of sessions to replicas as in the measurement. How many heavy sessions come together on one
-    replica is by chance, and decides much."""
+def predict(services: Services, *, fair: bool) -> Waits:
     clients = HEAVY + LIGHT
     scenario = Scenario(
         *(clients, clients, APIS, REPLICAS, 1, SAMPLE_S),
@@ -58,8 +47,7 @@ def predict(services: Services, measured: Measured, *, fair: bool) -> Waits:
         fair=fair,
         names_workers=False,
         slots=PLACES,
-        keys=measured.keys,
-        urls=measured.urls,
+        shares_keys=False,
         shared=float(len(os.sched_getaffinity(0))),
         connected=True,
         warm_up_s=8.0,
@@ -71,7 +59,7 @@ def predict(services: Services, measured: Measured, *, fair: bool) -> Waits:
     return Waits(quantile(light, 0.5), quantile(light, 0.99), quantile(heavy, 0.5))
 
 
-def measure() -> dict[bool, Measured]:
+def measure() -> dict[bool, Waits]:
     """By fair shares (True), and in the order of arrival."""
     program = "benchmarks.simulation.fake_replica"
     with ExitStack() as stack:
@@ -83,14 +71,13 @@ def measure() -> dict[bool, Measured]:
         return {fair: _measured(real, fair=fair) for fair in (True, False)}
 
 
-def _measured(real: RealCluster, *, fair: bool) -> Measured:
+def _measured(real: RealCluster, *, fair: bool) -> Waits:
     for replica in real.replicas:
         replica.control(f"fair={int(fair)}")
     heavy = real.load(HEAVY, IN_FLIGHT, SECONDS + 4, tenants=HEAVY, names="heavy", warm_up_s=6)
     light = real.load(LIGHT, 1, SECONDS, tenants=LIGHT, names="light", warm_up_s=8, pause_s=PAUSE_S)
     few, many = _checked(light.result()), _checked(heavy.result())
-    waits = Waits(few["p50_ms"] / 1e3, few["p99_ms"] / 1e3, many["p50_ms"] / 1e3)
-    return Measured(waits, (*many["samplers"], *few["samplers"]), tuple(replica.url for replica in real.replicas))
+    return Waits(few["p50_ms"] / 1e3, few["p99_ms"] / 1e3, many["p50_ms"] / 1e3)
 
 
 def _checked(result: dict[str, Any]) -> dict[str, Any]:

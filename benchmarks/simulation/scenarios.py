@@ -44,9 +44,9 @@ class Scenario:
     """Whether the routers' answers name their replicas, as those of `skyrl rollout` and of a server's own do."""
     in_step: bool = False
     slots: int = 256
-    keys: tuple[str, ...] = ()
-    urls: tuple[str, ...] = ()
-    """The routing keys of the first clients, and the addresses of the replicas: the router deals by these."""
+    shares_keys: bool = True
+    """Whether the samples of a session have one routing key, as for a server's own router. Behind another router, as in
+    the checks, each has its own."""
     routers: int = 1
     policy: str = "consistent_hashing"
     shared: float | None = None
@@ -100,7 +100,7 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
     cluster = Cluster(clock, services, database)
     cluster.notice_pause_s = scenario.notice_pause_s
     cluster.fair, cluster.in_step, cluster.connected = scenario.fair, scenario.in_step, scenario.connected
-    cluster.names_workers = scenario.names_workers
+    cluster.names_workers, cluster.shares_keys = scenario.names_workers, scenario.shares_keys
     routers = [process(services.router_wake)() for _ in range(scenario.routers)]
     replicas = [
         Replica(clock, scenario.slots, process(services.replica_wake)(), services.replica.base, scenario.spread)
@@ -108,9 +108,7 @@ def simulate(scenario: Scenario, services: Services, seed: int = 1) -> Outcome:
     ]
     for base in range(scenario.engines):
         own = replicas[base :: scenario.engines]
-        cluster.inference.append(
-            Inference(clock, routers, own, services, scenario.notice_s, scenario.policy, scenario.urls)
-        )
+        cluster.inference.append(Inference(clock, routers, own, services, scenario.notice_s, scenario.policy))
     cluster.apis = [Api(cluster, process(services.api_wake), number) for number in range(scenario.apis)]
     cluster.living = list(cluster.apis)
     client_thread = _add_clients(cluster, scenario, one)
@@ -173,8 +171,7 @@ def _add_clients(cluster: Cluster, scenario: Scenario, one: Cores | None) -> Thr
         crowded = number < len(scenario.crowd)
         in_flight, pause_s = (scenario.crowd[number], 0.0) if crowded else (scenario.in_flight, scenario.pause_s)
         tenant, base = number % scenario.tenants, number % scenario.engines
-        key = scenario.keys[number] if number < len(scenario.keys) else f"session-{number}:sampler:0"
-        cluster.clients.append(Client(cluster, key, tenant, base, thread, in_flight, sample_s, pause_s))
+        cluster.clients.append(Client(cluster, number, tenant, base, thread, in_flight, sample_s, pause_s))
     if scenario.learners:
         for _ in range(scenario.engines):
             process = Thread(one or Cores(clock, 1), cluster.services.api_wake.base)
@@ -214,7 +211,7 @@ def check_of(
 ) -> Scenario:
     """The scenario of `real.cluster` on a machine with so many cores, of which other programs take `others`."""
     scenario = Scenario(clients, max(1, clients // 8), apis, replicas, in_flight, sample_s, spread=0.0)
-    return replace(scenario, shared=float(cores), others=others / cores, connected=True)
+    return replace(scenario, shared=float(cores), others=others / cores, connected=True, shares_keys=False)
 
 
 LARGE = Scenario(

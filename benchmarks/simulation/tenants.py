@@ -41,7 +41,7 @@ class Client:
     def __init__(
         self,
         cluster: Cluster,
-        key: str,
+        number: int,
         tenant: int,
         base: int,
         thread: Thread,
@@ -51,7 +51,7 @@ class Client:
     ) -> None:
         self.cluster, self.tenant, self.base, self.thread = cluster, tenant, base, thread
         self.tenant_name = str(tenant)
-        self.key = key
+        self.key = f"session-{number}:sampler:0"
         self._in_flight, self._sample_s, self._pause_s = in_flight, sample_s, pause_s
         self.polls_at: Api | None = None
         self.untold: list[Sample] = []
@@ -91,7 +91,8 @@ class Client:
         cluster, services = self.cluster, self.cluster.services
         third_s = services.client.base / 3
         """Of each of three answers that the client's process reads: accepted, ended, and the result."""
-        sample = Sample(self, self.key, cluster.clock.now, self._sample_s)
+        key = self.key if cluster.shares_keys else f"{self.key}:{random.getrandbits(40)}"
+        sample = Sample(self, key, cluster.clock.now, self._sample_s)
         while not sample.recorded:
             api = server or cluster.any_api()
             yield from at(api, services.submit)
@@ -125,7 +126,7 @@ class Learner(Client):
     def __init__(
         self, cluster: Cluster, tenant: int, base: int, thread: Thread, sample_s: float, learning: Learning
     ) -> None:
-        super().__init__(cluster, f"session-{tenant}:sampler:0", tenant, base, thread, 1, sample_s, 0.0)
+        super().__init__(cluster, tenant, tenant, base, thread, 1, sample_s, 0.0)
         self._learning = learning
         self._version = 0
 
