@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.series import quantile
+from benchmarks.simulation import whole_samples
 from benchmarks.simulation.adapters import Traffic, place
 from benchmarks.simulation.cores import Cores, Thread
 from benchmarks.simulation.events import Activity, Clock, Lock
@@ -145,3 +146,22 @@ def test_behind_a_router_that_names_no_replicas_a_light_tenant_waits_longer() ->
         found = simulate(replace(crowded, names_workers=named), SERVICES)
         light[named] = quantile([wait for _, wait, tenant in found.waits if tenant >= 8], 0.9)
     assert light[True] * 1.1 < light[False]
+
+
+def test_samples_with_keys_of_their_own_fill_replicas_more_evenly_than_those_of_a_few_sessions() -> None:
+    full = replace(SMALL, clients=8, tenants=8, in_flight=10, slots=15, pause_s=0.0)
+    rate = {shared: simulate(replace(full, shares_keys=shared), SERVICES).samples_per_s for shared in (True, False)}
+    assert rate[False] > 1.05 * rate[True]
+
+
+def test_the_costs_of_a_sample_and_of_a_wake_up_are_found_again_from_the_cpu_that_they_caused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(whole_samples, "MANY", (16, 4))
+    monkeypatch.setattr(whole_samples, "ROUNDS", 3)
+    few, many = (whole_samples._simulated(load, 0.0, SERVICES) for load in ((16, 1), (16, 4)))
+    idle = {"api": SERVICES.idle.base, "database": SERVICES.idle_db.base}
+    few_s, many_s = ({name: ms / 1e3 for name, ms in each.cpu_ms.items()} for each in (few, many))
+    found = whole_samples.solve(vars(SERVICES), whole_samples.Measured(idle, few_s, many_s, (0.0, 0.0)))
+    for name in ("api_wake", "database_wake", "router_wake", "submit", "router"):
+        assert found[name].base == pytest.approx(getattr(SERVICES, name).base, rel=0.2), name
