@@ -26,10 +26,14 @@ from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 RANKS = (1, 2, 3, 5, 8, 9, 12, 16, 20, 32, 64)
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 LENGTHS = (1, 1, 2, 3, 9, 20, 40)
-STACKED = (7, 9, 14, 16, 19, 21)
-"""Seeds of cases in which two to five slices are in one stack."""
 
 Outcome = PassResult | Exception
+
+
+def _seeds(*seeds: int) -> pytest.MarkDecorator:
+    """`make test` runs the first two."""
+    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in seeds[2:])
+    return pytest.mark.parametrize("seed", [*seeds[:2], *slow])
 
 
 class Case:
@@ -130,7 +134,7 @@ def _gradients(passes: Sequence[TrainingPass], alone: Sequence[Tensor | None]) -
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@_seeds(*range(6))
 def test_passes_beside_others_have_the_bits_of_passes_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(seed)
     monkeypatch.setattr(logprobs_module, "LOGITS_BYTES", case.logits_bytes)
@@ -155,7 +159,7 @@ def test_passes_beside_others_have_the_bits_of_passes_alone(seed: int, monkeypat
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("seed", STACKED)
+@_seeds(7, 14, 9, 16, 19, 21)  # in these cases two to five slices are in one stack
 def test_merged_passes_have_the_numbers_of_passes_alone(
     seed: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
