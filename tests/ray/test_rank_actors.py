@@ -102,7 +102,8 @@ def test_two_ranks_on_two_nodes_train_as_one_device_does_until_one_dies(nodes: l
 
 @pytest.mark.slow
 def test_two_ranks_on_two_nodes_hold_experts_and_give_all_of_an_adapter(nodes: list[Machine], tmp_path: Path) -> None:
-    config = _config(2, "mixture", rank_timeout_s=60, **{"placement.expert_parallel": True})
+    keys: dict[str, Any] = {"placement.expert_parallel": True}
+    config = _config(2, "mixture", rank_timeout_s=60, **keys)
     expected = _learn(TorchLoraBackend(config), tmp_path / "one")
     with _ranks(config) as (_, backend):
         state = _learn(backend, tmp_path / "ranks")
@@ -118,10 +119,13 @@ def test_two_ranks_on_two_nodes_hold_packed_experts_and_give_the_bits_of_ranks_w
 ) -> None:
     """With all that divides a mixture: packed weights, experts, and a sequence of 40 tokens. Also after a death."""
     path = release("latent-mixture-int4", tmp_path)
-    keys = {"keep_quantized": True, "context_parallel_tokens": 32, "placement.expert_parallel": True}
-    with closing(
-        make_ranks(2, path=path, rank_class=ExpertRank, **keys, **{"placement.policy_num_cpu_ranks": 2})
-    ) as local:
+    keys: dict[str, Any] = {
+        "keep_quantized": True,
+        "context_parallel_tokens": 32,
+        "placement.expert_parallel": True,
+        "placement.policy_num_cpu_ranks": 2,
+    }
+    with closing(make_ranks(2, path=path, rank_class=ExpertRank, **keys)) as local:
         expected = _learn(local, tmp_path / "local", long=40)
     config = _config(2, path=path, rank_timeout_s=60, micro_batch_tokens=48, **keys)
     with _ranks(config) as (group, backend):
