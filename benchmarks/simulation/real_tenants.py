@@ -25,7 +25,7 @@ LIGHT, PAUSE_S = 32, 2.0
 """Light clients, each a tenant with one sample in flight or a pause of so many seconds on average."""
 SECONDS = 20.0
 DRAWS = 5
-"""Simulated clusters, with other random times each."""
+"""Simulated clusters, each with other random times."""
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Waits:
 
 
 def predict(services: Services, *, fair: bool) -> Waits:
+    """The real router is `skyrl router`: its answers do not name their replicas, and each sample has its own key."""
     clients = HEAVY + LIGHT
     scenario = Scenario(
         *(clients, clients, APIS, REPLICAS, 1, SAMPLE_S),
