@@ -51,6 +51,9 @@ def made_at(url: str) -> Session:
 
 
 streams = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+mostly_streams = pytest.mark.parametrize(
+    "streamed", [pytest.param(False, marks=pytest.mark.slow, id="whole"), pytest.param(True, id="streamed")]
+)
 dialects = pytest.mark.parametrize("dialect", list(DIALECTS))
 
 
@@ -74,7 +77,7 @@ def test_a_call_is_answered_and_its_result_continues_the_turn(session: Session, 
 
 
 @dialects
-@streams
+@mostly_streams
 def test_a_tenant_calls_tools_without_a_session(url: str, dialect: str, streamed: bool) -> None:
     client, talk = DIALECTS[dialect](url, KEY), Talk()
     client.ask(talk, streamed=streamed, one=True)
@@ -163,6 +166,7 @@ def test_a_prompt_that_is_too_long_gets_each_dialects_own_error(session: Session
         other.messages.create(model="tools", max_tokens=5, messages=long, stream=streamed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["openai-agents", "litellm"])
 def test_conversations_of_a_framework_are_one_row_each(url: str, framework: str, tmp_path: Path) -> None:
     sessions = [made_at(url) for _ in CASES]

@@ -208,7 +208,7 @@ async def test_the_log_of_the_node_is_brought_here(tmp_path: Path) -> None:
         await until(lambda: "two" in server.log_tail())
         host.log += b"three\n"
         await until(lambda: server.log_tail(2) == "two\nthree")
-        assert (tmp_path / "log").read_text().splitlines()[1:] == ["one", "two", "three"]
+        await until(lambda: (tmp_path / "log").read_text().splitlines()[1:] == ["one", "two", "three"])
 
 
 async def test_a_server_that_waits_for_a_node_can_be_stopped(tmp_path: Path) -> None:

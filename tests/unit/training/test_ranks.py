@@ -50,7 +50,7 @@ SPECS = {
     "attention": spec(4, 2, train_mlp=False, train_unembed=False),
     "unembed": spec(2, 3, train_attn=False, train_mlp=False),
 }
-STEPS = 3
+STEPS = 2
 PASSES = 5
 """The number of passes that each model has in a step."""
 
