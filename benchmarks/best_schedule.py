@@ -6,8 +6,10 @@ the cores that each takes are measured with the loop alone. Of two loops, one po
 first axis only the first loop runs, along the second only the second, and on the diagonal both do:
 
 - Both train: the trainer is one thread, so the diagonal is closed.
-- Else: both run at full speed if their phases take no more cores together than there are, and slower by that ratio if
-  they take more. Two loops that sample share vLLM's batch as if the second cost nothing, which no real vLLM does.
+- Else: both run at full speed if their phases take no more cores together than there are, and no more than the whole of
+  vLLM's thread; and slower by the larger ratio if they take more. So two loops that sample take as much of that thread
+  as both alone. A batch of both could save some of it. With the tiny model on CPUs it does not: vLLM's CPU seconds of
+  loops beside each other are the sum of those alone.
 
 The shortest path is the least of what any schedule takes, also of one that knows how long each phase will be. `greedy`
 is what the server does: nobody waits for anything but the trainer, and the loop that came first keeps it.
@@ -16,7 +18,7 @@ is what the server does: nobody waits for anything but the trainer, and the loop
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CELL_S = 0.01
 """The grain of the plane."""
@@ -24,11 +26,12 @@ CELL_S = 0.01
 
 @dataclass(frozen=True)
 class Phase:
-    """`cores` is how many of them the phase takes while its loop is alone."""
+    """`cores` is how many of them the phase takes while its loop is alone, and `vllm` its share of vLLM's thread."""
 
     seconds: float
     cores: float
     trains: bool
+    vllm: float = 0.0
 
 
 def shortest(first: Sequence[Phase], second: Sequence[Phase], cores: int) -> float:
@@ -78,13 +81,16 @@ def _both(mine: Phase, theirs: Phase, cores: int) -> float:
     """Seconds in which both loops come one cell further at the same time."""
     if mine.trains and theirs.trains:
         return 2 * CELL_S
-    return CELL_S * max(1.0, (mine.cores + theirs.cores) / cores)
+    return CELL_S * max(1.0, (mine.cores + theirs.cores) / cores, mine.vllm + theirs.vllm)
 
 
-def phases(sample_s: Sequence[float], train_s: Sequence[float], trainer_cpu_s: float, cpu_s: float) -> list[Phase]:
-    """The phases of a loop from its steps alone. `trainer_cpu_s`: CPU seconds of the trainer's thread. `cpu_s`: those
-    of all processes. What the trainer's thread does not take belongs to sampling."""
-    training = trainer_cpu_s / sum(train_s)
-    sampling = (cpu_s - trainer_cpu_s) / sum(sample_s)
+def phases(
+    sample_s: Sequence[float], train_s: Sequence[float], trainer_cpu_s: float, vllm_cpu_s: float, cpu_s: float
+) -> list[Phase]:
+    """The phases of a loop from its steps alone. `trainer_cpu_s`, `vllm_cpu_s`: CPU seconds of these two threads.
+    `cpu_s`: those of all processes. What the trainer's thread does not take belongs to sampling."""
+    training, sampling = sum(train_s), sum(sample_s)
+    train = Phase(0.0, trainer_cpu_s / training, True)
+    sample = Phase(0.0, (cpu_s - trainer_cpu_s) / sampling, False, min(1.0, vllm_cpu_s / sampling))
     pairs = zip(sample_s, train_s, strict=True)
-    return [each for sample, train in pairs for each in (Phase(sample, sampling, False), Phase(train, training, True))]
+    return [phase for one, other in pairs for phase in (replace(sample, seconds=one), replace(train, seconds=other))]

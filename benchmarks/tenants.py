@@ -170,7 +170,8 @@ def scheduled(alone: Sequence[Spent], beside: Spent, cores: int) -> dict[str, fl
 def _chain(run: Spent) -> list[best_schedule.Phase]:
     before_s = run.wall_s - sum(run.sample_s) - sum(run.train_s)
     sample_s = [run.sample_s[0] + before_s, *run.sample_s[1:]]
-    return best_schedule.phases(sample_s, run.train_s, run.busiest_thread_s["trainer"], sum(run.cpu_s.values()))
+    threads = run.busiest_thread_s
+    return best_schedule.phases(sample_s, run.train_s, threads["trainer"], threads["vllm"], sum(run.cpu_s.values()))
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -30,6 +30,11 @@ def test_loops_that_want_more_cores_than_there_are_run_slower() -> None:
     assert shortest(loop(1, 1.0, 0.0, cores=3.0), loop(1, 1.0, 0.0, cores=3.0), 2) == pytest.approx(2.0), "in turns"
 
 
+def test_loops_that_sample_share_one_thread_of_vllm() -> None:
+    sampling = [Phase(1.0, 0.8, False, vllm=0.75)]
+    assert shortest(sampling, sampling, 2) == pytest.approx(1.5), "the cores would do for both"
+
+
 def test_of_unequal_loops_the_longer_one_is_a_bound() -> None:
     assert shortest(loop(1, 0.1, 0.1), loop(4, 0.5, 0.5), 2) == pytest.approx(4.0)
 
@@ -43,18 +48,12 @@ def test_the_greedy_schedule_lets_a_short_phase_wait_for_a_long_one_and_the_shor
 
 
 def test_the_cpu_time_that_the_trainer_does_not_take_belongs_to_sampling() -> None:
-    assert (
-        phases([1.0, 1.0], [0.5, 0.5], trainer_cpu_s=0.9, cpu_s=3.3)
-        == [
-            Phase(1.0, 1.2, False),
-            Phase(0.5, 0.9, True),
-        ]
-        * 2
-    )
+    found = phases([1.0, 1.0], [0.5, 0.5], trainer_cpu_s=0.9, vllm_cpu_s=1.6, cpu_s=3.3)
+    assert found == [Phase(1.0, 1.2, False, vllm=0.8), Phase(0.5, 0.9, True)] * 2
 
 
 def test_the_share_of_the_shortest_schedule_includes_what_a_tenant_takes_before_its_steps() -> None:
-    alone = [Spent(1.5, {"all": 1.5}, {"trainer": 0.5}, sample_s=[0.5], train_s=[0.5])] * 2
+    alone = [Spent(1.5, {"all": 1.5}, {"trainer": 0.5, "vllm": 0.5}, sample_s=[0.5], train_s=[0.5])] * 2
     found = scheduled(alone, Spent(2.5, {}, {}), 2)
     assert found == pytest.approx({"greedy_s": 2.0, "schedule_s": 2.0, "of_schedule": 0.8})
 
