@@ -103,6 +103,7 @@ def pending(harness: Harness, sampler_id: str) -> None:
     harness.database.write(lambda c: c.execute(rows.RECORD.statement, row))
 
 
+@pytest.mark.slow
 async def test_five_hundred_steps_of_one_model_take_constant_disk_space(
     harness: Harness, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ async def test_a_picture_that_takes_too_much_memory_is_refused() -> None:
         await checker.close()
 
 
+@pytest.mark.slow
 async def test_the_largest_pictures_fit_into_the_limits(checker: PictureChecker) -> None:
     side = int(MAX_PIXELS**0.5)
     assert await checker.check(plain(side, "CMYK", exif=turned(6)), "jpeg") == (side, side)
