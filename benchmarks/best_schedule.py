@@ -11,8 +11,9 @@ first axis only the first loop runs, along the second only the second, and on th
   as both alone. A batch of both could save some of it. With the tiny model on CPUs it does not: vLLM's CPU seconds of
   loops beside each other are the sum of those alone.
 
-The shortest path is the least of what any schedule takes, also of one that knows how long each phase will be. `greedy`
-is what the server does: nobody waits for anything but the trainer, and the loop that came first keeps it.
+Apart from that, the shortest path is the least of what any schedule takes, also of one that knows how long each phase
+will be. `greedy` is what the server does: nobody waits for anything but the trainer, and the loop that came first keeps
+it.
 """
 
 from __future__ import annotations

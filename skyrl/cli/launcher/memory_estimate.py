@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from skyrl.base.config.mixtures import model_config, whole_config
 from skyrl.base.config.server import ConfigError, ServerConfig
@@ -65,7 +66,7 @@ def size_of(base_model: str) -> Size | None:
             return None
         directory = Path(found).parent
     parameters = file_bytes = 0
-    bits = _bits(directory)
+    bits = _bits(whole_config(base_model))
     tensors = sorted(directory.glob("*.safetensors"))
     for file in tensors or sorted(directory.glob("*.bin")):
         file_bytes += file.stat().st_size
@@ -73,16 +74,16 @@ def size_of(base_model: str) -> Size | None:
     return Size(parameters, file_bytes) if file_bytes else None
 
 
-def _bits(directory: Path) -> int | None:
-    """Of a quantized release's integers, 8 where config.json does not say 4; None for a model that is not quantized."""
+def _bits(whole: dict[str, Any]) -> int | None:
+    """Of a quantized release's integers, 8 where its config.json does not say 4; None for a model that is not
+    quantized. `whole`: all of its config.json."""
     try:
-        whole = json.loads((directory / "config.json").read_text())
         if quantization_of(whole) is None:
             return None
         found = whole.get("quantization_config") or whole["text_config"]["quantization_config"]
         groups = (found.get("config_groups") or {}).values()
         return 4 if any(group["weights"]["num_bits"] == 4 for group in groups) else 8
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # the trainer says what is wrong in the file
+    except (LookupError, TypeError, AttributeError):  # of another form: the trainer says what is wrong in the file
         return None
 
 
