@@ -27,7 +27,8 @@ pid {here}/nginx.pid;
 error_log stderr;
 events {{ }}
 http {{
-    access_log off;
+    log_format answers "$status $request_uri";
+    access_log {here}/access.log answers;
     client_body_temp_path {here};
     proxy_temp_path {here};
     fastcgi_temp_path {here};
