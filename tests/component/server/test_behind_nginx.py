@@ -68,9 +68,9 @@ async def listening(serve: Serve, port: int) -> AsyncIterator[list[str]]:
         polled: list[str] = []
         wait = api.services.futures.wait
 
-        async def counted(request_id: str, *more: Any) -> Any:
+        async def counted(request_id: str, tenant: str, timeout_s: float) -> Any:
             polled.append(request_id)
-            return await wait(request_id, *more)
+            return await wait(request_id, tenant, timeout_s)
 
         api.services.futures.wait = counted
         app = create_app(api.services)
@@ -103,7 +103,7 @@ print(len(sample.result().sequences[0].tokens))
 async def test_polls_do_not_storm_while_the_api_restarts(
     serve: Serve, upstream: FakeUpstream, proxied: Proxied, version: str
 ) -> None:
-    """Nothing is lost: the samples have their results afterwards. SDK 0.16 gives up at 429, and not at a lost connection."""
+    """Nothing is lost: the samples have their results afterwards. SDK 0.16 would give up at 429."""
     own = version == tinker.__version__
     python = sys.executable if own else await asyncio.to_thread(environment, REQUIREMENTS / f"tinker-{version}.txt")
     upstream.default = never
