@@ -217,6 +217,7 @@ class _SteppedEngine:
         self._turns_left = 0
         self._go = asyncio.Event()
         self._is_waiting = self._in_turn = False
+        self.gaps = parts.log._gaps
         self.ring, self.run, self.stop = parts.engine.ring, parts.engine.run, parts.signals.stop
 
     def allow_turns(self, turns: int) -> None:
@@ -334,6 +335,16 @@ class MortalEngine:
         assert self._engine is not None
         self._engine.ring([SESSIONS])
         return await self.wait_until_idle()
+
+    async def give_up_gaps(self) -> bool:
+        """As `find_lost_rings`, when every missing number is overdue."""
+        assert self._engine is not None
+        gaps = self._engine.gaps
+        bound, gaps.timeout_s = gaps.timeout_s, 0.0
+        try:
+            return await self.find_lost_rings()
+        finally:
+            gaps.timeout_s = bound
 
     async def wait_until_idle(self) -> bool:
         """Wait until the engine is idle. False: the engine has died instead."""

@@ -156,6 +156,8 @@ class ServerKeys(BaseSettings):
     max_body_bytes: int = Field(256 * 2**20, ge=2**20)
     session_timeout_s: float = Field(300.0, gt=0)
     """A session without a heartbeat for this long is closed: its models are unloaded and its requests fail."""
+    missing_seq_id_timeout_s: float = Field(60.0, gt=0)
+    """How long commands wait for an earlier number of their model that has not arrived, before they fail."""
     result_retention_s: float = Field(3600.0, gt=0)
     """How long a client can retrieve the outcome of a request after it has ended."""
     agents: AgentsConfig = Field(default_factory=AgentsConfig)  # pyright: ignore[reportArgumentType]

@@ -139,6 +139,4 @@ class ActivityWatch:
             return WaitsFor.RECOVERY
         if view.head is not None:
             return WaitsFor.TURN
-        due = {command.seq_id for _, command in view.delayed}
-        # An unload has no number. It is delayed only behind delayed commands of its model.
-        return WaitsFor.QUOTA if view.next_seq in due or None in due else WaitsFor.GAP
+        return WaitsFor.QUOTA if view.missing is None else WaitsFor.GAP

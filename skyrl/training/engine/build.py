@@ -19,6 +19,7 @@ from skyrl.training.engine.command_log import CommandLog
 from skyrl.training.engine.crash_ledger import CrashLedger
 from skyrl.training.engine.execution import Execution
 from skyrl.training.engine.file_commands import FileCommands
+from skyrl.training.engine.gaps import Gaps
 from skyrl.training.engine.loop import Engine
 from skyrl.training.engine.model_ends import ModelEnds
 from skyrl.training.engine.pictures import PassPictures
@@ -99,7 +100,7 @@ class _Base:
         snapshots = Snapshots(config, database, backend)
         settlement = Settlement(database, api, metrics.commands)
         scope = config.role.scope
-        log = CommandLog(database, scheduler, settlement, scope)
+        log = CommandLog(database, scheduler, settlement, scope, Gaps(config.missing_seq_id_timeout_s))
         model_ends = ModelEnds(database, backend, snapshots, threads, log, api, scope)
         return cls(
             config,

@@ -103,6 +103,7 @@ class Engine:
             self._poll_due = time.monotonic() + SAFETY_POLL_S
             self._log.note_news()
             await self._model_ends.end_sessions()
+            await self._log.give_up_gaps()
 
     async def _wait_for_work(self) -> None:
         """Wait for a ring, the next safety poll, or the start of a delayed command."""

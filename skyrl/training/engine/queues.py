@@ -27,21 +27,15 @@ class ModelQueue:
 
     def head(self) -> Command | None:
         """The model's next command; None until the next command has arrived."""
-        numbered = self._numbered()
+        numbered = self.waiting.get(self.next_seq)
         if self.unloads and (numbered is None or numbered.n > self.unloads[0].n):
             return self.unloads[0]
         return numbered
 
-    def _numbered(self) -> Command | None:
-        """The next command with a seq_id. A command with a seq_id below `next_seq` has arrived late and runs next."""
-        if (command := self.waiting.get(self.next_seq)) is not None:
-            return command
-        late = [seq for seq in self.waiting if seq < self.next_seq]
-        return self.waiting[min(late)] if late else None
-
     def add(self, command: Command) -> None:
-        """Queue a command with a seq_id."""
+        """Queue a command with a seq_id, which must not be below `next_seq`."""
         assert command.seq_id is not None
+        assert command.seq_id >= self.next_seq
         self.waiting[command.seq_id] = command
         self._step_size = None
 
@@ -66,8 +60,15 @@ class ModelQueue:
         assert command.seq_id is not None
         del self.waiting[command.seq_id]
         self._step_size = None
-        self.next_seq = max(self.next_seq, command.seq_id + 1)
+        self.next_seq = command.seq_id + 1
         return command
+
+    def skip_to(self, next_seq: int) -> list[Command]:
+        """Take the commands with numbers below `next_seq` out of the queue, and go on with that number."""
+        skipped = [self.waiting.pop(seq) for seq in sorted(self.waiting) if seq < next_seq]
+        self._step_size = None
+        self.next_seq = next_seq
+        return skipped
 
     def commands(self) -> list[Command]:
         return [*self.waiting.values(), *self.unloads]
@@ -88,6 +89,15 @@ class ModelView:
     @property
     def has_commands(self) -> bool:
         return bool(self.waiting or self.delayed or self.running)
+
+    @property
+    def missing(self) -> int | None:
+        """The next number, if it has not arrived and commands with higher numbers have; else None."""
+        if self.head is not None or not (self.waiting or self.delayed):
+            return None
+        due = {command.seq_id for _, command in self.delayed}
+        # An unload has no number. It is delayed only behind delayed commands of its model.
+        return None if self.next_seq in due or None in due else self.next_seq
 
     @property
     def commands(self) -> list[Command]:

@@ -76,6 +76,15 @@ class Scheduler:
         self._suspects.difference_update(command.request_id for command in waiting)
         return waiting
 
+    def give_up(self, model_id: str) -> list[Command]:
+        """Wait no longer for the model's missing number. Returns the commands that have waited for it, in their order;
+        they will never run, and the model goes on with the number after them."""
+        queue, delayed = self._queues[model_id], self._delayed.pop_model(model_id)
+        numbers = [*queue.waiting, *(command.seq_id for command in delayed if command.seq_id is not None)]
+        given_up = [*queue.skip_to(max(numbers) + 1), *delayed]
+        self._suspects.difference_update(command.request_id for command in given_up)
+        return sorted(given_up, key=lambda command: command.seq_id or 0)
+
     def hold(self, model_id: str) -> None:
         """The model's commands wait until `release`."""
         self._busy.add(model_id)
@@ -87,6 +96,11 @@ class Scheduler:
         """The seq_id of the model's next command to take; None for a closed model."""
         queue = self._queues.get(model_id)
         return None if queue is None else queue.next_seq
+
+    def is_late(self, command: Command) -> bool:
+        """Whether commands with higher numbers of the model have run or failed, so that this one must not run."""
+        next_seq = None if command.model_id is None else self.next_seq(command.model_id)
+        return next_seq is not None and command.seq_id is not None and command.seq_id < next_seq
 
     def is_busy(self, model_id: str) -> bool:
         """Whether a command of the model runs, or the model is held."""

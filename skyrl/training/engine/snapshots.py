@@ -108,14 +108,13 @@ class Snapshots:
         uncovered, newest = self._uncovered.get(model_id), self._newest.get(model_id)
         same_state = newest if uncovered is not None and not uncovered.changed else None
         try:
-            if newest != next_seq:  # equal if only late commands ran, with numbers below the snapshot's number
-                self._write(model_id, next_seq, same_state)
-                self._newest[model_id] = next_seq
+            self._write(model_id, next_seq, same_state)
+            self._newest[model_id] = next_seq
         except Exception:
             if time.monotonic() - began >= LONG_S:  # do not try again after each step
                 self._note_time(model_id, began)
             raise
-        if newest != next_seq and same_state is None:
+        if same_state is None:
             self._note_time(model_id, began)
         self._taken_at[model_id] = time.monotonic()
         self._uncovered.pop(model_id, None)

@@ -229,12 +229,12 @@ async def test_a_refusal_that_could_not_be_written_is_written_later(
     await asleep(harness.parts.signals)
     refuse, failures = harness.parts.settlement.refuse, 1
 
-    def fail_once(commands: Any) -> None:
+    def fail_once(commands: Any, *why: Any) -> None:
         nonlocal failures
         if commands and failures:
             failures -= 1
             raise OperationalError(None, None, Exception("database is locked"))
-        refuse(commands)
+        refuse(commands, *why)
 
     monkeypatch.setattr(harness.parts.settlement, "refuse", fail_once)
     refused = await closed.optim_step(1)

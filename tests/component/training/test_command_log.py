@@ -93,16 +93,22 @@ class Client:
     session: Session
     model_id: str
     sent: dict[int, AcceptedCommand] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    """Numbers that the client has not sent, and for which the engine waits no longer."""
+    not_run: set[int] = field(default_factory=set)
+    """Numbers whose commands have waited for a lost number, and lost numbers that were sent later."""
     ended: bool = False
 
     @property
     def missing(self) -> list[int]:
-        """The three lowest numbers that the client has not sent."""
-        return [number for number in range(len(self.sent) + 3) if number not in self.sent][:3]
+        """The three lowest numbers that the client has not sent, and that are not lost."""
+        numbers = range(len(self.sent) + len(self.lost) + 3)
+        return [number for number in numbers if number not in self.sent and number not in self.lost][:3]
 
     def due(self) -> list[AcceptedCommand]:
         """The commands that may run: in order, up to the first missing number."""
-        return [self.sent[number] for number in range(self.missing[0])]
+        left_out = self.lost | self.not_run
+        return [self.sent[number] for number in range(self.missing[0]) if number not in left_out]
 
     def body(self, number: int, kind: Kind, value: Any) -> bytes:
         fields: dict[str, Any] = {}
@@ -396,6 +402,35 @@ class CommandLog(RuleBasedStateMachine):
             self.engine.die_after_steps(steps)
             self.note(self.run_on_loop(self.engine.find_lost_rings()))
 
+    @rule(steps=st.one_of(st.none(), st.integers(0, 6)))
+    def missing_numbers_are_given_up(self, steps: int | None) -> None:
+        """Let the engine wait no longer for numbers that have not arrived. It may die meanwhile."""
+        if self.engine.alive:
+            self.engine.die_after_steps(steps)
+            self.note(self.run_on_loop(self.engine.give_up_gaps()))
+            for client in self.clients:
+                self.note_given_up(client)
+
+    def note_given_up(self, client: Client) -> None:
+        """Learn from the database which commands have waited in vain, and for which numbers."""
+        ids = {sent.id: number for number, sent in client.sent.items() if number not in client.not_run}
+        settled = self.database.read(lambda c: rows.find_settled(c, [*ids]))
+        failed = [ids[stored.id] for stored in settled if _never_came(stored.outcome)]
+        if failed:
+            client.not_run.update(failed)
+            client.lost.update(number for number in range(max(failed)) if number not in client.sent)
+            assert not {number for number in client.sent if number > max(failed)}
+
+    @rule(client_index=INDEX, index=INDEX, command=COMMAND, rings=st.booleans())
+    def lost_number_arrives(self, client_index: int, index: int, command: tuple[Kind, Any], rings: bool) -> None:
+        client = self.client(client_index)
+        if lost := sorted(client.lost):
+            number = lost[index % len(lost)]
+            value = self.argument_of(client, number, *command)
+            self.run_on_loop(self.send(client, number, command[0], value, rings=rings))
+            client.lost.discard(number)
+            client.not_run.add(number)
+
     @rule()
     def engine_is_stopped(self) -> None:
         self.run_on_loop(self.engine.stop())
@@ -474,7 +509,13 @@ class CommandLog(RuleBasedStateMachine):
                 assert outcome == expected.run(sent)
                 assert self.deaths_while_running[sent.id] < DEATHS_TO_BLAME
         assert not has_ended or client.ended or client.sent[0].id in self.deaths_while_running
-        waiting = [sent for number, sent in client.sent.items() if number > client.missing[0]]
+        for number in client.not_run:
+            outcome = await self.poll(client.sent[number])
+            assert outcome is not None
+            assert _never_came(outcome) or "arrived after later commands" in str(outcome.error) or _is_gone(outcome)
+        waiting = [
+            sent for number, sent in client.sent.items() if number > client.missing[0] and number not in client.not_run
+        ]
         for sent in waiting:
             outcome = await self.poll(sent)
             assert outcome is None or (_is_gone(outcome) and (has_ended or client.ended)), (
@@ -485,6 +526,11 @@ class CommandLog(RuleBasedStateMachine):
         )
         if client.model_id in self.engine.backend.models:
             assert self.engine.backend.models[client.model_id] == expected.state
+
+
+def _never_came(outcome: Outcome | None) -> bool:
+    """Whether the command failed because an earlier number has not arrived."""
+    return outcome is not None and outcome.error is not None and "has not arrived within" in outcome.error
 
 
 def _is_gone(outcome: Outcome) -> bool:

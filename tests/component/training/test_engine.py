@@ -98,6 +98,23 @@ async def test_loaded_weights_equal_the_saved_ones_bit_for_bit(harness: Harness)
     assert await other.state() == await trainer.state()
 
 
+async def test_a_load_after_steps_is_accepted_and_drops_moments_and_the_gradient(harness: Harness) -> None:
+    """Tinker refuses it (docs/reference/unknowns.md)."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    path = (await trainer.do(Kind.SAVE_WEIGHTS, path="first"))["path"]
+    await trainer.step(2)
+    await trainer.forward_backward(3)
+    await trainer.do(Kind.LOAD_WEIGHTS, path=path, optimizer=False)
+    other = await Trainer.create(harness, session=trainer.session, model_seq_id=1, create=False)
+    await other.result(await other.send(Kind.LOAD_WEIGHTS, 0, path=path, optimizer=False))
+    assert await other.state() == await trainer.state()
+    steps = [await each.step(4) for each in (trainer, other)]
+    assert steps[0] == steps[1]
+    assert steps[0]["optimizer_step"] == 1
+    assert await other.state() == await trainer.state()
+
+
 async def test_the_order_in_which_chunks_arrive_does_not_change_a_bit(harness: Harness) -> None:
     states = []
     for arrival in ((1, 2, 3), (2, 3, 1), (3, 2, 1)):

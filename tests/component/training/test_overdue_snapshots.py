@@ -170,32 +170,6 @@ async def test_a_failed_snapshot_is_tried_later_and_stops_nothing(
     await wait_for_snapshot(harness, trainer)
 
 
-async def test_a_late_number_does_not_replace_a_newer_snapshot(harness: Harness) -> None:
-    """A command was cancelled while it waited for earlier numbers. After a restart these numbers arrive late."""
-    trainer = await Trainer.create(harness)
-    await trainer.result(await trainer.forward_backward(1))
-    ahead = await trainer.forward_backward(2, 5)
-    await harness.queued(1)
-    cancelled = rows.settlement(ahead, rows.Outcome(error="cancelled", error_category="user"), time.time())
-    harness.database.write(lambda c: c.execute(rows.SETTLE, cancelled))
-    await harness.stop()
-    await harness.start()
-    trainer.seq_id = 5
-    await forward(trainer, 3)
-    await wait_for_snapshot(harness, trainer)
-    late = await trainer.forward_backward(4, 3)
-    await trainer.result(late)
-    await until(lambda: not harness.snapshots.overdue())
-    assert harness.model_row(trainer.model_id).next_seq == 7
-    assert [path.name for path in snapshots(harness, trainer.model_id)] == ["7"]
-    await trainer.result(await trainer.optim_step())
-    await wait_for_snapshot(harness, trainer)
-    before = await trainer.state()
-    await harness.stop()
-    await harness.start()
-    assert await trainer.state() == before
-
-
 async def test_a_closed_or_failed_model_gets_no_snapshot(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     failed, closed = await Trainer.create(harness, rank=1000), await Trainer.create(harness)
     await failed.fails(Kind.OPTIM_STEP)

@@ -51,6 +51,7 @@ SERVER_KEYS = {
     "trace_ratio",
     "losses",
     "max_body_bytes",
+    "missing_seq_id_timeout_s",
     "max_models_per_tenant",
     "max_pending_sample_bytes",
     "max_stored_image_bytes",

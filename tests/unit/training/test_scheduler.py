@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, defaultdict, deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -398,15 +399,18 @@ def test_models_take_turns_at_being_first() -> None:
     assert [passes_of(queue)[0].model_id for _ in range(3)] == ["a", "b", "c"]
 
 
-def test_a_late_command_runs_after_the_commands_that_wait_in_order() -> None:
-    queue = scheduler()
-    queue.open_model("m", next_seq=10)
-    queue.add(command("m", 4))
-    queue.add(command("m", 3))
-    queue.add(command("m", 10))
-    assert model_and_number(passes_of(queue)) == [("m", 10), ("m", 3), ("m", 4)]
-    queue.add(command("m", 11))
-    assert model_and_number(passes_of(queue)) == [("m", 11)], "late commands do not change the model's next number"
+def test_a_missing_number_that_is_given_up_is_late_and_the_model_goes_on() -> None:
+    queue = scheduler(command("m", 1), command("m", 0), command("m", 3), barrier("m", 6))
+    later = replace(command("m", 4), not_before=9.0)
+    queue.add(later)
+    assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1)]
+    assert queue.views()["m"].missing == 2
+    assert model_and_number(queue.give_up("m")) == [("m", 3), ("m", 4), ("m", 6)]
+    assert queue.waiting == 0
+    assert [queue.is_late(command("m", seq)) for seq in (2, 5, 7)] == [True, True, False]
+    queue.add(command("m", 7))
+    assert model_and_number(passes_of(queue)) == [("m", 7)]
+    assert not queue.is_late(command("unknown", 0))
 
 
 def test_opening_a_model_again_keeps_its_next_number() -> None:

@@ -83,6 +83,24 @@ def test_loading_without_the_optimizer_restores_weights_and_resets_the_optimizer
     assert any(not continued[name].equal(restarted[name]) for name in continued if name.startswith("weights."))
 
 
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_loading_after_steps_leaves_nothing_of_these_steps(tmp_path: Path, optimizer: bool) -> None:
+    """Neither their moments nor their step count nor a gradient that waits: the model goes on as a fresh one does that
+    has loaded the same."""
+    source = _backend()
+    _train(source, range(2))
+    directory = _save(source, tmp_path / "checkpoint")
+    trained, fresh = _backend(spec(seed=3)), _backend(spec(seed=4))
+    _train(trained, range(5, 8))
+    _forward_backward(trained, 8)
+    for backend in (trained, fresh):
+        backend.load_state("m", directory, optimizer=optimizer)
+    assert trained.optim_step("m", STEP) == fresh.optim_step("m", STEP) == {}
+    for backend in (trained, fresh):
+        _train(backend, range(2, 4))
+    assert_same(saved(trained, "m", tmp_path / "1"), saved(fresh, "m", tmp_path / "2"))
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [

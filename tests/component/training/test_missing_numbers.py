@@ -1,0 +1,99 @@
+"""A number that never arrives: the commands behind it fail after a bound, nothing runs out of order, and the model goes
+on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from engine_harness import Harness, Trainer, harness_in
+from test_unload import unload
+
+from skyrl.base.types.kinds import Kind
+from skyrl.training.engine import loop
+
+TIMEOUT_S = 0.1
+NEVER_CAME = "command 2 of this model has not arrived within 0.1 s"
+CAME_LATE = "command 2 of this model arrived after later commands had ended"
+
+
+@pytest.fixture
+async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
+    monkeypatch.setattr(loop, "SAFETY_POLL_S", TIMEOUT_S / 4)
+    async with harness_in(tmp_path / "state", missing_seq_id_timeout_s=TIMEOUT_S) as harness:
+        await harness.start()
+        yield harness
+
+
+async def failure(trainer: Trainer, request_id: str) -> str:
+    """The error of a command that was not run. Its category must be `unknown`: recovery takes a step that failed by its
+    client's fault for one that has dropped its gradient."""
+    outcome = await trainer.outcome(request_id)
+    assert outcome.error is not None
+    assert outcome.error_category == "unknown"
+    return outcome.error
+
+
+async def with_a_hole(harness: Harness) -> tuple[Trainer, list[str]]:
+    """A model that has run command 1, and its commands 3 and 5, which wait."""
+    trainer = await Trainer.create(harness)
+    await trainer.result(await trainer.forward_backward(1))
+    trainer.seq_id = 5
+    return trainer, [await trainer.forward_backward(3, 3), await trainer.optim_step(5)]
+
+
+async def as_without(harness: Harness, trainer: Trainer) -> None:
+    """The model must be as one that has only run its first pass and then one step."""
+    await trainer.result(await trainer.optim_step())
+    alone = await Trainer.create(harness)
+    await alone.forward_backward(1)
+    await alone.result(await alone.optim_step())
+    assert await trainer.state() == await alone.state()
+
+
+async def test_commands_behind_a_number_that_never_comes_fail_and_name_it(harness: Harness) -> None:
+    trainer, waiting = await with_a_hole(harness)
+    assert all([NEVER_CAME in await failure(trainer, each) for each in waiting])
+    assert harness.scheduler.waiting == 0
+    await as_without(harness, trainer)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_number_that_comes_too_late_is_not_run(harness: Harness, restarts: bool) -> None:
+    trainer, waiting = await with_a_hole(harness)
+    await failure(trainer, waiting[-1])
+    if restarts:
+        await harness.stop()
+        await harness.start()
+    late = await trainer.forward_backward(2, 2)
+    assert CAME_LATE in await failure(trainer, late)
+    await as_without(harness, trainer)
+
+
+async def test_a_number_that_comes_while_the_engine_is_away_is_still_too_late(harness: Harness) -> None:
+    trainer, waiting = await with_a_hole(harness)
+    await failure(trainer, waiting[-1])
+    await harness.stop()
+    late = await trainer.forward_backward(2, 2)
+    await harness.start()
+    assert CAME_LATE in await failure(trainer, late)
+    await as_without(harness, trainer)
+
+
+async def test_after_a_restart_a_step_that_was_not_run_has_dropped_no_gradient(harness: Harness) -> None:
+    trainer, waiting = await with_a_hole(harness)
+    await failure(trainer, waiting[-1])
+    await harness.stop()
+    await harness.start()
+    await as_without(harness, trainer)
+
+
+async def test_no_other_model_is_touched_and_an_unload_waits_for_nothing(harness: Harness) -> None:
+    trainer, waiting = await with_a_hole(harness)
+    other = await Trainer.create(harness)
+    unloaded = await unload(trainer)
+    await trainer.result(unloaded)
+    assert "unloaded" in ((await trainer.outcome(waiting[0])).error or "")
+    await other.step(1)
+    assert (await other.do(Kind.SAVE_WEIGHTS, path="end"))["path"].endswith("/end")
