@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from skyrl.server.openai import system_messages
+
 DIGEST_BYTES = 16
 SETTING = ("tools", "chat_template_kwargs", "reasoning_effort", "documents")
 """Fields beside the messages that a template reads."""
@@ -66,6 +68,7 @@ def request_key(prefix: bytes, fields: Mapping[str, Any]) -> bytes:
 def print_of(message: Mapping[str, Any]) -> Print:
     """Of an OpenAI chat message. It need not be well formed: requests are placed before they are checked."""
     role = str(message.get("role", ""))
+    role = "system" if role in system_messages.ROLES else role
     text = text_of(message.get("content"))
     if role != "assistant":
         return Print(role, digest(text.encode(errors="surrogatepass")))

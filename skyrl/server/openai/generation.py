@@ -15,6 +15,7 @@ import msgspec
 from skyrl.base.wire.decoding import decode_json, raw_fields
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.token_ids import whose_vocabulary
+from skyrl.server.openai import system_messages
 from skyrl.server.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
 from skyrl.server.openai.bounds import Size, check_prompt, check_size
 from skyrl.server.openai.chat_pictures import ChatPicture
@@ -85,6 +86,13 @@ class Generation:
         size = replace(self.size, most_prompt=len(tokens), likely_prompt=len(tokens))
         return replace(self, fields=fields, size=size).at_most(max_tokens)
 
+    def without_system_role(self) -> Generation:
+        """The same request for a chat template that knows no system messages."""
+        if self.path != CHAT:
+            return self
+        messages = system_messages.without_the_role(self.fields["messages"])
+        return replace(self, fields=self.fields | {"messages": messages})
+
     def at_most(self, max_tokens: int | None) -> Generation:
         """The same request for at most `max_tokens` tokens; None: the context is the bound."""
         fields = {name: value for name, value in self.fields.items() if name != "max_completion_tokens"}
@@ -154,7 +162,7 @@ def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Gener
         prompt_topk=echoed if given.prompt_logprobs is None else given.prompt_logprobs,
         topk_field="top_logprobs",
     )
-    checked: dict[str, Any] = {**fields, "messages": messages}
+    checked: dict[str, Any] = {**fields, "messages": system_messages.for_template(messages)}
     return _generation(CHAT, given, checked, size, limits, grammars, pictures)
 
 
