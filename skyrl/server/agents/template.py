@@ -17,6 +17,7 @@ from skyrl.base.config.mixtures import whole_config
 from skyrl.base.model_files import json_of, template_of
 from skyrl.inference.parsers import RENDERED_BY_VLLM
 from skyrl.server.agents.canonical import text_of
+from skyrl.server.openai.nested import without_echoes
 
 _VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -156,11 +157,12 @@ def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prepared_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
+    function = dict(without_echoes(call.get("function") or {}))
     given = function.get("arguments") or {}
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except (ValueError, RecursionError):
             given = {}
-    return {**call, "type": "function", "function": function | {"arguments": given if isinstance(given, dict) else {}}}
+    function["arguments"] = given if isinstance(given, dict) else {}
+    return {**without_echoes(call), "type": "function", "function": function}

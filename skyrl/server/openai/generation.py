@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from skyrl.base.wire.decoding import decode_json, raw_fields
+from skyrl.base.wire.decoding import decode_json, raw_fields, raw_value
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.token_ids import whose_vocabulary
 from skyrl.server.openai import system_messages
@@ -21,7 +21,7 @@ from skyrl.server.openai.bounds import Size, check_prompt, check_size
 from skyrl.server.openai.chat_pictures import ChatPicture
 from skyrl.server.openai.fields import ChatFields, CommonFields, CompletionFields, accepted
 from skyrl.server.openai.messages import check_template_arguments, checked_messages
-from skyrl.server.openai.nested import StreamOptions
+from skyrl.server.openai.nested import StreamOptions, tools_without_echoes
 from skyrl.server.sampling.job import MAX_SEED, MAX_STOP_STRINGS, ContextLimits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -169,7 +169,16 @@ def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Gener
 def _decode(body: bytes, kind: type[Any]) -> tuple[dict[str, Any], Any]:
     """The accepted fields, undecoded and decoded."""
     fields = accepted(raw_fields(body), kind)
+    if "tools" in fields:
+        fields["tools"] = _plain_tools(fields["tools"])
     return {**fields}, decode_json(kind, msgspec.json.encode(fields))
+
+
+def _plain_tools(given: msgspec.Raw) -> msgspec.Raw:
+    """The tools without keys that say nothing to the model: a template may write out all that a tool has."""
+    tools = raw_value(given, "tools")
+    kept = tools_without_echoes(tools)
+    return given if kept == tools else msgspec.Raw(msgspec.json.encode(kept))
 
 
 def _generation(

@@ -265,7 +265,8 @@ def test_a_model_whose_chats_vllm_renders_without_the_template_has_no_tails(tmp_
             True,
         ),
         (
-            "{% for m in messages[1:] %}{% if loop.last %}{{ messages[0].content }}{% endif %}{{ m.content }}{% endfor %}",
+            "{% for m in messages[1:] %}{% if loop.last %}{{ messages[0].content }}{% endif %}"
+            "{{ m.content }}{% endfor %}",
             False,
         ),
         ("{% for tool in tools %}{{ tool }}{% endfor %}", True),  # fails without tools: nothing is known
