@@ -65,6 +65,7 @@ class _Created(msgspec.Struct):
 class _Page(msgspec.Struct):
     rows: list[dict[str, Any]]
     total: int
+    next_offset: str | int | None = None
 
 
 class AgentServer:
@@ -158,11 +159,12 @@ class Session:
 
     async def _pages(self, path: str, query: dict[str, str]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        while True:
-            asked = {**query, "offset": len(found), "limit": PAGE}
+        offset: str | int | None = 0
+        while offset is not None:
+            asked = {**query, "offset": offset, "limit": PAGE}
             page = decoded(_Page, await self._requests.send("GET", f"{ROUTE}/{self.id}{path}", query=asked))
             found += page.rows
-            if len(found) >= page.total:
-                return found
-            if not page.rows:
+            offset = page.next_offset
+            if len(found) != page.total if offset is None else not page.rows:
                 raise BadAnswer(f"{path}: {len(found)} of {page.total} rows, and then none")
+        return found

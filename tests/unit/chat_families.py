@@ -61,6 +61,14 @@ QWEN3 = """\
 {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
 
+QWEN35 = (
+    """\
+{%- for message in messages %}{% if message.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}
+"""
+    + QWEN3
+)
+
 LLAMA = """\
 {{- bos_token }}
 {%- if messages[0].role == 'system' or tools %}
@@ -143,6 +151,7 @@ class Family:
 FAMILIES = {
     "hermes": Family(HERMES),
     "qwen3": Family(QWEN3),
+    "qwen35": Family(QWEN35),
     "llama": Family(
         LLAMA,
         ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),

@@ -31,10 +31,24 @@ def decode_json(kind: type[S], body: bytes) -> S:
         raise RequestError("the body is nested too deeply") from error
 
 
-def _refusal(sentence: str) -> RequestError:
-    """The RequestError for msgspec's sentence, which reads "<problem> - at `$.<field>`"."""
+def decode_part(kind: Any, part: msgspec.Raw, field: str) -> Any:
+    """The undecoded value of `field` as a `kind`. Raises RequestError naming what is wrong in it."""
+    if not bytes(part):
+        raise RequestError("is missing", field=field)
+    try:
+        return msgspec.json.decode(part, type=kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"is not JSON: {error}", field=field) from error
+    except RecursionError as error:
+        raise RequestError("is nested too deeply", field=field) from error
+
+
+def _refusal(sentence: str, within: str = "") -> RequestError:
+    """The RequestError for msgspec's sentence, which reads "<problem> - at `$.<field>`"; `$` is the field `within`."""
     problem, _, path = sentence.rpartition(" - at `$")
-    field = path.rstrip("`").lstrip(".") if problem else ""
+    field = (within + (path.rstrip("`") if problem else "")).lstrip(".")
     if (missing := _MISSING.fullmatch(problem or sentence)) is not None:
         return RequestError("is missing", field=f"{field}.{missing[1]}" if field else missing[1])
     return RequestError(problem or sentence, field=field or None)

@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 
+from skyrl.server.openai import system_messages
+from skyrl.server.openai.fields import WITHOUT_EFFECT
+from skyrl.server.openai.nested import tools_without_echoes
+
 DIGEST_BYTES = 16
 SETTING = ("tools", "chat_template_kwargs", "reasoning_effort", "documents")
 """Fields beside the messages that a template reads."""
-_WITHOUT_EFFECT = frozenset(
-    {"messages", "metadata", "model", "prompt_cache_key", "safety_identifier", "store", "stream", "stream_options"}
-    | {"user", *SETTING}
-)
+_WITHOUT_EFFECT = WITHOUT_EFFECT | {"messages", "model", "store", "stream", "stream_options", *SETTING}
 """Fields that change nothing about an answer, or are in the digests already."""
 
 _encode = msgspec.json.Encoder(order="sorted").encode
@@ -50,7 +51,10 @@ def digest(*parts: bytes) -> bytes:
 
 def setting_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a chat completion, beside the messages, on which the prompt's tokens depend."""
-    return {name: fields[name] for name in SETTING if fields.get(name) not in (None, [], {})}
+    setting = {name: fields[name] for name in SETTING if fields.get(name) not in (None, [], {})}
+    if "tools" in setting:
+        setting["tools"] = tools_without_echoes(setting["tools"])
+    return setting
 
 
 def setting_digest(setting: Mapping[str, Any]) -> bytes:
@@ -66,6 +70,7 @@ def request_key(prefix: bytes, fields: Mapping[str, Any]) -> bytes:
 def print_of(message: Mapping[str, Any]) -> Print:
     """Of an OpenAI chat message. It need not be well formed: requests are placed before they are checked."""
     role = str(message.get("role", ""))
+    role = "system" if role in system_messages.ROLES else role
     text = text_of(message.get("content"))
     if role != "assistant":
         return Print(role, digest(text.encode(errors="surrogatepass")))

@@ -19,6 +19,7 @@ from tokenizers.decoders import DecodeStream
 
 from skyrl.base.model_files import file_of, json_of
 from skyrl.server.agents.template import CannotRender, ChatTemplate, prepared, read_template, special_tokens
+from skyrl.server.openai import system_messages
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +110,15 @@ class Tails:
         self, answer: Mapping[str, Any], new: Sequence[dict[str, Any]], arguments: Mapping[str, Any], tools: bool
     ) -> str:
         """What follows the answer, from within its last part on. Raises CannotRender."""
-        messages = [prepared(message) for message in new]
+        messages = [prepared(message) for message in system_messages.for_template(new, begins=False)]
         given = (arguments, tools)
         text = self._rendered(0, answer, messages, *given)
-        form = (tuple(message["role"] for message in new), len(answer.get("tool_calls") or ()), repr(arguments), tools)
+        form = (
+            tuple(message["role"] for message in messages),
+            len(answer.get("tool_calls") or ()),
+            repr(arguments),
+            tools,
+        )
         if form not in self._checked:
             if self._rendered(1, answer, messages, *given) != text:
                 raise CannotRender("what follows an answer depends on what was before it")

@@ -17,6 +17,7 @@ from skyrl.base.config.mixtures import whole_config
 from skyrl.base.model_files import json_of, template_of
 from skyrl.inference.parsers import RENDERED_BY_VLLM
 from skyrl.server.agents.canonical import text_of
+from skyrl.server.openai.nested import without_echoes
 
 _VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -68,8 +69,6 @@ class ChatTemplate:
         """Raises CannotRender for a template that is none."""
         self.text = text
         self._variables = dict(variables)
-        self._knows_developers = '"developer"' in text or "'developer'" in text
-        """vLLM gives other templates a developer's messages as the system's."""
         try:
             self._compiled = _environment().from_string(text)
         except jinja2.TemplateError as error:
@@ -84,14 +83,40 @@ class ChatTemplate:
         """The text of a conversation, with the beginning of an answer. `messages` are as `prepared` makes them. Raises
         CannotRender."""
         given = self._variables | dict(arguments)
-        if not self._knows_developers:
-            messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
         try:
             return self._compiled.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=True, **given
             )
         except Exception as error:  # templates are programs: they fail with any error
             raise CannotRender(f"{type(error).__name__}: {error}") from error
+
+    @property
+    def has_system_role(self) -> bool:
+        """Whether a system message reaches the model, and stays at the beginning: some templates refuse it, leave it
+        out, or show it beside the newest of the user's messages alone."""
+        user, word = {"role": "user", "content": "Two boats?"}, "Be brief."
+        chat = [user, {"role": "assistant", "content": "Yes."}, user | {"content": "And today?"}]
+        try:
+            text = self.render([{"role": "system", "content": word}, *chat], {})
+        except CannotRender:
+            return not self._renders(chat)
+        return 0 <= text.find(word) < text.find("Two boats?")
+
+    def _renders(self, messages: Sequence[dict[str, Any]]) -> bool:
+        try:
+            self.render(messages, {})
+        except CannotRender:
+            return False
+        return True
+
+
+def has_system_role(base_model: str) -> bool:
+    """Whether the chat template of a model takes system messages; True if it cannot be read on this machine."""
+    try:
+        template = read_template(base_model)
+    except CannotRender:
+        return True
+    return template is None or template.has_system_role
 
 
 def read_template(base_model: str) -> ChatTemplate | None:
@@ -132,11 +157,12 @@ def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prepared_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
+    function = dict(without_echoes(call.get("function") or {}))
     given = function.get("arguments") or {}
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except (ValueError, RecursionError):
             given = {}
-    return {**call, "type": "function", "function": function | {"arguments": given if isinstance(given, dict) else {}}}
+    function["arguments"] = given if isinstance(given, dict) else {}
+    return {**without_echoes(call), "type": "function", "function": function}

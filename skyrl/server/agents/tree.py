@@ -18,9 +18,8 @@ from skyrl.base.types.agent_reasons import ForkReason
 from skyrl.base.types.agents import AgentTurn
 from skyrl.server.agents.canonical import Print, digest, identical, print_of, setting_digest
 
-_SYSTEM = ("system", "developer")
 _CHANGED: Mapping[str, ForkReason] = {
-    **dict.fromkeys(_SYSTEM, "system_changed"),
+    "system": "system_changed",
     "user": "user_changed",
     "tool": "tool_result_changed",
 }
@@ -222,8 +221,8 @@ class Tree:
         """How the message `at` of a request, which is not the model's, differs from those in its place."""
         given, known = prints[at], self._known.get(digests[at], [])
         inserted = any(each in prints[at + 1 :] for each in known)
-        replaces = at == 0 or any(each.role in _SYSTEM for each in known)
-        if given.role in _SYSTEM and replaces and not inserted:  # however short: another agent may begin here
+        replaces = at == 0 or any(each.role == "system" for each in known)
+        if given.role == "system" and replaces and not inserted:  # however short: another agent may begin here
             return "system_changed"
         newest = next(reversed(self._nodes.values()))
         if len(prints) < newest.messages - 1:

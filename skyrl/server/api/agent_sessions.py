@@ -19,7 +19,7 @@ from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.requests import check_metadata
 from skyrl.server.agents.experts import Experts
 from skyrl.server.agents.export import About
-from skyrl.server.agents.pages import page_of_rows, page_of_turns
+from skyrl.server.agents.pages import PageStart, page_of_rows, page_of_turns
 from skyrl.server.api.call import Call
 from skyrl.server.api.reply import reply
 from skyrl.server.api.routes import API, Routes
@@ -134,14 +134,15 @@ def router(services: Services) -> Routes:
         session_id: str,
         format: Literal["datums", "samples", "verl", "jsonl"] = "datums",
         advantage: float | None = None,
-        offset: int = Query(0, ge=0, lt=2**31),
+        offset: str = "0",
         limit: int = Query(MAX_ROWS, ge=1, le=MAX_ROWS),
     ) -> Response:
-        """Rows to train on. `advantage` is that of each trained token; the reward if it is not given."""
-        session = await find(call, session_id)
-        turns, _ = await services.agent_turns.of(session_id)
+        """Rows to train on. `advantage` is that of each trained token; the reward if it is not given. `offset` is the
+        `next_offset` of the page before."""
+        start, session = PageStart.read(offset), await find(call, session_id)
         if format == "jsonl":
-            return reply(await asyncio.to_thread(page_of_turns, turns, offset, limit))
+            return reply(await page_of(session, start, limit))
+        turns, _ = await services.agent_turns.of(session_id)
         given = advantage if advantage is not None else session.reward or 0.0
         if not math.isfinite(given):
             raise RequestError("must be finite", field="advantage")
@@ -149,7 +150,7 @@ def router(services: Services) -> Routes:
         def page() -> dict[str, Any]:
             model = services.served.of(session.base_model).config.base_model_path
             about = About(session, given, Experts.of(model) if session.routed_experts else None)
-            return page_of_rows(turns, about, format, offset, limit)
+            return page_of_rows(turns, about, format, start, limit)
 
         return reply(await asyncio.to_thread(page))
 
@@ -157,13 +158,17 @@ def router(services: Services) -> Routes:
     async def turns(
         call: Call,
         session_id: str,
-        offset: int = Query(0, ge=0, lt=2**31),
+        offset: str = "0",
         limit: int = Query(MAX_ROWS, ge=1, le=MAX_ROWS),
     ) -> Response:
-        """The turns in the order in which they ended."""
-        await find(call, session_id)
-        found, _ = await services.agent_turns.of(session_id)
-        return reply(await asyncio.to_thread(page_of_turns, found, offset, limit))
+        """The turns in the order in which they ended. `offset` is the `next_offset` of the page before."""
+        start = PageStart.read(offset)
+        return reply(await page_of(await find(call, session_id), start, limit))
+
+    async def page_of(session: AgentSession, start: PageStart, limit: int) -> dict[str, Any]:
+        turns, _ = await services.agent_turns.of(session.id)
+        is_open = session.ended_at is None
+        return await asyncio.to_thread(page_of_turns, turns, start, limit, is_open=is_open)
 
     async def find(call: Call, session_id: str) -> AgentSession:
         session = await sessions.find(session_id)

@@ -12,6 +12,7 @@ from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedD
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.metrics.processes import ApiMetrics, ModelMetrics
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.server.agents.template import has_system_role
 from skyrl.server.api.readiness import EngineWatch
 from skyrl.server.api.ready_reasons import ReadyReasons
 from skyrl.server.api.served import ServedModel
@@ -103,7 +104,14 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
     )
     openai = None
     if client is not None:
-        openai = OpenAIService(client, transport, passage, shared.uses, ChatPictures(shared.checks, sight))
+        openai = OpenAIService(
+            client,
+            transport,
+            passage,
+            shared.uses,
+            ChatPictures(shared.checks, sight),
+            has_system_role=has_system_role(config.base_model_path),
+        )
     return ServedModel(runtime, lane, watch, ReadyReasons(config, watch, client), adapters, openai)
 
 

@@ -16,8 +16,12 @@ from skyrl.base.wire.errors import RequestError
 from skyrl.server.openai.answer_shape import ResponseFormat, StructuredOutputs, Tool
 from skyrl.server.openai.nested import NamedTool, StreamOptions
 
-WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
-"""Accepted and not forwarded: they say something about the caller, and nothing about the answer."""
+WITHOUT_EFFECT = frozenset(
+    {"cache_control", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+    | {"safety_identifier", "user", "verbosity"}
+)
+"""Accepted and not forwarded: they say something about the caller, or to caches and models of other servers, and
+nothing about the answer here."""
 
 _UNSAFE = "is not accepted: it could reach what belongs to the server or to other tenants"
 _MEDIA = "is not accepted: this server takes text alone"

@@ -12,15 +12,16 @@ from typing import Any
 
 import msgspec
 
-from skyrl.base.wire.decoding import decode_json, raw_fields
+from skyrl.base.wire.decoding import decode_json, raw_fields, raw_value
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.token_ids import whose_vocabulary
+from skyrl.server.openai import system_messages
 from skyrl.server.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
 from skyrl.server.openai.bounds import Size, check_prompt, check_size
 from skyrl.server.openai.chat_pictures import ChatPicture
 from skyrl.server.openai.fields import ChatFields, CommonFields, CompletionFields, accepted
 from skyrl.server.openai.messages import check_template_arguments, checked_messages
-from skyrl.server.openai.nested import StreamOptions
+from skyrl.server.openai.nested import StreamOptions, tools_without_echoes
 from skyrl.server.sampling.job import MAX_SEED, MAX_STOP_STRINGS, ContextLimits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -84,6 +85,13 @@ class Generation:
             fields["routed_experts_prompt_start"] = experts_from
         size = replace(self.size, most_prompt=len(tokens), likely_prompt=len(tokens))
         return replace(self, fields=fields, size=size).at_most(max_tokens)
+
+    def without_system_role(self) -> Generation:
+        """The same request for a chat template that knows no system messages."""
+        if self.path != CHAT:
+            return self
+        messages = system_messages.without_the_role(self.fields["messages"])
+        return replace(self, fields=self.fields | {"messages": messages})
 
     def at_most(self, max_tokens: int | None) -> Generation:
         """The same request for at most `max_tokens` tokens; None: the context is the bound."""
@@ -154,14 +162,23 @@ def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Gener
         prompt_topk=echoed if given.prompt_logprobs is None else given.prompt_logprobs,
         topk_field="top_logprobs",
     )
-    checked: dict[str, Any] = {**fields, "messages": messages}
+    checked: dict[str, Any] = {**fields, "messages": system_messages.for_template(messages)}
     return _generation(CHAT, given, checked, size, limits, grammars, pictures)
 
 
 def _decode(body: bytes, kind: type[Any]) -> tuple[dict[str, Any], Any]:
     """The accepted fields, undecoded and decoded."""
     fields = accepted(raw_fields(body), kind)
+    if "tools" in fields:
+        fields["tools"] = _plain_tools(fields["tools"])
     return {**fields}, decode_json(kind, msgspec.json.encode(fields))
+
+
+def _plain_tools(given: msgspec.Raw) -> msgspec.Raw:
+    """The tools without keys that say nothing to the model: a template may write out all that a tool has."""
+    tools = raw_value(given, "tools")
+    kept = tools_without_echoes(tools)
+    return given if kept == tools else msgspec.Raw(msgspec.json.encode(kept))
 
 
 def _generation(

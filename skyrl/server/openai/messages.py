@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.openai.chat_pictures import PICTURE, ChatPicture, picture_in
-from skyrl.server.openai.nested import check_tool_calls
+from skyrl.server.openai.nested import checked_tool_calls, without_echoes
 
 _KEYS = frozenset(
     {"content", "name", "reasoning", "reasoning_content", "refusal", "role", "tool_call_id", "tool_calls"}
@@ -38,13 +38,15 @@ def checked_messages(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any
 
 def _checked(message: dict[str, Any], place: str, pictures: list[ChatPicture]) -> dict[str, Any]:
     """Adds the message's pictures to `pictures`."""
-    kept = {key: value for key, value in message.items() if key == "content" or value not in (None, [])}
+    given = without_echoes(message)
+    kept = {key: value for key, value in given.items() if key == "content" or value not in (None, [])}
     if unknown := kept.keys() - _KEYS:
         raise RequestError("is not a field that this server knows", field=f"{place}.{min(unknown)}")
     for key in ("role", *(key for key in _TEXTS if key in kept)):
         if not isinstance(kept.get(key), str):
             raise RequestError("must be a string", field=f"{place}.{key}")
-    check_tool_calls(kept.get("tool_calls", []), f"{place}.tool_calls")
+    if "tool_calls" in kept:
+        kept["tool_calls"] = checked_tool_calls(kept["tool_calls"], f"{place}.tool_calls")
     content = kept.get("content")
     if isinstance(content, list):
         kept["content"] = [
@@ -56,6 +58,7 @@ def _checked(message: dict[str, Any], place: str, pictures: list[ChatPicture]) -
 
 
 def _checked_part(part: Any, place: str, pictures: list[ChatPicture]) -> dict[str, Any]:
+    part = without_echoes(part)
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == PICTURE:
         pictures.append(picture_in(part, place))

@@ -82,6 +82,8 @@ class Passage:
 
 
 class OpenAIService:
+    """`has_system_role`: the base model's chat template takes system messages."""
+
     def __init__(
         self,
         client: ForwardingClient,
@@ -89,6 +91,8 @@ class OpenAIService:
         passage: Passage,
         uses: AdapterUses,
         pictures: ChatPictures,
+        *,
+        has_system_role: bool = True,
     ) -> None:
         self._client = client
         self._transport = transport
@@ -103,6 +107,7 @@ class OpenAIService:
         passage.metrics.watch(self._ages)
         self._uses = uses
         self._pictures = pictures
+        self._has_system_role = has_system_role
 
     async def answer(self, asked: Asked) -> bytes:
         """The whole answer. Raises RequestError."""
@@ -165,7 +170,8 @@ class OpenAIService:
         return replace(asked, request=request.at_most(min(wanted, context - prompt)))
 
     def _sending(self, asked: Asked, priority: int | None = None) -> Sending:
-        return Sending(asked.request, asked.target, priority, asked.tenant, asked.id, asked.prefix_key)
+        request = asked.request if self._has_system_role else asked.request.without_system_role()
+        return Sending(request, asked.target, priority, asked.tenant, asked.id, asked.prefix_key)
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:

@@ -89,11 +89,12 @@ async def test_an_answer_without_a_key_is_an_error_of_the_server() -> None:
 
 
 async def test_all_pages_of_turns_are_read() -> None:
-    pages = [json({"rows": [{"id": "a"}, {"id": "b"}], "total": 3}), json({"rows": [{"id": "c"}], "total": 3})]
+    first = {"rows": [{"id": "a"}, {"id": "b"}], "total": 3, "next_offset": "2-3-00"}
+    pages = [json(first), json({"rows": [{"id": "c"}], "total": 3, "next_offset": None})]
     async with server([json(CREATED), *pages]) as (client, asked):
         turns = await (await client.session(model="tiny")).turns()
     assert [turn["id"] for turn in turns] == ["a", "b", "c"]
-    assert asked[-1] == "GET /api/v1/agent_sessions/s1/turns?offset=2&limit=64"
+    assert asked[-1] == "GET /api/v1/agent_sessions/s1/turns?offset=2-3-00&limit=64"
 
 
 async def test_pages_that_end_too_soon_are_an_error() -> None:

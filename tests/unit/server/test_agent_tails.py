@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from skyrl.base.tiny import model_path
 from skyrl.server.agents.tail import Tails
 from skyrl.server.agents.tails import template_arguments
-from skyrl.server.agents.template import ChatTemplate, prepared
+from skyrl.server.agents.template import ChatTemplate, has_system_role, prepared
+from skyrl.server.openai.system_messages import for_template
 
 TOOLS = [
     {
@@ -184,10 +185,21 @@ def test_arguments_of_the_client_come_before_its_effort() -> None:
     assert template_arguments(fields) == {"enable_thinking": True, "color": "red", "reasoning_effort": "none"}
 
 
-def test_a_developers_message_is_the_systems_where_the_template_knows_none(model: Any) -> None:
-    new = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "And now?"}]
-    tail = model("qwen3").tails.tail(SAID, new, np.array([5], np.int32), {})
-    assert "<|im_start|>system\nBe brief." in model("qwen3").tokenizer.decode(tail)
+@pytest.mark.parametrize("family", [*WITH_TOOLS, "qwen35"])
+@pytest.mark.parametrize("tools", [False, True])
+def test_a_system_message_between_others_continues_the_users_turn(model: Any, family: str, tools: bool) -> None:
+    """Also where the template refuses a second system message, leaves it out, or refuses two messages of the user."""
+    reminder = {"role": "developer", "content": "It is noon."}
+    asked = call("call00000") if tools else SAID
+    new = [result("call00000"), reminder] if tools else [reminder, {"role": "user", "content": "And now?"}]
+    continued, whole = model(family).continued(for_template([USER, asked, *new]), 1, tools)
+    assert continued == whole
+    sampled = np.array([5], np.int32)
+    placed = for_template(new, begins=False)
+    assert [message["role"] for message in placed] == ["tool" if tools else "user"]
+    told = model(family).tails.tail(asked, new, sampled, {}, tools)
+    assert told == model(family).tails.tail(asked, placed, sampled, {}, tools)
+    assert "It is noon." in model(family).tokenizer.decode(told)
 
 
 def test_roles_that_a_template_refuses_have_no_tail(model: Any) -> None:
@@ -240,6 +252,33 @@ def test_a_model_whose_chats_vllm_renders_without_the_template_has_no_tails(tmp_
     assert Tails.load(str(directory)) is not None
     (directory / "config.json").write_text('{"model_type": "kimi_k3"}')
     assert Tails.load(str(directory)) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "takes"),
+    [
+        ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", True),
+        ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}", False),
+        ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", False),
+        (
+            "{% for m in messages %}{% if loop.last %}{{ messages[0].content }}{% endif %}{{ m.content }}{% endfor %}",
+            True,
+        ),
+        (
+            "{% for m in messages[1:] %}{% if loop.last %}{{ messages[0].content }}{% endif %}"
+            "{{ m.content }}{% endfor %}",
+            False,
+        ),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", True),  # fails without tools: nothing is known
+        ("{% for m in messages %}", True),
+    ],
+)
+def test_whether_a_template_takes_system_messages(tmp_path: Path, template: str, takes: bool) -> None:
+    assert has_system_role(str(write_model(tmp_path, Family(template)))) is takes
+
+
+def test_a_model_without_a_template_is_taken_to_take_system_messages(tmp_path: Path) -> None:
+    assert has_system_role(str(tmp_path))
 
 
 def test_a_broken_template_has_no_tails(tmp_path: Path) -> None:

@@ -31,6 +31,16 @@ MESSAGES: dict[str, Any] = {
             ],
         },
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [TEXT]}]},
+        {
+            "role": "system",
+            "content": [
+                TEXT,
+                {
+                    "type": "tool_addition",
+                    "tool": {"type": "tool_definition", "definition": {"name": "sub", "input_schema": {}}},
+                },
+            ],
+        },
     ],
     "tools": [{"name": "add", "input_schema": {"type": "object"}}],
     "tool_choice": {"type": "tool", "name": "add"},
@@ -48,6 +58,12 @@ RESPONSES: dict[str, Any] = {
         {"type": "function_call", "call_id": "1", "name": "read", "namespace": "fs", "arguments": "{}"},
         {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": "x"},
         {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "b"}]},
+        {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "more"}]},
+        {"type": "shell_call", "call_id": "3", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "3", "output": [{"stdout": "a"}]},
+        {"type": "agent_message", "author": "a", "recipient": "b", "content": [{"type": "input_text", "text": "c"}]},
+        {"type": "configuration_update", "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}},
+        {"type": "web_search_call", "id": "ws"},
     ],
     "tools": [
         {"type": "namespace", "name": "fs", "tools": [{"type": "function", "name": "read", "parameters": {}}]},
@@ -107,8 +123,8 @@ def test_a_damaged_responses_request_is_refused_or_becomes_a_chat(body: bytes) -
 
 
 def test_the_undamaged_requests_become_chats() -> None:
-    assert len(messages.to_chat(json.dumps(MESSAGES).encode()).chat["messages"]) == 4
-    assert len(to_response(json.dumps(RESPONSES).encode()).chat["messages"]) == 5
+    assert len(messages.to_chat(json.dumps(MESSAGES).encode()).chat["messages"]) == 5
+    assert len(to_response(json.dumps(RESPONSES).encode()).chat["messages"]) == 8
 
 
 @pytest.mark.parametrize("convert", [messages.to_chat, to_response])

@@ -10,11 +10,13 @@ import pytest
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.dialect import Spoken
 from skyrl.server.dialects.messages import to_chat, to_count
+from skyrl.server.dialects.messages.block_kinds import LEFT_OUT
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": TOOL["input_schema"]}}
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+ADDITION = {"type": "tool_addition"}
 PNG_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 
 
@@ -154,6 +156,38 @@ def test_thinking_that_only_anthropic_can_read_is_left_out_and_said() -> None:
     assert given.left_out[0].startswith("messages[1].content[0]: ")
 
 
+def test_blocks_that_only_anthropics_server_understands_are_left_out_and_said() -> None:
+    blocks = [*({"type": kind, "id": "x", "content": {"a": 1}, "input": {}} for kind in LEFT_OUT), text("a")]
+    given = spoken(messages=[USER, {"role": "assistant", "content": blocks}, USER])
+    assert given.chat["messages"] == [USER, {"role": "assistant", "content": "a"}, USER]
+    for number, (kind, sentence) in enumerate(zip(LEFT_OUT, given.left_out, strict=True)):
+        assert sentence.startswith(f"messages[1].content[{number}]: a block of the type {kind!r} is left out: ")
+
+
+def test_a_summary_in_place_of_a_conversation_is_text_of_the_assistant() -> None:
+    assert assistant({"type": "compaction", "content": "So far: boats."}, text(" Go.")) == {
+        "role": "assistant",
+        "content": "So far: boats. Go.",
+    }
+    assert assistant({"type": "compaction", "content": None}) == {"role": "assistant", "content": ""}
+
+
+def test_a_tool_that_a_block_adds_stands_behind_the_requests_own() -> None:
+    added = ADDITION | {"tool": {"type": "tool_definition", "definition": TOOL | {"name": "sub"}}}
+    named = ADDITION | {"tool": {"type": "tool_reference", "name": "add"}}
+    for message in ({"role": "system", "content": [added, text("Use sub.")]}, {"role": "user", "content": [added]}):
+        given = chat(messages=[USER, message, {"role": "user", "content": [named]}], tools=[TOOL])
+        assert [tool["function"]["name"] for tool in given["tools"]] == ["add", "sub"]
+        assert [each["content"] for each in given["messages"]][1:] in (["Use sub."], [])
+
+
+def test_a_system_message_that_should_vanish_later_stays_and_is_said() -> None:
+    system = {"role": "system", "content": "It is noon.", "clear_at": "next_user_message", "output_config": {}}
+    given = spoken(messages=[USER, system, USER])
+    assert [each["content"] for each in given.chat["messages"]] == ["hi", "It is noon.", "hi"]
+    assert [said.partition(":")[0] for said in given.left_out] == ["messages[1].clear_at"]
+
+
 def test_an_assistants_message_at_the_end_is_continued() -> None:
     prefilled = chat(messages=[USER, {"role": "assistant", "content": "The"}])
     assert prefilled["continue_final_message"] is True
@@ -259,7 +293,14 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(fields: dict[str, Any
         ("user", {"type": "tool_result", "content": "x"}, "tool_use_id"),
         ("user", {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "audio"}]}, "content[0].type"),
         ("assistant", PNG, "type"),
-        ("assistant", {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}}, "type"),
+        ("assistant", {"type": "of_tomorrow"}, "type"),
+        ("user", {"type": "container_upload", "file_id": "f"}, "type"),
+        ("user", {"type": "tool_result", "tool_use_id": "1", "content": {"a": 1}}, "content"),
+        (
+            "system",
+            ADDITION | {"tool": {"type": "tool_definition", "definition": {"name": "x"}}},
+            "tool.definition.input_schema",
+        ),
         ("assistant", {"type": "tool_use", "id": "1", "name": "add", "input": [1]}, "input"),
         ("assistant", {"type": "thinking"}, "thinking"),
         ("system", PNG, "type"),

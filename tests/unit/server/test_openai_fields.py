@@ -18,6 +18,7 @@ from skyrl.server.openai.exchanges import Sending, WholeAnswer
 from skyrl.server.openai.fields import REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
 from skyrl.server.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, completion
 from skyrl.server.openai.models import Target
+from skyrl.server.openai.nested import ECHOED
 from skyrl.server.sampling.answer_bound import MAX_ANSWER_BYTES
 from skyrl.server.sampling.http import HttpTransport
 from skyrl.server.sampling.job import (
@@ -276,6 +277,37 @@ def test_messages_go_on_without_the_empty_keys_of_a_repeated_answer() -> None:
     body = sent(converse(messages=[kept | {"audio": None, "annotations": [], "refusal": None}, parts]))
     assert body["messages"] == [kept, parts]
     assert refused(lambda: converse(messages=[])) == "messages"
+
+
+@pytest.mark.parametrize("key", sorted(ECHOED))
+def test_what_clients_add_to_an_answer_or_say_to_other_servers_is_dropped(key: str) -> None:
+    echo = {key: {"type": "ephemeral"}}
+    function = {"name": "f", "arguments": "{}"}
+    called = {"id": "1", "type": "function", "function": function | echo} | echo
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": 1.0}} | echo} | echo
+    said = {"role": "user", "content": [{"type": "text", "text": "a"} | echo]} | echo
+    body = sent(converse(messages=[said, {"role": "assistant", "tool_calls": [called]} | echo], tools=[tool]))
+    assert body["messages"] == [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+    ]
+    assert body["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": 1.0}}}]
+    assert key not in ChatFields.__struct_fields__
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "assistant", "content": "a", "prefix": True}, "messages[0].prefix"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "weight": 0}]}, "messages[0].content[0].weight"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "type": "custom", "custom": {}}]},
+            "messages[0].tool_calls[0]",
+        ),
+    ],
+)
+def test_what_could_change_the_answer_is_still_refused_by_its_name(message: dict[str, Any], field: str) -> None:
+    assert str(refused(lambda: converse(messages=[message]))).startswith(field)
 
 
 def test_the_size_of_a_chat_counts_the_tokens_of_pictures_and_not_their_bytes() -> None:

@@ -10,6 +10,7 @@ import pytest
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.dialect import Spoken
 from skyrl.server.dialects.responses import previous_response_id, to_chat
+from skyrl.server.dialects.responses.item_kinds import LEFT_OUT
 
 USER = {"role": "user", "content": "hi"}
 ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": False}
@@ -115,10 +116,12 @@ def test_a_schema_of_the_answer_becomes_a_response_format() -> None:
 
 
 def test_messages_of_all_roles_and_instructions() -> None:
-    given = [said("developer", text("Be brief.")), said("user", text("a"), text("b")), USER]
+    brief = said("developer", text("Be brief."))
+    given = [brief, said("system", text("Be kind.")), said("user", text("a"), text("b")), USER]
     assert messages(*given, instructions="You are an agent.") == [
         {"role": "system", "content": "You are an agent."},
-        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": "a\nb"},
         USER,
     ]
@@ -178,6 +181,9 @@ def test_a_response_is_continued_and_instructions_take_the_place_of_the_earlier_
     assert chat(earlier, input="go on")["messages"] == [*earlier, {"role": "user", "content": "go on"}]
     assert chat(earlier, instructions="New.")["messages"] == [{"role": "system", "content": "New."}, *earlier[1:], USER]
     assert chat(earlier[1:], instructions="New.")["messages"][:2] == [{"role": "system", "content": "New."}, USER]
+    brief = said("developer", text("Be brief."))
+    answered = [*messages(brief, USER), {"role": "assistant", "content": "ok"}]
+    assert chat(answered, instructions="New.")["messages"][1] == {"role": "developer", "content": "Be brief."}
     assert previous_response_id(b'{"model": "m", "previous_response_id": "resp_0"}') == "resp_0"
     assert previous_response_id(b'{"model": "m"}') is None
 
@@ -238,6 +244,103 @@ def test_the_choice_of_a_tool_by_its_name() -> None:
     assert refused(tools=[ADD], tool_choice={"type": "web_search"}) == "tool_choice.type"
 
 
+# Items of today's agents
+
+
+def test_items_that_only_openais_server_understands_are_left_out_and_said() -> None:
+    given = spoken(input=[USER, *({"type": kind, "id": "x"} for kind in LEFT_OUT), said("assistant", text("ok"))])
+    assert given.chat["messages"] == [USER, {"role": "assistant", "content": "ok"}]
+    assert [
+        f"input[{number}]: an item of the type {kind!r}" in said
+        for number, (kind, said) in enumerate(zip(LEFT_OUT, given.left_out, strict=True), 1)
+    ] == [True] * len(LEFT_OUT)
+
+
+def test_tools_that_an_item_adds_stand_behind_the_requests_own() -> None:
+    newer = ADD | {"description": "Adds two numbers."}
+    more = {"type": "additional_tools", "role": "developer", "tools": [READ, newer, {"type": "web_search"}]}
+    given = spoken(tools=[ADD], input=[USER, more], tool_choice={"type": "function", "name": "read"})
+    assert functions(given.chat) == ["add", "read"]
+    assert given.chat["tools"][0]["function"]["description"] == "Adds two numbers."
+    assert given.chat["messages"] == [USER]
+    assert given.left_out == ("input[1].tools[2]: a tool of the type 'web_search' is not served and left out",)
+
+
+def test_what_another_agent_says_is_a_users_message() -> None:
+    parts = [text("Done: 3 files."), {"type": "encrypted_content", "encrypted_content": "gAAAA"}]
+    item = {"type": "agent_message", "author": "/root/tests", "recipient": "/root", "content": parts}
+    given = spoken(input=[USER, item])
+    told = {"role": "user", "content": "Message from /root/tests to /root:\nDone: 3 files."}
+    assert given.chat["messages"] == [USER, told]
+    assert given.left_out == ("input[1].content[1]: only another server can read it, so it is left out",)
+
+
+@pytest.mark.parametrize(
+    ("call", "result", "name", "arguments", "content"),
+    [
+        (
+            {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"]}},
+            {"type": "local_shell_call_output", "id": "1", "output": "a.txt"},
+            "local_shell",
+            '{"type":"exec","command":["ls"]}',
+            "a.txt",
+        ),
+        (
+            {"type": "shell_call", "action": {"commands": ["ls"]}},
+            {"type": "shell_call_output", "call_id": "1", "output": [{"stdout": "a.txt", "stderr": ""}]},
+            "shell",
+            '{"commands":["ls"]}',
+            '[{"stdout":"a.txt","stderr":""}]',
+        ),
+        (
+            {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a.txt"}},
+            {"type": "apply_patch_call_output", "call_id": "1", "status": "completed"},
+            "apply_patch",
+            '{"type":"delete_file","path":"a.txt"}',
+            "completed",
+        ),
+        (
+            {"type": "tool_search_call", "execution": "client", "arguments": {"query": "files"}},
+            {"type": "tool_search_output", "call_id": "1", "execution": "client", "tools": [READ]},
+            "tool_search",
+            '{"query":"files"}',
+            '[{"type":"function","name":"read","parameters":{"type":"object"}}]',
+        ),
+    ],
+)
+def test_calls_that_a_client_runs_itself_are_calls_of_functions(
+    call: dict[str, Any], result: dict[str, Any], name: str, arguments: str, content: str
+) -> None:
+    given = chat(input=[USER, call | {"call_id": "1"}, result])
+    assert given["messages"] == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call_in_chat(name, arguments)]},
+        {"role": "tool", "tool_call_id": "1", "content": content},
+    ]
+    assert ("tools" in given) == (name == "tool_search"), "a tool that was found can be called"
+
+
+def test_a_search_for_tools_that_openais_server_ran_adds_its_tools_alone() -> None:
+    search = {"type": "tool_search_call", "execution": "server", "arguments": {"query": "files"}, "call_id": None}
+    found = {"type": "tool_search_output", "execution": "server", "tools": [READ], "call_id": None}
+    given = spoken(input=[USER, search, found])
+    assert (given.chat["messages"], functions(given.chat), len(given.left_out)) == ([USER], ["read"], 1)
+
+
+def test_the_output_of_a_tool_that_the_model_has_not_called_is_the_users() -> None:
+    output = {"type": "function_call_output", "name": "clock", "output": "noon"}
+    assert messages(USER, output) == [USER, {"role": "user", "content": "Output of clock:\nnoon"}]
+
+
+def test_an_item_changes_the_requests_settings() -> None:
+    shape = {"format": {"type": "json_object"}}
+    first = {"type": "configuration_update", "reasoning": {"effort": "low"}}
+    last = {"type": "configuration_update", "reasoning": {"effort": "high"}, "text": shape}
+    given = chat(input=[USER, first, last], reasoning={"effort": "medium"})
+    assert (given["reasoning_effort"], given["response_format"]) == ("high", {"type": "json_object"})
+    assert refused(input=[{"type": "configuration_update", "reasoning": {"effort": "huge"}}]) == "reasoning.effort"
+
+
 # Refusals
 
 
@@ -268,7 +371,17 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(fields: dict[str, Any
     ("item", "part"),
     [
         ({"type": "item_reference", "id": "msg_1"}, "type"),
-        ({"type": "computer_call", "call_id": "1"}, "type"),
+        ({"type": "compaction_trigger"}, "type"),
+        ({"type": "of_tomorrow"}, "type"),
+        ({"type": "shell_call", "call_id": "1"}, "action"),
+        ({"type": "shell_call", "call_id": "1", "action": [1]}, "action"),
+        ({"type": "local_shell_call", "action": {}}, "call_id"),
+        ({"type": "tool_search_output", "call_id": "1"}, "tools"),
+        ({"type": "additional_tools", "tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"type": "additional_tools", "tools": [{"name": "add"}]}, "tools[0].type"),
+        ({"type": "agent_message", "author": "a", "recipient": "b"}, "content"),
+        ({"type": "function_call", "call_id": "1", "name": "add", "arguments": {}}, "arguments"),
+        ({"type": "function_call_output", "call_id": "1", "output": [{"text": "x"}]}, "output[0].type"),
         ({"type": "message", "content": "hi"}, "role"),
         ({"role": "user"}, "content"),
         ({"role": "tool", "content": "hi"}, "role"),

@@ -17,6 +17,23 @@ class Source(msgspec.Struct):
     data: str | None = None
 
 
+class Tool(msgspec.Struct):
+    """`type` is None or "custom" for the client's own tools; others are Anthropic's."""
+
+    name: str | None = None
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChange(msgspec.Struct):
+    """The tool that a block of the type `tool_addition` names, or brings in `definition`."""
+
+    type: str
+    definition: Tool | None = None
+
+
 class Block(msgspec.Struct):
     """A part of a message. Which fields count depends on the type: see `conversation`."""
 
@@ -29,23 +46,18 @@ class Block(msgspec.Struct):
     input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_use_id: str | None = None
     tool_name: str | None = None
-    content: str | list[Block] | None = None
+    content: msgspec.Raw = msgspec.Raw()
     is_error: bool | None = None
+    tool: ToolChange | None = None
 
 
 class Message(msgspec.Struct):
+    """`clear_at` and `output_config` are those of a system message."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
-
-
-class Tool(msgspec.Struct):
-    """`type` is None or "custom" for the client's own tools; others are Anthropic's."""
-
-    name: str | None = None
-    type: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
+    clear_at: str | None = None
+    output_config: dict[str, Any] | None = None
 
 
 class ToolChoice(msgspec.Struct):

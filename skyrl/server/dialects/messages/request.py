@@ -7,7 +7,7 @@ from typing import Any
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.dialect import Spoken
-from skyrl.server.dialects.messages.conversation import chat_messages, system_message
+from skyrl.server.dialects.messages.conversation import chat_messages, system_message, tools_in
 from skyrl.server.dialects.messages.fields import Counted, MessagesRequest, OutputFormat
 from skyrl.server.dialects.messages.speaker import MessagesSpeaker
 from skyrl.server.dialects.messages.tools import chat_choice, chat_tools
@@ -41,10 +41,11 @@ def _prompt(given: Counted, left_out: list[str]) -> dict[str, Any]:
     """The fields of the chat that its prompt is made of."""
     if not given.messages:
         raise RequestError("must hold at least one message", field="messages")
-    first = None if given.system is None else system_message(given.system)
+    first = None if given.system is None else system_message(given.system, left_out)
     messages = in_order_of_calls(chat_messages(given.messages, left_out))
     chat: dict[str, Any] = {"model": given.model, "messages": messages if first is None else [first, *messages]}
-    tools = chat_tools(given.tools or (), left_out)
+    own = [(f"tools[{number}]", tool) for number, tool in enumerate(given.tools or ())]
+    tools = chat_tools([*own, *tools_in(given.messages)], left_out)
     if tools:
         chat["tools"] = tools
     if given.tool_choice is not None:

@@ -9,12 +9,12 @@ from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.messages.fields import Tool, ToolChoice
 
 
-def chat_tools(tools: Sequence[Tool], left_out: list[str]) -> list[dict[str, Any]]:
-    """Tools that Anthropic's server would run, or whose schema only Anthropic's models know, are left out; `left_out`
-    gets a sentence for each. Raises RequestError naming the tool."""
-    chat: list[dict[str, Any]] = []
-    for number, tool in enumerate(tools):
-        place = f"tools[{number}]"
+def chat_tools(tools: Sequence[tuple[str, Tool]], left_out: list[str]) -> list[dict[str, Any]]:
+    """The tools, each given with its place; a later one takes the place of an earlier one with its name. Tools that
+    Anthropic's server would run, or whose schema only Anthropic's models know, are left out; `left_out` gets a sentence
+    for each. Raises RequestError naming the tool."""
+    chat: dict[str, dict[str, Any]] = {}
+    for place, tool in tools:
         if tool.type not in (None, "custom"):
             left_out.append(f"{place}: a tool of the type {tool.type!r} is not served and left out")
             continue
@@ -26,8 +26,8 @@ def chat_tools(tools: Sequence[Tool], left_out: list[str]) -> list[dict[str, Any
         function["parameters"] = tool.input_schema
         if tool.strict:
             function["strict"] = True
-        chat.append({"type": "function", "function": function})
-    return chat
+        chat[tool.name] = {"type": "function", "function": function}
+    return list(chat.values())
 
 
 def chat_choice(choice: ToolChoice, tools: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
+from skyrl.base.wire.decoding import decode_part
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.parts import assistant_message, image_part, joined, needed, text_part, tool_call
-from skyrl.server.dialects.responses.fields import Item, Part
+from skyrl.server.dialects.responses.fields import Item, Part, Tool
+from skyrl.server.dialects.responses.item_kinds import CLIENT_CALLS, KINDS, LEFT_OUT, REFUSED, RESULTS
 from skyrl.server.dialects.responses.tools import ChatTools, CustomInput
 
 OURS = "skyrl:"
@@ -26,6 +28,8 @@ class Conversation:
 
     def __init__(self, tools: ChatTools, left_out: list[str]) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.settings: dict[str, msgspec.Raw] = {}
+        """The fields of the request that items have set, `reasoning` and `text`, undecoded; the last item counts."""
         self._tools = tools
         self._left_out = left_out
         self._clear()
@@ -46,30 +50,79 @@ class Conversation:
         self._end_answer()
 
     def _add(self, item: Item, place: str) -> None:
-        match item.type or "message":
+        kind = item.type or "message"
+        match KINDS.get(kind):
+            case "message" if kind == "agent_message":
+                self._tell({"role": "user", "content": self._agent_message(item, place)})
             case "message":
                 self._message(item, place)
-            case "reasoning":
-                self._answering = True
-                self._thinking.append(self._reasoning(item, place))
-            case "function_call":
-                self._call(item, needed(item.arguments, f"{place}.arguments"), place)
-            case "custom_tool_call":
-                given = CustomInput(needed(item.input, f"{place}.input"))
-                self._call(item, msgspec.json.encode(given).decode(), place)
-            case "function_call_output" | "custom_tool_call_output":
-                content = _content(needed(item.output, f"{place}.output"), f"{place}.output")
-                call_id = needed(item.call_id, f"{place}.call_id")
-                self._tell({"role": "tool", "tool_call_id": call_id, "content": content})
-            case "item_reference":
-                raise RequestError("items are not kept here; send the item itself", field=f"{place}.type")
-            case other:
-                raise RequestError(f"an item of the type {other!r} is not supported", field=f"{place}.type")
+            case "answer":
+                self._answer(kind, item, place)
+            case "result":
+                self._result(kind, item, place)
+            case "tools":
+                pass  # `tools_in` has read them
+            case "setting":
+                given = {"reasoning": item.reasoning, "text": item.text}
+                self.settings |= {name: raw for name, raw in given.items() if bytes(raw) not in (b"", b"null")}
+            case "left out":
+                self._left_out.append(f"{place}: an item of the type {kind!r} is left out: {LEFT_OUT[kind]}")
+            case "refused":
+                raise RequestError(REFUSED[kind], field=f"{place}.type")
+            case _:
+                raise RequestError(f"an item of the type {kind!r} is not supported", field=f"{place}.type")
+
+    def _answer(self, kind: str, item: Item, place: str) -> None:
+        """A part of the model's answer that is no message."""
+        if kind == "tool_search_call" and item.call_id is None:
+            self._left_out.append(f"{place}: a search for tools is left out: OpenAI's server ran it")
+        elif kind == "reasoning":
+            self._answering = True
+            self._thinking.append(self._reasoning(item, place))
+        elif kind == "function_call":
+            name = self._tools.chat_name(needed(item.name, f"{place}.name"), item.namespace)
+            self._call(item, name, decode_part(str, item.arguments, f"{place}.arguments"), place)
+        elif kind == "custom_tool_call":
+            name = self._tools.chat_name(needed(item.name, f"{place}.name"), item.namespace)
+            self._call(item, name, _json(CustomInput(needed(item.input, f"{place}.input"))), place)
+        else:
+            ran = CLIENT_CALLS[kind]
+            given = decode_part(dict[str, Any] | str, getattr(item, ran.arguments), f"{place}.{ran.arguments}")
+            self._call(item, ran.name, given if isinstance(given, str) else _json(given), place)
+
+    def _result(self, kind: str, item: Item, place: str) -> None:
+        field = RESULTS[kind]
+        where = f"{place}.{field}"
+        if kind == "tool_search_output" and item.call_id is None:
+            return  # OpenAI's server ran the search. `tools_in` has read its tools
+        if kind in ("function_call_output", "custom_tool_call_output"):
+            content = _content(decode_part(str | list[Part], item.output, where), where)
+        elif kind == "apply_patch_call_output" and not bytes(item.output):
+            content = needed(item.status, where)
+        else:
+            given = decode_part(Any, getattr(item, field), where)
+            content = given if isinstance(given, str) else _json(given)
+        if item.call_id is None and item.name is not None:  # a tool that the model has not called
+            self._tell({"role": "user", "content": joined([text_part(f"Output of {item.name}:"), *_parts(content)])})
+            return
+        call_id = item.id if kind == "local_shell_call_output" and item.call_id is None else item.call_id
+        self._tell({"role": "tool", "tool_call_id": needed(call_id, f"{place}.call_id"), "content": content})
+
+    def _agent_message(self, item: Item, place: str) -> str:
+        """What another agent says to this one."""
+        content = needed(item.content, f"{place}.content")
+        texts = [content] if isinstance(content, str) else []
+        for number, part in enumerate([] if isinstance(content, str) else content):
+            if part.type == "encrypted_content":
+                self._left_out.append(f"{place}.content[{number}]: only another server can read it, so it is left out")
+            else:
+                texts.append(_text(part, f"{place}.content[{number}]"))
+        return "\n".join([f"Message from {item.author or 'an agent'} to {item.recipient or 'you'}:", *texts])
 
     def _message(self, item: Item, place: str) -> None:
         role, content = needed(item.role, f"{place}.role"), needed(item.content, f"{place}.content")
         if role != "assistant":
-            role = "system" if role == "developer" else role
+            role = "developer" if role == "system" else role  # the role system is that of the request's instructions
             self._tell({"role": role, "content": _content(content, f"{place}.content")})
             return
         self._answering = True
@@ -78,8 +131,7 @@ class Conversation:
         else:
             self._texts += (_text(part, f"{place}.content[{number}]") for number, part in enumerate(content))
 
-    def _call(self, item: Item, arguments: str, place: str) -> None:
-        name = self._tools.chat_name(needed(item.name, f"{place}.name"), item.namespace)
+    def _call(self, item: Item, name: str, arguments: str, place: str) -> None:
         self._answering = True
         self._calls.append(tool_call(needed(item.call_id, f"{place}.call_id"), name, arguments))
 
@@ -102,6 +154,26 @@ class Conversation:
         if self._answering:
             self.messages.append(assistant_message(self._texts, self._thinking, self._calls))
             self._clear()
+
+
+def tools_in(items: str | Sequence[Item]) -> list[tuple[str, list[Tool]]]:
+    """The tools that items of a conversation add to the request's own, each list with its item's place. Raises
+    RequestError."""
+    if isinstance(items, str):
+        return []
+    return [
+        (f"input[{number}].", decode_part(list[Tool], item.tools, f"input[{number}].tools"))
+        for number, item in enumerate(items)
+        if item.type in ("additional_tools", "tool_search_output")
+    ]
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [text_part(content)] if isinstance(content, str) else content
 
 
 def _content(content: str | Sequence[Part], place: str) -> str | list[dict[str, Any]]:

@@ -16,22 +16,6 @@ class Part(msgspec.Struct):
     image_url: str | None = None
 
 
-class Item(msgspec.Struct):
-    """What the conversation is made of. Which fields count depends on the type: see `conversation`."""
-
-    type: str | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
-    summary: list[Part] | None = None
-    encrypted_content: str | None = None
-    call_id: str | None = None
-    name: str | None = None
-    namespace: str | None = None
-    arguments: str | None = None
-    input: str | None = None
-    output: str | list[Part] | None = None
-
-
 class Grammar(msgspec.Struct):
     """The form of a custom tool's input."""
 
@@ -71,6 +55,31 @@ class TextConfig(msgspec.Struct):
 
 class Reasoning(msgspec.Struct):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Item(msgspec.Struct):
+    """What the conversation is made of. Which fields count depends on the type: see `item_kinds` and `conversation`."""
+
+    type: str | None = None
+    id: str | None = None
+    status: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    author: str | None = None
+    recipient: str | None = None
+    arguments: msgspec.Raw = msgspec.Raw()
+    action: msgspec.Raw = msgspec.Raw()
+    operation: msgspec.Raw = msgspec.Raw()
+    input: str | None = None
+    output: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    reasoning: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):

@@ -48,6 +48,9 @@ class Named:
     namespace: str | None = None
     custom: bool = False
 
+    def is_same(self, other: Named) -> bool:
+        return (self.name, self.namespace) == (other.name, other.namespace)
+
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
@@ -57,11 +60,18 @@ class _Placed:
 
 
 class ChatTools:
-    """Tools that OpenAI's server would run are left out; `left_out` gets a sentence for each. Raises RequestError
-    naming the tool."""
+    """Tools that OpenAI's server would run are left out; `left_out` gets a sentence for each. `added` are tools that
+    items of the conversation bring, each list with its item's place: they stand behind the request's own, or in the
+    place of one with the same name. Raises RequestError naming the tool."""
 
-    def __init__(self, tools: Sequence[Tool], left_out: list[str]) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], left_out: list[str], added: Sequence[tuple[str, Sequence[Tool]]] = ()
+    ) -> None:
         placed = list(_placed(tools, left_out))
+        for place, more in added:
+            for new in _placed(more, left_out, place):
+                at = next((at for at, old in enumerate(placed) if old.named.is_same(new.named)), len(placed))
+                placed[at : at + 1] = [new]
         count = Counter(each.named.name for each in placed)
         self.chat: list[dict[str, Any]] = []
         self._named: dict[str, Named] = {}
