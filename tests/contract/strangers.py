@@ -19,6 +19,7 @@ KINDS = ("weights", "sampler_weights", "external_weights")
 CHECKPOINT = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
 LINK = "/{model_id}/{kind}/{name}/{save}/{file}"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
+GENERATE = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}
 MESSAGE = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 4}}
 
 
@@ -130,6 +131,8 @@ TRIED |= {
         (MESSAGES, CHAT | {"max_tokens": 4}),
         (f"{MESSAGES}/count_tokens", CHAT),
         ("/v1/responses", {"input": "x"}),
+        ("/inference/v1/generate", GENERATE),
+        ("/oai/api/inference/v1/generate", GENERATE),
     )
 }
 LISTS: dict[tuple[str, str], list[Try]] = {

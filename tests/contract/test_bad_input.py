@@ -770,6 +770,8 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
                 ("POST", "completions", "sample"),
             )
         ),
+        ("POST", "/inference/v1/generate", "sample"),
+        ("POST", "/oai/api/inference/v1/generate", "sample"),
         ("POST", "/v1/messages", "agent"),
         ("POST", "/v1/messages/count_tokens", "agent"),
         ("POST", "/v1/responses", "agent"),

@@ -91,6 +91,13 @@ FULL: dict[str, dict[str, Any]] = {
         "response_format": {"type": "text"},
         "user": "u",
     },
+    "/inference/v1/generate": {
+        "model": "{sampler_path}",
+        "token_ids": [1, 2, 3],
+        "sampling_params": {"max_tokens": 2, "n": 2, "logprobs": 1, "stop_token_ids": [5], "logit_bias": {"7": -1.5}},
+        "output_mode": "text",
+        "return_token_ids": True,
+    },
     "/v1/chat/completions": {
         "model": "tiny",
         "messages": [

@@ -184,7 +184,7 @@ class Planner:
         model, n = self.models[asked.target.number], asked.request.size.n
         context, before = model.limits().max_context, 0
         if tokens is None:
-            asked = await model.service.fitting(asked, context)
+            asked = await model.service.fitting(asked)
             size = asked.request.size
             within = size.max_tokens is not None and size.most_tokens <= live.tokens_left
             added = size.likely_prompt if within else await model.service.count(asked)
@@ -193,7 +193,7 @@ class Planner:
             before = live.tree.length(place.parent)
             added = len(tokens) - before
             if context is not None and len(tokens) >= context:
-                raise too_long(len(tokens), context)
+                raise too_long(len(tokens), model.limits())
         left = live.tokens_left // n - added
         if live.turns_left < n or left <= 0:
             raise over_budget(live, n, added)

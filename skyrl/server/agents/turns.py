@@ -58,6 +58,8 @@ class Turns:
     async def _begun(self, request: TurnRequest) -> RunningTurn:
         began = time.perf_counter()
         live = await self.live.open(request.session_id, request.tenant)
+        if request.chat.get("model") is None:
+            request.chat["model"] = live.session.model
         place, fields = await self._planner.place(live, request)
         key = request_key(place.prefix, fields)
         running = live.running_with(key)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
+from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.sight import sight_of
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
@@ -65,7 +66,8 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
     """`features` are those of the base model's inference server, `metrics` those of the base model."""
     config, database = runtime.config, shared.database
     read, name = partial(_engine_state, database, config), config.role.state_keys[0]
-    watch = EngineWatch(read, config.modes, _servers(runtime, database), name)
+    context = model_config(config.base_model_path).get("max_position_embeddings")
+    watch = EngineWatch(read, config.modes, _servers(runtime, database), name, context)
     adapters = _adapters(config, watch, shared)
     loaded = LoadedWeights(database, config.role.own) if config.full_finetuning else None
     transport = HttpTransport(config.forwarding_inference_max_connections)

@@ -90,7 +90,7 @@ def router(services: Services) -> Routes:
         if spoken.chat.get("stream"):
             spoken.chat["stream_options"] = {"include_usage": True}
         body = msgspec.json.encode(spoken.chat)
-        return _noted(await generating.answer(call, body, chat, spoken.speaker, fits=True), spoken)
+        return _noted(await generating.answer(call, body, chat, spoken.speaker), spoken)
 
     for prefix in PREFIXES:
         body = Body(ChatFields, read_as=bytes, bound="sample")

@@ -15,8 +15,8 @@ from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
 from skyrl.server.dialects.dialect import Speaker
 from skyrl.server.futures.recording import LARGE_BODY_BYTES
-from skyrl.server.openai.errors import OpenAIError
-from skyrl.server.openai.generation import Generation, chat, model_in
+from skyrl.server.openai.errors import DoesNotFit, OpenAIError
+from skyrl.server.openai.generation import CHAT, Generation, chat, model_in
 from skyrl.server.openai.service import Asked, OpenAIService
 
 T = TypeVar("T")
@@ -38,10 +38,8 @@ class Generating:
             )
         self._in_flight.check_open()
 
-    async def answer(
-        self, call: Call, body: bytes, check: Callable[..., Generation], speaker: Speaker, *, fits: bool = False
-    ) -> Response:
-        """With `fits` an answer ends where the context does, if that is before the `max_tokens` of the request."""
+    async def answer(self, call: Call, body: bytes, check: Callable[..., Generation], speaker: Speaker) -> Response:
+        """The answer ends where the context does, if that is before the `max_tokens` of the request."""
         self.check_open()
         is_large = len(body) > LARGE_BODY_BYTES
         name = await asyncio.to_thread(model_in, body) if is_large else model_in(body)
@@ -52,9 +50,16 @@ class Generating:
         release(call)
         service = service_of(model)
         asked = Asked(request, target, call.tenant, call.id, len(body))
-        if fits:
-            asked = await service.fitting(asked, model.watch.limits().max_context)
-        if request.stream:
+        try:
+            return await self._answered(call, service, asked, speaker)
+        except DoesNotFit:  # a server that does not cut max_tokens by itself, as vLLM does
+            fitting = await service.fitting(asked) if request.path == CHAT else asked
+            if fitting is asked:
+                raise
+        return await self._answered(call, service, fitting, speaker)
+
+    async def _answered(self, call: Call, service: OpenAIService, asked: Asked, speaker: Speaker) -> Response:
+        if asked.request.stream:
             return await self.stream(call, spoken(service.stream(asked), speaker), speaker)
         answer = await self.while_there(call, service.answer(asked))
         return Response(speaker.whole(answer), media_type="application/json")

@@ -1,4 +1,5 @@
-"""The OpenAI-compatible routes for models and completions, under Tinker's path and under the usual one."""
+"""The OpenAI-compatible routes for models and completions, and vLLM's for token ids, under Tinker's path and under the
+usual one."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.services import Services
 from skyrl.server.dialects.chat import ChatSpeaker
-from skyrl.server.openai.fields import CompletionFields
-from skyrl.server.openai.generation import completion
+from skyrl.server.openai.fields import CompletionFields, GenerateFields
+from skyrl.server.openai.generation import GENERATE, completion
+from skyrl.server.openai.token_generation import generate
 
 PREFIXES = ("/oai/api/v1", "/v1")
 MESSAGES = "/v1/messages"
@@ -20,7 +22,7 @@ MESSAGES = "/v1/messages"
 
 def is_openai(path: str) -> bool:
     """Whether a path is under the prefixes of these routes: then errors have OpenAI's shape."""
-    return path.startswith(("/oai/", "/v1/"))
+    return path.startswith(("/oai/", "/v1/", "/inference/"))
 
 
 def is_anthropic(path: str) -> bool:
@@ -45,9 +47,15 @@ def router(services: Services) -> Routes:
     async def completions(call: Call, body: bytes) -> Response:
         return await generating.answer(call, body, completion, ChatSpeaker())
 
+    async def generate_tokens(call: Call, body: bytes) -> Response:
+        """vLLM's own route for token ids."""
+        return await generating.answer(call, body, generate, ChatSpeaker())
+
     for prefix in PREFIXES:
         routes.get(f"{prefix}/models", scope="agent")(list_models)
         routes.get(f"{prefix}/models/{{model:path}}", scope="agent")(get_model)
         body = Body(CompletionFields, read_as=bytes, bound="sample")
         routes.post(f"{prefix}/completions", scope="sample", body=body)(completions)
+        body = Body(GenerateFields, read_as=bytes, bound="sample")
+        routes.post(f"{prefix.removesuffix('/v1')}{GENERATE}", scope="sample", body=body)(generate_tokens)
     return routes

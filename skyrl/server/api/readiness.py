@@ -34,7 +34,8 @@ def _mark_exception_as_seen(task: asyncio.Task[Any]) -> None:
 
 class EngineWatch:
     """The row `engine_state` as last read, and what follows from it. `read_servers` reads the rows of the vLLMs that
-    this server runs on a Ray cluster; None if it runs none there. `base_model` is as in `ContextLimits`."""
+    this server runs on a Ray cluster; None if it runs none there. `base_model` and `model_context` are as in
+    `ContextLimits`."""
 
     def __init__(
         self,
@@ -42,8 +43,10 @@ class EngineWatch:
         modes: Modes,
         read_servers: Callable[[], Awaitable[list[PlacedServer]]] | None = None,
         base_model: str = "",
+        model_context: int | None = None,
     ) -> None:
         self._base_model = base_model
+        self._model_context = model_context
         self._read = read
         self._modes = modes
         self._read_servers = read_servers
@@ -73,7 +76,7 @@ class EngineWatch:
         return [server.sentence for server in self.servers if server.reason]
 
     def limits(self) -> ContextLimits:
-        return ContextLimits(self.state.vocab_size, self.state.max_context, self._base_model)
+        return ContextLimits(self.state.vocab_size, self.state.max_context, self._base_model, self._model_context)
 
     def adapters_in(self, own: Path) -> Path:
         """The state directory that holds the adapters' files: `own`, which is this server's, or on a gateway that of

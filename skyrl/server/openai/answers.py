@@ -4,6 +4,7 @@ the server's own. Reads the token counts for usage.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,12 @@ from skyrl.server.sampling.completion import AbortedAnswer, MalformedAnswer
 from skyrl.server.sampling.loaded_weights import NOT_TOLD, Span, check_began, spans_in
 
 SHOWN = frozenset(
-    {"choices", "created", "id", "object", "prompt_logprobs", "prompt_text", "prompt_token_ids", "service_tier"}
-    | {"system_fingerprint", "usage"}
+    {"choices", "created", "id", "object", "output_mode", "prompt_logprobs", "prompt_text", "prompt_token_ids"}
+    | {"request_id", "service_tier", "system_fingerprint", "usage"}
 )
 """Fields of an answer that go on to the caller, beside `model`."""
+_TOKEN_ID = re.compile(rb'\{\s*"token_id"\s*:\s*(\d+)')
+"""The beginning of a logprob in an answer to `generate`. No text in JSON has it: there a quote has a backslash."""
 _FINISHED = frozenset({None, "function_call", "length", "stop", "tool_calls"})
 
 _encode = msgspec.json.Encoder().encode
@@ -73,6 +76,12 @@ def _read(content: bytes) -> tuple[dict[str, Any], _Seen]:
         if choice.finish_reason not in _FINISHED:
             raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
     return {name: value for name, value in fields.items() if name in SHOWN}, seen
+
+
+def with_token_names(content: bytes) -> bytes:
+    """An answer to `generate` or an event of it, whose logprobs also have the name of their token, `token_id:7`. vLLM
+    has told the id alone since 0.32; the package `renderers` (0.1.12), which verifiers uses, reads the name."""
+    return _TOKEN_ID.sub(rb'{"token":"token_id:\1","token_id":\1', content)
 
 
 def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[bytes, Used]:

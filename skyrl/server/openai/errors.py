@@ -1,18 +1,31 @@
-"""Errors of the OpenAI-compatible routes: their codes, and the body that OpenAI clients read."""
+"""Errors of the OpenAI-compatible routes: their codes, and the body that OpenAI clients read.
+
+One rule holds for a full context in all dialects: a prompt must leave room for one token, or it is refused with
+TOO_LONG_CODE; `max_tokens` above what fits is cut (`openai.generation`, and vLLM itself).
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.sampling.error_messages import describe
+from skyrl.server.sampling.job import ContextLimits
 from skyrl.server.sampling.transport import Answer
 
 TOO_LONG = "This model's maximum context length is"
 """The beginning of vLLM's sentence about a prompt that does not fit. litellm recognizes the error by these words."""
 TOO_LONG_CODE = "context_length_exceeded"
+_NO_ROOM = re.compile(
+    r"^max_tokens must be at least 1, |exceeds model's maximum context length|is longer than the maximum model length"
+)
+"""vLLM's other sentences about a prompt that fills the context. The first is also about a request for no tokens."""
+_LENGTH = re.compile(r"[Ll]ength \(?(\d+)\)")
+_TOGETHER = "However, you requested"
+"""In TOO_LONG of servers that refuse a prompt that fits because of `max_tokens`."""
 _CODES = {401: "invalid_api_key", 403: "insufficient_permissions", 413: "request_too_large", 429: "rate_limit_exceeded"}
 
 
@@ -31,6 +44,10 @@ class OpenAIError(RequestError):
     @property
     def headers(self) -> dict[str, str]:
         return super().headers | ({"x-should-retry": "false"} if self._final else {})
+
+
+class DoesNotFit(OpenAIError):
+    """The inference server refuses prompt and `max_tokens` together; fewer tokens may fit."""
 
 
 class ErrorDetail(msgspec.Struct):
@@ -64,12 +81,12 @@ def model_not_found(name: str) -> OpenAIError:
     )
 
 
-def too_long(tokens: int, context: int) -> OpenAIError:
+def too_long(tokens: int, limits: ContextLimits, field: str = "messages") -> OpenAIError:
     """For a prompt that leaves no room to sample, in vLLM's words, which clients know."""
     return OpenAIError(
-        f"{TOO_LONG} {context} tokens. However, your prompt contains {tokens} input tokens. Please reduce the length "
-        "of the messages.",
-        param="messages",
+        f"{TOO_LONG} {limits.max_context} tokens. However, your prompt contains {tokens} input tokens, and the answer "
+        f"needs one. Please reduce the length of the {field}{limits.bound}.",
+        param=field,
         code=TOO_LONG_CODE,
     )
 
@@ -93,8 +110,11 @@ class _Refusal(msgspec.Struct):
     error: _Detail | str
 
 
-def refusal_of(answer: Answer, hidden: str, shown: str) -> OpenAIError:
-    """The inference server's refusal. Its name `hidden` for the model becomes the caller's name `shown`."""
+def refusal_of(
+    answer: Answer, hidden: str, shown: str, limits: ContextLimits, field: str, max_tokens: int | None
+) -> OpenAIError:
+    """The inference server's refusal. Its name `hidden` for the model becomes the caller's name `shown`. `field` is
+    the request's field for the prompt, `max_tokens` what the request asks for."""
     if answer.status == 404:
         return model_not_found(shown)
     try:
@@ -102,8 +122,14 @@ def refusal_of(answer: Answer, hidden: str, shown: str) -> OpenAIError:
     except (msgspec.DecodeError, UnicodeDecodeError):
         detail = describe(answer)
     message, param = (detail, None) if isinstance(detail, str) else (detail.message or describe(answer), detail.param)
-    code = TOO_LONG_CODE if TOO_LONG in message else None
-    return OpenAIError(message.replace(hidden, shown), status=answer.status, param=param, code=code)
+    message = message.replace(hidden, shown)
+    if max_tokens != 0 and limits.max_context is not None and _NO_ROOM.search(message):
+        length = _LENGTH.search(message)
+        return too_long(limits.max_context if length is None else int(length[1]), limits, field)
+    if TOO_LONG in message:
+        kind = DoesNotFit if _TOGETHER in message else OpenAIError
+        return kind(message.rstrip(".") + f"{limits.bound}.", status=answer.status, param=field, code=TOO_LONG_CODE)
+    return OpenAIError(message, status=answer.status, param=param)
 
 
 def code_in(event: bytes) -> int:

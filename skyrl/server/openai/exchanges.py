@@ -14,10 +14,11 @@ import msgspec
 
 from skyrl.base.types.ids import new_request_id
 from skyrl.base.types.weights import WeightsRef
-from skyrl.server.openai.answers import Used, rewritten, versions_in
+from skyrl.server.openai.answers import Used, rewritten, versions_in, with_token_names
 from skyrl.server.openai.errors import code_in, impossible_shape, refusal_of
 from skyrl.server.openai.events import DONE, Events
-from skyrl.server.openai.generation import CHAT, RENDERED, Generation
+from skyrl.server.openai.fields import Sampling
+from skyrl.server.openai.generation import CHAT, GENERATE, RENDERED, Generation
 from skyrl.server.openai.models import Target
 from skyrl.server.sampling.answer_stream import AnswerStream
 from skyrl.server.sampling.completion import MalformedAnswer
@@ -76,7 +77,13 @@ class _Exchange:
         return "chat" if self._request.path == CHAT else "text_completion"
 
     def refusal(self, answer: Answer) -> Exception:
-        return refusal_of(answer, self._target.served_name, self._target.name)
+        request, target = self._request, self._target
+        refusal = refusal_of(
+            answer, target.served_name, target.name, request.limits, request.prompt_field, request.size.max_tokens
+        )
+        if request.path == GENERATE and refusal.field in Sampling.__struct_fields__:
+            refusal.field = f"sampling_params.{refusal.field}"
+        return refusal
 
     def failure(self, answer: Answer) -> Exception:
         """vLLM fails where none of the model's tokens has the shape that the answer must have."""
@@ -97,7 +104,8 @@ class WholeAnswer(_Exchange):
         if not answer.whole:
             raise server_failure(f"the inference server's answer is larger than any right answer; {describe(answer)}")
         try:
-            return rewritten(answer.body, self._target.name, self._target.version)
+            body = with_token_names(answer.body) if self._request.path == GENERATE else answer.body
+            return rewritten(body, self._target.name, self._target.version)
         except MalformedAnswer as error:
             raise server_failure(f"{error}; {describe(answer)}") from error
 

@@ -25,8 +25,14 @@ nothing about the answer here."""
 
 _UNSAFE = "is not accepted: it could reach what belongs to the server or to other tenants"
 _MEDIA = "is not accepted: this server takes text alone"
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+_ONE_SPELLING = (
+    "is not accepted: vLLM bans a word at the beginning of a text, and where its tokens differ it lets the same word "
+    "after a space through; end the answer with stop, or name token ids in logit_bias with -100"
+)
+Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
+REFUSED: Refusals = {
     "audio": ((), _MEDIA),
+    "bad_words": (([],), _ONE_SPELLING),
     "best_of": ((1,), "is not supported; ask for n and choose among the choices"),
     "cache_salt": ((), _UNSAFE),
     "chat_template": ((), "is not accepted: chats are rendered with the model's own template"),
@@ -60,13 +66,12 @@ Int32 = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 """vLLM fails with an internal error for larger numbers."""
 
 
-class CommonFields(msgspec.Struct, kw_only=True):
-    model: str
+class Sampling(msgspec.Struct, kw_only=True):
+    """How tokens are sampled, on every route."""
+
     n: int = 1
     max_tokens: int | None = None
     stop: str | list[str] = msgspec.field(default_factory=list)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -76,7 +81,6 @@ class CommonFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -84,17 +88,24 @@ class CommonFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int32 | None = None
-    truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: Int32 | None = None
     stream_interval: Int32 | None = None
+
+
+class CommonFields(Sampling, kw_only=True):
+    model: str | None = None
+    """The only base model if it is left out."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
 
 
 class CompletionFields(CommonFields, kw_only=True):
@@ -125,21 +136,69 @@ class ChatFields(CommonFields, kw_only=True):
     return_prompt_text: bool | None = None
 
 
-def accepted(fields: dict[str, msgspec.Raw], known: type[CommonFields]) -> dict[str, msgspec.Raw]:
+class SamplingParams(Sampling, kw_only=True):
+    """The `sampling_params` of `generate`. `logprobs` are those of the best tokens beside the sampled one."""
+
+    logprobs: int | None = None
+    routed_experts_prompt_start: Int32 | None = None
+
+
+class GenerateFields(msgspec.Struct, kw_only=True):
+    """The body of `generate`."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    return_token_ids: bool | None = None
+    output_mode: Literal["tokens", "text"] = "tokens"
+
+
+_RENDERED = "is not accepted: it is what vLLM's own route for rendering says of a prompt"
+REFUSED_OF_GENERATE: Refusals = {name: REFUSED[name] for name in ("cache_salt", "kv_transfer_params", "priority")} | {
+    "request_id": REFUSED["request_id"],
+    "content_parts": (([],), "is not accepted: only chats take pictures here"),
+    "ec_transfer_params": ((), _UNSAFE),
+    "features": ((), "is not accepted: only chats take pictures here"),
+    "reasoning_ended": ((), _RENDERED),
+    "reasoning_parser_kwargs": ((), _RENDERED),
+    "token_offsets": ((), _RENDERED),
+}
+REFUSED_OF_SAMPLING: Refusals = {
+    "bad_words": REFUSED["bad_words"],
+    "detokenize": ((True,), "is not supported; output_mode says whether the answer has texts"),
+    "extra_args": ((), _UNSAFE),
+    "flat_logprobs": ((False,), "is not supported"),
+    "output_kind": ((), "is not supported; use stream"),
+    "prompt_logprob_start": ((), "is not supported; use prompt_logprobs"),
+    "prompt_logprob_token_ids": ((), "is not supported; use prompt_logprobs"),
+    "repetition_detection": ((), "is not supported"),
+    "skip_clone": ((False,), _UNSAFE),
+    "skip_reading_prefix_cache": ((), "is not supported: it changes no token"),
+    "trace_decode_token_ids": ((), "is not supported: tokens are sampled here"),
+    "watermarking": ((), "is not supported"),
+}
+"""As REFUSED, for the two levels of `generate`."""
+
+
+def accepted(
+    fields: dict[str, msgspec.Raw], known: type[msgspec.Struct], refused: Refusals = REFUSED, within: str = ""
+) -> dict[str, msgspec.Raw]:
     """The fields of a body that mean something, undecoded: null means the default. Raises RequestError naming a field
-    that is unknown or refused."""
+    that is unknown or refused. `within`: where the fields are in the body, with a dot at its end."""
     kept: dict[str, msgspec.Raw] = {}
     for name, raw in fields.items():
         if name in WITHOUT_EFFECT or bytes(raw) == b"null":
             continue
         if name in known.__struct_fields__:
             kept[name] = raw
-        elif name in REFUSED:
-            harmless, reason = REFUSED[name]
-            if not _is_one_of(raw_value(raw, name), harmless):
-                raise RequestError(reason, field=name)
+        elif name in refused:
+            harmless, reason = refused[name]
+            if not _is_one_of(raw_value(raw, within + name), harmless):
+                raise RequestError(reason, field=within + name)
         else:
-            raise RequestError("is not a field that this server knows", field=name)
+            raise RequestError("is not a field that this server knows", field=within + name)
     return kept
 
 

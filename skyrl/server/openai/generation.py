@@ -19,12 +19,15 @@ from skyrl.server.openai import system_messages
 from skyrl.server.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
 from skyrl.server.openai.bounds import Size, check_prompt, check_size
 from skyrl.server.openai.chat_pictures import ChatPicture
-from skyrl.server.openai.fields import ChatFields, CommonFields, CompletionFields, accepted
+from skyrl.server.openai.errors import too_long
+from skyrl.server.openai.fields import ChatFields, CommonFields, CompletionFields, GenerateFields, Sampling, accepted
 from skyrl.server.openai.messages import check_template_arguments, checked_messages
 from skyrl.server.openai.nested import StreamOptions, tools_without_echoes
 from skyrl.server.sampling.job import MAX_SEED, MAX_STOP_STRINGS, ContextLimits
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+_PROMPTS = {COMPLETIONS: "prompt", CHAT: "messages", GENERATE: "token_ids"}
+"""The field of the prompt, by the route."""
 DEFAULT_MAX_TOKENS = 16
 """Of a completion, by OpenAI and vLLM. A chat without a number may fill the context."""
 MAX_PROMPTS = 1024
@@ -41,7 +44,6 @@ class Generation:
     server."""
 
     path: str
-    model: str
     fields: dict[str, Any]
     size: Size
     stream: bool
@@ -53,6 +55,12 @@ class Generation:
     """The field that says what the answer must look like; None if it may be any text."""
     pictures: tuple[ChatPicture, ...] = ()
     """Of all messages. `size` does not count their tokens, before `with_pictures`."""
+    limits: ContextLimits = ContextLimits()
+    """Those that the request was checked against."""
+
+    @property
+    def prompt_field(self) -> str:
+        return _PROMPTS[self.path]
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,11 +121,11 @@ class Generation:
 
 
 class _Named(msgspec.Struct):
-    model: str
+    model: str | None = None
 
 
-def model_in(body: bytes) -> str:
-    """The name of the model that a request asks for. Raises RequestError."""
+def model_in(body: bytes) -> str | None:
+    """The name of the model that a request asks for, if it names one. Raises RequestError."""
     return decode_json(_Named, body).model
 
 
@@ -137,7 +145,10 @@ def completion(body: bytes, limits: ContextLimits, *, grammars: bool = False) ->
         prompt_topk=echoed if given.prompt_logprobs is None else given.prompt_logprobs,
         topk_field="logprobs",
     )
-    return _generation(COMPLETIONS, given, fields, size, limits, grammars)
+    request = _generation(COMPLETIONS, given, fields, size, limits, grammars)
+    if given.truncate_prompt_tokens is None:
+        _check_room(prompts, limits)
+    return request
 
 
 def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Generation:
@@ -190,22 +201,14 @@ def _generation(
     grammars: bool,
     pictures: tuple[ChatPicture, ...] = (),
 ) -> Generation:
-    _check_stops(given, limits)
+    check_sampling(given, fields, limits, grammars=grammars)
     if given.response_format is not None:
         check_response_format(given.response_format, grammars=grammars)
-    if given.structured_outputs is not None:
-        check_structured_outputs(given.structured_outputs, grammars=grammars)
-    if given.seed is not None:
-        if not -(2**63) <= given.seed < 2**64:
-            raise RequestError("must fit 64 bits", field="seed")
-        fields["seed"] = given.seed % MAX_SEED
-    if given.stream_options is not None and not given.stream:
-        raise RequestError("applies to streams; set stream too", field="stream_options")
+    options = check_stream(given, given.prompt_logprobs)
+    size = cut(size, fields, limits)
     check_size(size, given.logprob_token_ids)
-    options = given.stream_options or StreamOptions()
     return Generation(
         path=path,
-        model=given.model,
         fields={name: value for name, value in fields.items() if name not in ("model", "stream", "stream_options")},
         size=size,
         stream=given.stream,
@@ -214,7 +217,41 @@ def _generation(
         scores_prompt=size.prompt_topk is not None,
         shape=_shape(given),
         pictures=pictures,
+        limits=limits,
     )
+
+
+def check_sampling(given: Sampling, fields: dict[str, Any], limits: ContextLimits, *, grammars: bool) -> None:
+    """Check what all routes have, and put the seed into `fields`. Raises RequestError naming the field."""
+    _check_stops(given, limits)
+    if given.structured_outputs is not None:
+        check_structured_outputs(given.structured_outputs, grammars=grammars)
+    if given.seed is not None:
+        if not -(2**63) <= given.seed < 2**64:
+            raise RequestError("must fit 64 bits", field="seed")
+        fields["seed"] = given.seed % MAX_SEED
+
+
+def check_stream(
+    given: CommonFields | GenerateFields, prompt_logprobs: int | None, field: str = "prompt_logprobs"
+) -> StreamOptions:
+    """What the caller wants of a stream. vLLM's streams have no logprobs of the prompt, which `field` asks for. Raises
+    RequestError naming the field."""
+    if given.stream and prompt_logprobs is not None:
+        raise RequestError("is not in the events of a stream; ask for a whole answer", field=field)
+    if given.stream_options is not None and not given.stream:
+        raise RequestError("applies to streams; set stream too", field="stream_options")
+    return given.stream_options or StreamOptions()
+
+
+def cut(size: Size, fields: dict[str, Any], limits: ContextLimits) -> Size:
+    """The size with `max_tokens` cut to the context, also in `fields`: vLLM refuses a larger number, and cuts a smaller
+    one to what fits after the prompt."""
+    longest = limits.max_context
+    if longest is None or size.max_tokens is None or size.max_tokens <= longest:
+        return size
+    fields |= {name: longest for name in ("max_tokens", "max_completion_tokens") if name in fields}
+    return replace(size, max_tokens=longest)
 
 
 def _must_call(given: ChatFields) -> bool:
@@ -231,17 +268,18 @@ def _shape(given: CommonFields) -> str | None:
     return "tools" if isinstance(given, ChatFields) and _must_call(given) else None
 
 
-def _check_stops(given: CommonFields, limits: ContextLimits) -> None:
+def _check_stops(given: Sampling, limits: ContextLimits) -> None:
     strings = [given.stop] if isinstance(given.stop, str) else given.stop
     if len(strings) > MAX_STOP_STRINGS:
         raise RequestError(f"must hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}", field="stop")
     if "" in strings:
         raise RequestError("must not hold the empty string", field="stop")
     for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-        _check_ids(getattr(given, field) or [], field, limits)
+        check_ids(getattr(given, field) or [], field, limits)
 
 
-def _check_ids(ids: list[int], field: str, limits: ContextLimits) -> None:
+def check_ids(ids: list[int], field: str, limits: ContextLimits) -> None:
+    """Raises RequestError naming `field`."""
     highest = 2**31 if limits.vocab_size is None else limits.vocab_size
     if ids and (min(ids) < 0 or max(ids) >= highest):
         bad = next(token for token in ids if not 0 <= token < highest)
@@ -264,8 +302,15 @@ def _prompts(prompt: str | list[Any], limits: ContextLimits) -> list[str | list[
         raise RequestError(f"must hold at most {MAX_PROMPTS} prompts, got {len(prompts)}", field="prompt")
     if isinstance(prompts[0], list):
         for ids in prompts:
-            _check_ids(ids, "prompt", limits)
+            check_ids(ids, "prompt", limits)
     return prompts
+
+
+def _check_room(prompts: list[str | list[int]], limits: ContextLimits) -> None:
+    """Prompts of token ids alone: the inference server counts the tokens of a text. Raises OpenAIError."""
+    tokens = max((len(prompt) for prompt in prompts if isinstance(prompt, list)), default=0)
+    if limits.max_context is not None and tokens >= limits.max_context:
+        raise too_long(tokens, limits, "prompt")
 
 
 def _most_tokens(prompt: str | list[int], longest: int | None) -> int:

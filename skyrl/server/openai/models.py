@@ -91,10 +91,18 @@ class ModelNames:
         self._bases = tuple(bases)
         self._checkpoints = checkpoints
 
-    async def find(self, name: str, tenant: str) -> Target:
-        """Raises OpenAIError: 404 for what does not exist for this tenant, and for weights that are not loaded any
-        more; 400 for a checkpoint of another base."""
-        return await self._loaded(await self._find(name, tenant))
+    async def find(self, name: str | None, tenant: str) -> Target:
+        """`name` None is the only base model. Raises OpenAIError: 404 for what does not exist for this tenant, and for
+        weights that are not loaded any more; 400 for a checkpoint of another base, and without a name on a server of
+        several base models."""
+        return await self._loaded(await self._find(self._only() if name is None else name, tenant))
+
+    def _only(self) -> str:
+        """The first name of the only base model. Raises OpenAIError."""
+        names = [name for base in self._bases for name in base.served_names]
+        if len(self._bases) > 1:
+            raise _refused(f"model: is missing; there is: {', '.join(names)}")
+        return names[0]
 
     async def _loaded(self, target: Target) -> Target:
         """Raises OpenAIError 404 for weights that were replaced."""

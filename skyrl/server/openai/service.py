@@ -20,12 +20,12 @@ from skyrl.runtime.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERR
 from skyrl.runtime.metrics.samples import Ages, RefusalMetrics, SampleMetrics
 from skyrl.runtime.processes.log_format import about_request
 from skyrl.runtime.tracing.current import current_trace
-from skyrl.server.openai.answers import EventRewriter, Used
+from skyrl.server.openai.answers import EventRewriter, Used, with_token_names
 from skyrl.server.openai.chat_pictures import ChatPictures
 from skyrl.server.openai.errors import OpenAIError, too_long
 from skyrl.server.openai.events import DONE
 from skyrl.server.openai.exchanges import PromptCount, Sending, StreamedAnswer, Transport, WholeAnswer, is_error
-from skyrl.server.openai.generation import Generation
+from skyrl.server.openai.generation import GENERATE, Generation
 from skyrl.server.openai.models import Target
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.sampling.admission import Admission
@@ -138,6 +138,8 @@ class OpenAIService:
                 while data != DONE:
                     if is_error(data):
                         raise _broken(asked, data.decode(errors="replace"))
+                    if request.path == GENERATE:
+                        data = with_token_names(data)
                     if (shown := rewriter.rewrite(data)) is not None:
                         yield shown
                     data = await events.next()
@@ -158,15 +160,15 @@ class OpenAIService:
         """How many tokens the prompt of a chat has, pictures left out. Raises RequestError."""
         return await self._forward(PromptCount(self._sending(asked), self._transport), asked)
 
-    async def fitting(self, asked: Asked, context: int | None) -> Asked:
-        """The same request, whose answer ends at the latest where the context (in tokens) does. Raises RequestError."""
+    async def fitting(self, asked: Asked) -> Asked:
+        """The same chat, whose answer ends at the latest where the context does. Raises RequestError."""
         request = asked.request
-        wanted = request.size.max_tokens
+        wanted, context = request.size.max_tokens, request.limits.max_context
         if context is None or wanted is None or request.size.most_prompt + wanted <= context:
             return asked
         prompt = await self.count(asked)
         if prompt >= context:
-            raise too_long(prompt, context)
+            raise too_long(prompt, request.limits)
         return replace(asked, request=request.at_most(min(wanted, context - prompt)))
 
     def _sending(self, asked: Asked, priority: int | None = None) -> Sending:

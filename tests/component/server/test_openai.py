@@ -22,6 +22,7 @@ from openai_requests import (
     answer_of,
     ask,
     complete,
+    counted,
     data_of,
     events,
     piece,
@@ -39,6 +40,16 @@ from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_url
 from skyrl.storage.db.futures import futures
+from skyrl.storage.db.usage import UsageKind
+
+CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
+
+
+async def chat_answer(request: Received, writer: asyncio.StreamWriter) -> None:
+    choice = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+    choice |= {"token_ids": [5], "logprobs": {"content": [{"token": "token_id:5", "logprob": -1.0}]}}
+    own = {"prompt_token_ids": [1, 2, 3], "choices": [choice]}
+    await reply(200, answer_of(request) | own)(request, writer)
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +101,78 @@ async def test_the_list_of_models_has_the_served_names_and_the_callers_own_check
         assert (await api.http.get(f"{prefix}/models/{name}")).json()["id"] == name
     answer = await ask(api, PROMPT | {"model": public}, f"{prefix}/completions")
     assert answer.json()["model"] == public
+
+
+async def test_a_request_without_a_model_is_for_the_only_base_model(api: Api, upstream: FakeUpstream) -> None:
+    """As AReaL sends completions without an adapter, and as vLLM takes them."""
+    upstream.controls |= {CHAT: chat_answer, GENERATE: complete}
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, body in (
+        ("/v1/completions", {"prompt": [5, 6]}),
+        (CHAT, messages),
+        (CHAT, messages | {"model": None}),
+        ("/v1/responses", {"input": "hi"}),
+        (GENERATE, {"token_ids": [5, 6], "sampling_params": {}}),
+    ):
+        answer = await ask(api, body, path)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == upstream.requests[-1].json["model"] == BASE
+
+
+async def test_an_agents_request_without_a_model_is_for_its_sessions(api: Api, upstream: FakeUpstream) -> None:
+    upstream.controls |= {CHAT: chat_answer, "/tokenize": reply(200, {"count": 3})}
+    made = (await api.post("agent_sessions", {"model": BASE})).json()
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    for changes in ({}, {"model": None}):
+        answer = await ask(api, body | changes, CHAT, Authorization=f"Bearer {made['key']}")
+        assert answer.json()["model"] == BASE
+
+
+# vLLM's route for token ids
+
+
+async def test_token_ids_are_served_as_a_completion_is(api: Api, upstream: FakeUpstream, database: Database) -> None:
+    save(database)
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "logprobs": 1}}
+
+    async def tokens(request: Received, writer: asyncio.StreamWriter) -> None:
+        content = [{"token_id": 9, "logprob": -0.5, "rank": 1, "top_logprobs": []}]
+        choice = {"index": 0, "finish_reason": "stop", "token_ids": [9], "logprobs": {"content": content}}
+        told = {"request_id": "generate-tokens-mine", "output_mode": "tokens", "choices": [choice]}
+        await reply(200, answer_of(request) | told)(request, writer)
+
+    upstream.controls[GENERATE] = tokens
+    for path in (GENERATE, f"/oai/api{GENERATE}"):
+        answer = await ask(api, body | {"model": PATH}, path, **{"X-Request-Id": "mine"})
+        assert answer.status_code == 200
+        (choice,) = answer.json()["choices"]
+        assert choice["token_ids"] == [9]
+        assert choice["logprobs"]["content"][0]["token"] == "token_id:9"
+        assert answer.json().keys() == {"id", "request_id", "model", "usage", "output_mode", "choices"}
+        assert answer.json()["model"] == PATH
+        sent = upstream.requests[-1]
+        assert (sent.path, sent.json["model"]) == (GENERATE, ADAPTER.name)
+        assert sent.headers["x-request-id"] == "mine"
+    kinds = UsageKind.PREFILL, UsageKind.PREFILL_CACHED, UsageKind.SAMPLE
+    assert await counted(api, database) == dict(zip(kinds, (4, 2, 4), strict=True))
+
+
+async def test_a_stream_of_token_ids_has_names_and_the_callers_model(api: Api, upstream: FakeUpstream) -> None:
+    logprobs = {"content": [{"token_id": 9, "logprob": -0.5, "rank": 1, "top_logprobs": []}]}
+    choice = {"index": 0, "token_ids": [9], "logprobs": logprobs, "finish_reason": None}
+    upstream.controls[GENERATE] = events({"choices": [choice], "usage": USAGE})
+    body = {"token_ids": [5], "sampling_params": {}, "stream": True}
+    event, *_ = data_of(await ask(api, body, GENERATE))
+    assert event["model"] == BASE
+    assert event["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:9"
+    assert "usage" not in event
+
+
+async def test_what_vllm_refuses_of_token_ids_names_the_parameter(api: Api, upstream: FakeUpstream) -> None:
+    upstream.controls[GENERATE] = error(400, "temperature must be non-negative, got -1.0.", "temperature")
+    answer = await ask(api, {"token_ids": [5], "sampling_params": {"temperature": -1}}, GENERATE)
+    assert refusal(answer) == (400, "sampling_params.temperature", None)
+    assert refusal(await ask(api, {"token_ids": [5]}, GENERATE)) == (400, "sampling_params", None)
 
 
 async def test_what_does_not_exist_for_the_caller_has_one_answer(api: Api, database: Database) -> None:

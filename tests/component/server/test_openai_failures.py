@@ -118,8 +118,8 @@ async def test_a_refusal_of_the_server_reaches_the_caller_under_the_callers_name
     sentence = "This model's maximum context length is 100 tokens."
     upstream.default = error(400, f"{sentence} ({ADAPTER.name})", "input_tokens")
     answer = await ask(api, PROMPT | {"model": PATH, "stream": stream})
-    assert refusal(answer) == (400, "input_tokens", "context_length_exceeded")
-    assert answer.json()["error"]["message"] == f"{sentence} ({PATH})"
+    assert refusal(answer) == (400, "prompt", "context_length_exceeded")
+    assert answer.json()["error"]["message"] == f"{sentence} ({PATH})."
     assert len(upstream.completions) == 1
 
 

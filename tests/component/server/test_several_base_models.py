@@ -47,6 +47,14 @@ async def test_each_sample_goes_to_the_vllm_of_its_base_model(
         assert upstreams[base_model].requests[-1].json["model"] == base_model
 
 
+async def test_a_request_without_a_model_must_name_one(two_models: Api) -> None:
+    answer = await two_models.http.post("/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "model"
+    for name in ("student", TEACHER, JUDGE):
+        assert name in answer.json()["error"]["message"]
+
+
 async def test_token_ids_are_checked_against_the_vocabulary_of_the_base_model(two_models: Api) -> None:
     mine = await session(two_models)
     student, teacher = await sampler_of(two_models, mine, STUDENT, 0), await sampler_of(two_models, mine, TEACHER, 1)

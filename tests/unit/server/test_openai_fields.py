@@ -14,6 +14,7 @@ from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES
 from skyrl.server.openai.bounds import TOKEN_BYTES
+from skyrl.server.openai.errors import OpenAIError
 from skyrl.server.openai.exchanges import Sending, WholeAnswer
 from skyrl.server.openai.fields import REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
 from skyrl.server.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, completion
@@ -137,7 +138,7 @@ def test_a_wrong_type_is_named() -> None:
     assert refused(lambda: complete(stream_options={"include_usage": 7}, stream=True)) == "stream_options.include_usage"
     assert refused(lambda: complete(stream_options={"x": 7}, stream=True)) == "stream_options"
     assert refused(lambda: complete(stream_options={})) == "stream_options"
-    assert refused(lambda: completion(b'{"prompt": "x"}', LIMITS)) == "model"
+    assert refused(lambda: complete(model=7)) == "model"
     assert refused(lambda: completion(b'{"model": "x"}', LIMITS)) == "prompt"
     assert refused(lambda: complete(top_k=2**31)) == "top_k"
     assert refused(lambda: converse(tools=[{"type": "function", "function": {"name": 7}}])) == "tools[0].function.name"
@@ -343,8 +344,7 @@ def test_the_models_own_template_cannot_be_replaced() -> None:
     [
         ({"n": 0}, "n"),
         ({"n": MAX_NUM_SAMPLES + 1}, "n"),
-        ({"n": 4096, "max_tokens": MAX_SAMPLED // 4096 + 1}, "n"),
-        ({"max_tokens": MAX_SAMPLED + 1}, "max_tokens"),
+        ({"n": 4096, "max_tokens": 4000, "logprobs": 1}, "n"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"logprobs": 65}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
@@ -364,6 +364,36 @@ def test_the_models_own_template_cannot_be_replaced() -> None:
 )
 def test_a_request_above_a_bound_is_refused_by_its_field(changes: dict[str, Any], field: str) -> None:
     assert refused(lambda: complete(**changes)) == field
+
+
+def test_max_tokens_above_the_context_is_cut_to_it_and_bounded_where_the_context_is_unknown() -> None:
+    """vLLM refuses a larger number, and cuts a smaller one to what fits after the prompt."""
+    for request in (complete(max_tokens=10**9), converse(max_tokens=5000), converse(max_completion_tokens=5000)):
+        assert request.size.max_tokens == 4096
+        assert {value for name, value in sent(request).items() if name.startswith("max_")} == {4096}
+    assert sent(complete(max_tokens=4096))["max_tokens"] == 4096
+    assert "max_tokens" not in sent(converse()), "vLLM fills the context"
+    assert refused(lambda: complete(UNKNOWN, max_tokens=MAX_SAMPLED + 1)) == "max_tokens"
+
+
+def test_a_prompt_of_tokens_must_leave_room_for_one() -> None:
+    with pytest.raises(OpenAIError) as full:
+        complete(prompt=[[5], [5] * 4096], max_tokens=1)
+    assert (full.value.field, full.value.code) == ("prompt", "context_length_exceeded")
+    assert (
+        "maximum context length is 4096 tokens. However, your prompt contains 4096 input tokens" in full.value.message
+    )
+    complete(prompt=[5] * 4095, max_tokens=5)
+    complete(prompt=[5] * 5000, max_tokens=5, truncate_prompt_tokens=-1)
+    complete(UNKNOWN, prompt=[5] * 5000)
+
+
+def test_the_key_that_bounds_the_context_is_named_where_the_model_takes_more() -> None:
+    for model_context, named in ((32768, True), (4096, False), (None, False)):
+        limits = ContextLimits(1000, 4096, model_context=model_context)
+        with pytest.raises(OpenAIError) as full:
+            complete(limits, prompt=[5] * 4096)
+        assert ("generator.inference_engine.max_model_len" in full.value.message) is named
 
 
 def test_the_bounds_hold_over_all_prompts_and_with_logprobs() -> None:

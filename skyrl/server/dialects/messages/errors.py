@@ -20,6 +20,7 @@ _TYPES = {
     529: "overloaded_error",
 }
 _LIMIT = re.compile(re.escape(TOO_LONG) + r" (\d+) tokens")
+_BOUND = re.compile(r"; the model itself takes .*$")
 _LENGTH = re.compile(r"contains (?:at least )?(\d+) input tokens")
 
 
@@ -49,7 +50,7 @@ def error_body(
 
 def _too_long(message: str) -> str:
     """Anthropic's sentence, with the inference server's numbers if it told both."""
-    limit, length = _LIMIT.search(message), _LENGTH.search(message)
+    limit, length, bound = _LIMIT.search(message), _LENGTH.search(message), _BOUND.search(message)
     if limit is not None and length is not None and int(length[1]) > int(limit[1]):
-        return f"{TOO_LONG_HERE}: {length[1]} tokens > {limit[1]} maximum"
+        return f"{TOO_LONG_HERE}: {length[1]} tokens > {limit[1]} maximum{'' if bound is None else bound[0]}"
     return f"{TOO_LONG_HERE}: {message}"

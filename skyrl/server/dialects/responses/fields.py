@@ -85,7 +85,7 @@ class Item(msgspec.Struct):
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """The fields after `previous_response_id` have no effect or are refused; some are here for their types."""
 
-    model: str
+    model: str | None = None
     input: str | list[Item]
     instructions: str | None = None
     tools: list[Tool] | None = None

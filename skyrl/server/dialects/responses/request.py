@@ -47,7 +47,9 @@ def to_chat(body: bytes, previous: Sequence[dict[str, Any]] | None, new_id: str)
     messages = in_order_of_calls([*_continued(previous or (), given.instructions), *conversation.messages])
     if not messages:
         raise RequestError("must hold at least one item", field="input")
-    chat: dict[str, Any] = {"model": given.model, "messages": messages, "stream": bool(given.stream)}
+    chat: dict[str, Any] = {"messages": messages, "stream": bool(given.stream)}
+    if given.model is not None:
+        chat["model"] = given.model
     if tools.chat:
         chat["tools"] = tools.chat
         if given.parallel_tool_calls is not None:
@@ -59,7 +61,7 @@ def to_chat(body: bytes, previous: Sequence[dict[str, Any]] | None, new_id: str)
         left_out.append("include: answers of this dialect have no logprobs")
     if given.truncation == "auto":
         left_out.append("truncation: a conversation that does not fit the context is refused, not cut")
-    speaker = ResponsesSpeaker(new_id, given.model, decode_json(Echo, body).fields(), tools)
+    speaker = ResponsesSpeaker(new_id, given.model or "", decode_json(Echo, body).fields(), tools)
     return Spoken(chat, speaker, tuple(left_out))
 
 
