@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -32,6 +33,22 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]
     config = {"generator.inference_engine.engine_init_kwargs": HERMES}
     with ready(DemoServer(directory / "state", *flags, backend_config=config)) as running:
         yield running
+
+
+def test_the_training_client_of_verifiers_gets_tokens_and_logprobs(with_tools: DemoServer) -> None:
+    """It renders chats itself and sends token ids, with `token_id:` names and finite logprobs as its conditions."""
+    model = str(with_tools.state_dir.parent / "model")
+    command = [environment(VERIFIERS), "-m", "tests.e2e.verifiers_client", with_tools.url, "tiny", model]
+    env = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "SKYRL_KEY": "tml-verifiers"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    turns = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(turns) == 2
+    for prompt, sampled, logprobs in turns:
+        assert prompt
+        assert 0 < len(sampled) == len(logprobs) <= 6
+        assert max(logprobs) <= 0.0
+    assert len(turns[1][0]) > len(turns[0][0])
 
 
 @pytest.mark.parametrize("script", ["agent_rl.py", "agent_rl_verifiers.py"])

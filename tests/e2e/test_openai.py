@@ -295,6 +295,43 @@ def test_verifiers_finds_token_ids_and_logprobs_of_a_chat(client: OpenAI, run: R
     assert len(again.choices[0].logprobs.token_logprobs) == len(again.choices[0].token_ids) == 1
 
 
+def test_verifiers_finds_token_ids_and_logprobs_at_vllms_route_for_token_ids(
+    server: DemoServer, client: OpenAI, run: Run, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The body that verifiers 0.4.0 sends (renderers 0.1.12, renderers/client.py, `generate`), and what
+    `_parse_completion_logprobs` there demands of the answer. The unmodified client runs in test_agent_examples.py."""
+    prompt = tokenizer.encode("The old")
+    params = {"temperature": 0.0, "max_tokens": 8, "stop_token_ids": [2], "logprobs": 1, "skip_special_tokens": False}
+    body = {"model": run.first, "token_ids": prompt, "sampling_params": params | {"routed_experts_prompt_start": 1}}
+    answers = [
+        httpx.post(
+            f"{server.url}{prefix}/inference/v1/generate",
+            json=body,
+            headers={"Authorization": f"Bearer {KEY}"},
+            timeout=60,
+            trust_env=False,
+        ).json()
+        for prefix in ("", "/oai/api")
+    ]
+    choice = answers[0]["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(isinstance(entry["logprob"], float) and -9999.0 < entry["logprob"] <= 0 for entry in content)
+    assert choice["finish_reason"] in ("stop", "length")
+    assert answers[0]["model"] == run.first
+    assert answers[1]["choices"] == answers[0]["choices"]
+    same: Any = client.completions.create(
+        model=run.first,
+        prompt=prompt,
+        max_tokens=8,
+        temperature=0,
+        logprobs=0,
+        extra_body=IDS | {"stop_token_ids": [2]},
+    ).choices[0]
+    assert choice["token_ids"] == same.token_ids
+    assert [entry["logprob"] for entry in content] == pytest.approx(same.logprobs.token_logprobs, abs=1e-6)
+
+
 # Refusals
 
 
@@ -308,7 +345,7 @@ def test_verifiers_finds_token_ids_and_logprobs_of_a_chat(client: OpenAI, run: R
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
          "messages[0].content[0].image_url", None),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, None, None),
-        ({"messages": [{"role": "user", "content": "x " * 5000}]}, "input_tokens", "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages", "context_length_exceeded"),
         ({"temperature": -1.0}, "temperature", None),
     ],
     ids=["adapter", "template", "guided", "unknown", "image", "tools", "long", "temperature"],

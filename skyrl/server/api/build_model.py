@@ -9,6 +9,7 @@ from functools import partial
 from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.sight import sight_of
+from skyrl.base.model_files import template_of
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.metrics.processes import ApiMetrics, ModelMetrics
@@ -104,7 +105,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
         places=_adapter_places(config),
         why_away=watch.why_away,
     )
-    openai = None
+    openai, template = None, template_of(config.base_model_path)
     if client is not None:
         openai = OpenAIService(
             client,
@@ -113,6 +114,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
             shared.uses,
             ChatPictures(shared.checks, sight),
             has_system_role=has_system_role(config.base_model_path),
+            takes_documents=template is None or "documents" in template,
         )
     return ServedModel(runtime, lane, watch, ReadyReasons(config, watch, client), adapters, openai)
 

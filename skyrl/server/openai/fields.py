@@ -89,7 +89,6 @@ class Sampling(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: Int32 | None = None
     stream_interval: Int32 | None = None
@@ -100,6 +99,7 @@ class CommonFields(Sampling, kw_only=True):
     """The only base model if it is left out."""
     stream: bool = False
     stream_options: StreamOptions | None = None
+    logprob_token_ids: list[int] | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -170,6 +170,7 @@ REFUSED_OF_SAMPLING: Refusals = {
     "detokenize": ((True,), "is not supported; output_mode says whether the answer has texts"),
     "extra_args": ((), _UNSAFE),
     "flat_logprobs": ((False,), "is not supported"),
+    "logprob_token_ids": ((), "is not supported here: vLLM leaves out the last of them; ask a completion"),
     "output_kind": ((), "is not supported; use stream"),
     "prompt_logprob_start": ((), "is not supported; use prompt_logprobs"),
     "prompt_logprob_token_ids": ((), "is not supported; use prompt_logprobs"),

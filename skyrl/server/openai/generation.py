@@ -132,6 +132,8 @@ def model_in(body: bytes) -> str | None:
 def completion(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Generation:
     """`grammars`: whether regular expressions and grammars are accepted. Raises RequestError naming the field."""
     fields, given = _decode(body, CompletionFields)
+    if given.echo and given.return_token_ids:
+        raise RequestError("has no text with return_token_ids; read prompt_token_ids", field="echo")
     prompts = _prompts(given.prompt, limits)
     longest = limits.max_context
     echoed = given.logprobs if given.echo else None
@@ -202,6 +204,7 @@ def _generation(
     pictures: tuple[ChatPicture, ...] = (),
 ) -> Generation:
     check_sampling(given, fields, limits, grammars=grammars)
+    check_ids(given.logprob_token_ids or [], "logprob_token_ids", limits)
     if given.response_format is not None:
         check_response_format(given.response_format, grammars=grammars)
     options = check_stream(given, given.prompt_logprobs)
@@ -274,7 +277,7 @@ def _check_stops(given: Sampling, limits: ContextLimits) -> None:
         raise RequestError(f"must hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}", field="stop")
     if "" in strings:
         raise RequestError("must not hold the empty string", field="stop")
-    for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+    for field in ("stop_token_ids", "allowed_token_ids"):
         check_ids(getattr(given, field) or [], field, limits)
 
 

@@ -82,7 +82,7 @@ class Passage:
 
 
 class OpenAIService:
-    """`has_system_role`: the base model's chat template takes system messages."""
+    """`has_system_role`: the base model's chat template takes system messages; `takes_documents`: and documents."""
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class OpenAIService:
         pictures: ChatPictures,
         *,
         has_system_role: bool = True,
+        takes_documents: bool = True,
     ) -> None:
         self._client = client
         self._transport = transport
@@ -108,6 +109,7 @@ class OpenAIService:
         self._uses = uses
         self._pictures = pictures
         self._has_system_role = has_system_role
+        self._takes_documents = takes_documents
 
     async def answer(self, asked: Asked) -> bytes:
         """The whole answer. Raises RequestError."""
@@ -206,6 +208,8 @@ class OpenAIService:
         request, tenant = asked.request, asked.tenant
         if request.scores_prompt:
             self._guard.check_prompt_logprobs()
+        if "documents" in request.fields and not self._takes_documents:
+            raise RequestError("the model's chat template has no place for them", field="documents")
         self._admission.enter(tenant, asked.size)
         ticket = place = turn = None
         try:

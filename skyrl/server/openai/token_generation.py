@@ -54,7 +54,7 @@ def generate(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> G
             prompt_topk=asked.prompt_logprobs,
             topk_field="logprobs",
         )
-        check_size(size, asked.logprob_token_ids)
+        check_size(size, None)
     options = check_stream(given, asked.prompt_logprobs, f"{PARAMS}.prompt_logprobs")
     if fits is not None:
         sampling["max_tokens"] = fits

@@ -4,6 +4,7 @@ upstream on a real socket answers as each test tells it."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from api_harness import BASE, Api, Serve
@@ -31,6 +32,7 @@ from openai_requests import (
 )
 from sqlalchemy import delete, select
 
+from skyrl.base.tiny import tools
 from skyrl.inference import features
 from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.server.api.hooks import BodyMemoryHook
@@ -126,6 +128,26 @@ async def test_an_agents_request_without_a_model_is_for_its_sessions(api: Api, u
     for changes in ({}, {"model": None}):
         answer = await ask(api, body | changes, CHAT, Authorization=f"Bearer {made['key']}")
         assert answer.json()["model"] == BASE
+
+
+@pytest.mark.parametrize("takes", [True, False])
+async def test_documents_go_on_where_the_template_takes_them(
+    serve: Serve, upstream: FakeUpstream, tmp_path: Path, takes: bool
+) -> None:
+    """vLLM gives them to the template; one that does not read them would leave them out silently."""
+    model = tmp_path / "model"
+    tools.make(model)
+    if takes:
+        (model / "chat_template.jinja").write_text("{{ documents }}{{ messages }}")
+    upstream.controls[CHAT] = chat_answer
+    documents = [{"title": "a", "text": "b"}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "documents": documents}
+    async with serve(base_model=str(model), served_model_names=(BASE,)) as api:
+        answer = await ask(api, body, CHAT)
+    if takes:
+        assert upstream.requests[-1].json["documents"] == documents
+    else:
+        assert refusal(answer) == (400, "documents", None)
 
 
 # vLLM's route for token ids

@@ -87,6 +87,33 @@ def test_thinking_is_apart_from_the_text(client: openai.OpenAI) -> None:
     assert not getattr(plain.message, "reasoning", None)
 
 
+def test_a_second_call_is_made_unless_one_is_asked_for(client: openai.OpenAI, no_spaces: dict[str, int]) -> None:
+    """Without its end token, 2, the model goes on with another call for as long as the grammar allows one."""
+
+    def calls(**more: Any) -> int:
+        asked: dict[str, Any] = {"tools": [LOOK], "tool_choice": "required", "logit_bias": no_spaces | {"2": -100}}
+        events = list(ask(client, **asked, max_tokens=160, stream=True, **more))
+        return sum(call.function.name == "look" for event in events for call in event.choices[0].delta.tool_calls or [])
+
+    assert calls() == calls(parallel_tool_calls=True) == 2
+    assert calls(parallel_tool_calls=False) == 1
+
+
+def test_fields_about_thinking_have_an_effect(client: openai.OpenAI) -> None:
+    def said(**given: Any) -> Any:
+        return ask(client, max_tokens=20, **({"extra_body": {}} | given))
+
+    assert said().choices[0].message.reasoning
+    assert not said(extra_body={"include_reasoning": False}).choices[0].message.reasoning
+    assert said(reasoning_effort="none").choices[0].message.content
+    assert said(reasoning_effort="none").usage.prompt_tokens > said().usage.prompt_tokens
+    thinks: Any = {"model": "tools", "prompt": "<think>", "max_tokens": 12, "temperature": 0.0}
+    budget = {"thinking_token_budget": 3, "ignore_eos": True, "skip_special_tokens": False}
+    text = client.completions.create(**thinks, extra_body=budget).choices[0].text
+    assert "</think>" in text
+    assert "</think>" not in client.completions.create(**thinks, extra_body={"ignore_eos": True}).choices[0].text
+
+
 def test_a_chat_without_thinking_has_the_shape_that_is_asked_for(
     client: openai.OpenAI, no_spaces: dict[str, int]
 ) -> None:
