@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
@@ -21,9 +20,8 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.cli.demo.server import DemoServer
-from tests.servers import SLOW_START_S
 
-from .conftest import ALIAS, cross_entropy, train, vllm_of
+from .conftest import ALIAS, COMPLETED, RUNNING, cross_entropy, in_vllm, train, until
 
 pytestmark = pytest.mark.vllm
 
@@ -72,24 +70,6 @@ def client_of(server: DemoServer, key: str = KEY, prefix: str = "/oai/api/v1") -
 def client(server: DemoServer) -> Iterator[OpenAI]:
     with client_of(server) as client:
         yield client
-
-
-RUNNING = r"num_requests_(?:running|waiting)\{.*"
-COMPLETED = r'request_success_total\{.*finished_reason="length".*'
-
-
-def in_vllm(server: DemoServer, name: str) -> int:
-    """The sum of vLLM's figures whose name and labels match."""
-    url, key = vllm_of(server)
-    text = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}, trust_env=False).text
-    return sum(int(float(number)) for number in re.findall(rf"^vllm:{name}\}} (\S+)$", text, re.M))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SLOW_START_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.05)
 
 
 # Weights
