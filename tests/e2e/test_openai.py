@@ -58,6 +58,10 @@ def run(server: DemoServer, tokenizer: PreTrainedTokenizerBase) -> Iterator[Run]
         yield Run(paths[0], paths[1], samplers, rest_of(server))
 
 
+USER = [{"role": "user", "content": "hi"}]
+TOOL: dict[str, Any] = {"name": "add", "parameters": {"type": "object"}}
+
+
 def rest_of(server: DemoServer) -> tinker.RestClient:
     return tinker.RestClient(base_url=server.url, api_key=KEY)
 
@@ -304,6 +308,28 @@ def test_what_cannot_be_honoured_is_a_400_that_names_the_field(
 
 
 # Clients that go; tests/e2e/test_faults.py has servers that die
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("chat/completions", {"messages": USER, "tools": [{"type": "function", "function": TOOL}]}),
+        ("responses", {"input": "hi", "tools": [{"type": "function", **TOOL}]}),
+        ("messages", {"messages": USER, "max_tokens": 9, "tools": [{"name": "add", "input_schema": {}}]}),
+    ],
+)
+def test_tools_for_a_model_without_tools_are_refused_with_the_key_to_set(
+    server: DemoServer, route: str, asked: dict[str, Any]
+) -> None:
+    """The tiny model's template has none."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    refused = httpx.post(
+        f"{server.url}/v1/{route}", json={"model": "tiny", **asked}, headers=headers, timeout=60, trust_env=False
+    )
+    assert refused.status_code == 400
+    assert "its chat template has none" in refused.text
+    assert "generator.inference_engine.engine_init_kwargs" in refused.text
+    assert "--" not in refused.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -84,6 +85,24 @@ def impossible_shape(field: str) -> OpenAIError:
     )
 
 
+_PARSER_KEY = "generator.inference_engine.engine_init_kwargs"
+_FLAGS: Mapping[str, tuple[str, str]] = {
+    "--tool-call-parser": (
+        "tools",
+        "this model is not served with tools: its chat template has none, or the server knows no parser for its calls. "
+        f'An operator names a parser with "{_PARSER_KEY}": {{"tool_call_parser": ...}}; without tools, or with '
+        "tool_choice 'none', the model answers",
+    ),
+    "--reasoning-parser": (
+        "thinking_token_budget",
+        "this model is not served with thoughts: its chat template has none, or the server knows no parser for them. "
+        f'An operator names a parser with "{_PARSER_KEY}": {{"reasoning_parser": ...}}',
+    ),
+}
+"""Options of vLLM that its refusals name, each with the field at fault and the sentence in place of vLLM's: tenants
+cannot set an option, and operators set it with a key of this server."""
+
+
 class _Detail(msgspec.Struct):
     message: str = ""
     param: str | None = None
@@ -102,6 +121,9 @@ def refusal_of(answer: Answer, hidden: str, shown: str) -> OpenAIError:
     except (msgspec.DecodeError, UnicodeDecodeError):
         detail = describe(answer)
     message, param = (detail, None) if isinstance(detail, str) else (detail.message or describe(answer), detail.param)
+    for flag, (field, sentence) in _FLAGS.items():
+        if flag in message:
+            return OpenAIError(sentence, status=answer.status, param=field)
     code = TOO_LONG_CODE if TOO_LONG in message else None
     return OpenAIError(message.replace(hidden, shown), status=answer.status, param=param, code=code)
 

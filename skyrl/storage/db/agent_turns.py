@@ -33,10 +33,7 @@ _ADD = RowStatement(
     insert(turns).from_select(
         _COLUMNS,
         select(
-            *(
-                sessions.c.id if name == "session_id" else bindparam(name, type_=turns.c[name].type)
-                for name in _COLUMNS
-            )
+            *(sessions.c.id if name == "session_id" else bindparam(name, type_=turns.c[name].type) for name in _COLUMNS)
         ).where(sessions.c.id == bindparam("session_id"), sessions.c.ended_at.is_(None)),
     ),
     many=f"INSERT INTO agent_turns ({_NAMES}) SELECT {_NAMES} FROM given WHERE id IS NOT NULL AND {_OPEN}",
