@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,21 @@ async def test_the_end_of_a_session_ends_its_running_turns_and_its_trajectory_st
     assert await agent.get("/trajectory?format=samples") == before
     assert len((await agent.get("/turns"))["rows"]) == 1
     assert (await agent.ask(CHAT, **again)).status_code == 403
+
+
+async def test_a_turn_that_runs_when_the_time_of_its_session_is_over_ends_with_it(server: Server) -> None:
+    agent = await server.agent(limits={"seconds": 60})
+    server.vllm.go_on.clear()
+    waiting = asyncio.create_task(agent.ask(CHAT, messages=TASK, stream=True))
+    await until(lambda: (live := server.live(agent)) is not None and live.running)
+    live = server.live(agent)
+    assert live is not None
+    live.session = replace(live.session, created_at=live.session.created_at - 100)
+    await server.api.services.agents.live.note_running()  # as it happens every ten seconds
+    assert "agent_session_ended" in (await waiting).text
+    await until(lambda: not live.running)
+    assert (await agent.get())["end_reason"] == "time"
+    assert (await agent.get("/turns"))["rows"] == []
 
 
 async def test_a_turn_that_is_complete_when_its_session_ends_is_in_the_trajectory_or_was_not_answered(
