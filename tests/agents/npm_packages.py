@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-PACKAGES = {"@anthropic-ai/claude-code": "2.1.197", "@openai/codex": "0.171.0"}
+PACKAGES = {"@anthropic-ai/claude-code": "2.1.332", "@openai/codex": "0.171.0"}
 """Their versions. Together they take 660 MB."""
 PROGRAMS = ("claude", "codex")
 NEEDED = ("node", "npm", "unshare", "ip")
