@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 5
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs compat architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs compat agent-kinds architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -102,6 +102,10 @@ docs: setup
 
 compat: setup
 	$(PY) -m tests.e2e.sdk.table
+
+# docs/reference/agents.md, with the kinds of items of the newest Codex of npm; fails if the server does not know one
+agent-kinds: setup
+	$(PY) -m tests.agents.kinds
 
 # docs/reference/architectures.md, from kept figures and the cookbook's models
 architectures: setup

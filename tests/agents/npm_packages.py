@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
-PACKAGES = {"@anthropic-ai/claude-code": "2.1.197", "@openai/codex": "0.171.0"}
+PACKAGES = {"@anthropic-ai/claude-code": "2.1.332", "@openai/codex": "0.171.0"}
 """Their versions. Together they take 660 MB."""
 PROGRAMS = ("claude", "codex")
 NEEDED = ("node", "npm", "unshare", "ip")
@@ -32,7 +33,7 @@ def programs() -> Path:
     with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if any(_version(home, name) != version for name, version in PACKAGES.items()):
-            _install(home)
+            installed(home, PACKAGES)
     found = home / "node_modules" / ".bin"
     if missing := [name for name in PROGRAMS if not (found / name).exists()]:
         raise CannotInstall(f"npm installed no {', '.join(missing)}")
@@ -52,8 +53,10 @@ def _version(home: Path, package: str) -> str | None:
         return None
 
 
-def _install(home: Path) -> None:
-    wanted = [f"{name}@{version}" for name, version in PACKAGES.items()]
+def installed(home: Path, packages: Mapping[str, str]) -> dict[str, str]:
+    """Install packages of npm, given with their versions, in a directory. Returns the versions that came. Raises
+    CannotInstall."""
+    wanted = [f"{name}@{version}" for name, version in packages.items()]
     command = ["npm", "install", "--prefix", str(home), "--no-audit", "--no-fund", "--loglevel", "error", *wanted]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
@@ -61,3 +64,4 @@ def _install(home: Path) -> None:
         raise CannotInstall(f"npm install took longer than {INSTALL_S:.0f} s") from error
     if done.returncode:
         raise CannotInstall(f"npm install: {done.stderr.strip()[-300:]}")
+    return {name: _version(home, name) or "" for name in packages}

@@ -17,6 +17,8 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
+from skyrl.server.openai import system_messages
+from tests.agents.kinds import kept, kinds_of_codex
 from tests.agents.npm_packages import CannotInstall, has_namespaces, programs
 from tests.agents.scripted_vllm import ASIDE, for_template
 from tests.agents.scripts import GREETING, LAST, TURNS, result_of
@@ -78,6 +80,10 @@ def thirty(request: pytest.FixtureRequest, installed: Path, tmp_path_factory: py
     return Thirty(directory, run(installed, directory, "scripted", request.param))
 
 
+def test_the_kinds_of_items_are_those_of_this_codex(installed: Path) -> None:
+    assert kinds_of_codex(installed / "codex") == kept().kinds, "run `make agent-kinds`"
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("agent", AGENTS)
 def test_an_agent_gets_answers_from_vllm_in_its_dialect(agent: str, installed: Path, tmp_path: Path) -> None:
@@ -108,6 +114,17 @@ def test_thirty_turns_run_the_agents_own_tools(thirty: Thirty) -> None:
         assert any(result_of(number) in result for result in results), (number, turn["messages"])
 
 
+def test_all_system_messages_are_in_the_prompt(thirty: Thirty) -> None:
+    """The template refuses a second one."""
+    tokenizer = AutoTokenizer.from_pretrained(str(thirty.directory / "model"))
+    first = thirty.turns[0]
+    told = [message for message in first["messages"] if message["role"] in system_messages.ROLES]
+    prompt = tokenizer.decode(first["added_tokens"])
+    assert len(told) > 1
+    for message in told:
+        assert tokenizer.decode(tokenizer.encode(message["content"], add_special_tokens=False)) in prompt
+
+
 def test_thirty_turns_do_not_fork_and_each_sampled_token_is_trained_once(thirty: Thirty) -> None:
     found = thirty.found
     assert [(turn["fork"], turn["forked_at"], turn["messages"]) for turn in found.turns if turn["fork"]] == []
@@ -122,7 +139,9 @@ def test_a_row_reads_as_the_whole_conversation_does(thirty: Thirty) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(thirty.directory / "model"))
     messages = [message for turn in thirty.turns for message in [*turn["messages"], turn["answer"]]]
     whole: Any = tokenizer.apply_chat_template(
-        [for_template(message) for message in messages], tools=thirty.turns[0]["setting"].get("tools"), tokenize=False
+        [for_template(message) for message in system_messages.for_template(messages)],
+        tools=thirty.turns[0]["setting"].get("tools"),
+        tokenize=False,
     )
     texts = [tokenizer.decode(_tokens(datum)) for datum in thirty.found.datums]
     assert whole.removesuffix("\n") in texts

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from skyrl.base.tiny.tools import CONTEXT, make
+from skyrl.base.tiny.tools import CHAT_TEMPLATE, CONTEXT, make
 from skyrl.cli.demo.server import DemoServer
 from tests.agents.scripted_vllm import ScriptedVllm, serving
 from tests.agents.scripts import LAST, TOOLS, sampling_of, script
@@ -29,6 +29,11 @@ SESSIONS = "/api/v1/agent_sessions"
 AGENT_S = 240.0
 """How long an agent may take for its task."""
 LOGGED = re.compile(r"(GET|HEAD|POST) (/v1/\S+) (\d{3}) ")
+STRICT = """\
+{%- for message in messages %}{% if message.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}
+"""
+"""The beginning of the model's template: Qwen3.5's rule. Both agents send more than one system message."""
 CODEX = """\
 model = "tiny"
 model_provider = "here"
@@ -58,6 +63,7 @@ class Found(msgspec.Struct):
 
 def main(programs: Path, directory: Path, kind: str, agent: str) -> None:
     make(directory / "model")
+    (directory / "model" / "chat_template.jinja").write_text(STRICT + CHAT_TEMPLATE)
     model = ("--base-model", str(directory / "model"), "--served-model-name", "tiny", "--access-log")
     if kind == "sampled":
         batched = {"enable_chunked_prefill": True, "max_num_batched_tokens": 4096}
@@ -96,7 +102,7 @@ def _run(server: DemoServer, programs: Path, directory: Path, agent: str, task: 
 
 def _all_rows(client: httpx.Client, path: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    offset = 0
+    offset: str | int = 0
     while True:
         page = client.get(path, params={**httpx.URL(path).params, "offset": offset}, timeout=60)
         read = page.raise_for_status().json()

@@ -71,6 +71,10 @@ class Server:
         made = answer.json()
         return Agent(made["session_id"], made["key"], self.http)
 
+    async def end(self, agent: Agent) -> None:
+        answer = await self.http.post(f"/api/v1/agent_sessions/{agent.id}/end", headers=TENANT)
+        assert answer.status_code == 200, answer.text
+
     def live(self, agent: Agent) -> LiveSession | None:
         return self.api.services.agents.live.peek(agent.id)
 

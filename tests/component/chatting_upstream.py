@@ -44,7 +44,7 @@ class ChattingUpstream:
     was_given: bool = False
     """Whether the request had the ids of that prompt, in place of messages."""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
-    """A stream waits for this after its first token. It is set at first."""
+    """A stream waits for this after its first token, and a whole answer before it is sent. It is set at first."""
 
     def __post_init__(self) -> None:
         self.go_on.set()
@@ -69,6 +69,7 @@ class ChattingUpstream:
         if asked.get("stream"):
             await self._stream(writer, head, sampled, text, length)
             return
+        await self.go_on.wait()
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         choice["logprobs"] = sampled.shown(0, SAMPLED)
         body = {"object": "chat.completion", "choices": [choice], "usage": _usage(length, SAMPLED)}

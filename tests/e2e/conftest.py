@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -21,8 +24,11 @@ from skyrl.storage.db.database import Database
 from tests.databases import rows_in, url_of
 from tests.otlp_receiver import Collector, collector
 from tests.postgres_server import PostgresServer
-from tests.servers import ready, seeing_server
+from tests.servers import SLOW_START_S, ready, seeing_server
 
+RUNNING = r"num_requests_(?:running|waiting)\{.*"
+COMPLETED = r'request_success_total\{.*finished_reason="length".*'
+"""Requests in vLLM, and those that it has sampled to their bound: names and labels for `in_vllm`."""
 ClientFactory = Callable[..., tinker.ServiceClient]
 
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
@@ -137,6 +143,20 @@ def vllm_of(server: DemoServer) -> tuple[str, str]:
     vllm = find_process(server, "vllm.entrypoints.openai.api_server")
     port = vllm.cmdline()[vllm.cmdline().index("--port") + 1]
     return f"http://127.0.0.1:{port}", vllm.environ()["VLLM_API_KEY"]
+
+
+def in_vllm(server: DemoServer, name: str) -> int:
+    """The sum of vLLM's figures whose name and labels match."""
+    url, key = vllm_of(server)
+    text = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}, trust_env=False).text
+    return sum(int(float(number)) for number in re.findall(rf"^vllm:{name}\}} (\S+)$", text, re.M))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SLOW_START_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.05)
 
 
 def check_two_steps(

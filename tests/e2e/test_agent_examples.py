@@ -1,4 +1,5 @@
-"""The examples that train agents with tools, run as processes against a real server."""
+"""The examples that train agents with tools, run as processes against a real server, and an answer of that server that
+breaks off before the call that it must make."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from openai import OpenAI
 
 from skyrl.base.tiny.tools import make
 from skyrl.cli.demo.server import DemoServer
@@ -62,3 +66,31 @@ def test_an_agent_learns_to_call_a_tool(with_tools: DemoServer, script: str) -> 
     assert rewards is not None, done.stdout
     first, last = map(float, rewards.groups())
     assert last > first + 0.05, done.stdout
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("in_session", [False, True])
+def test_an_answer_that_ends_before_its_call_has_called_nothing(
+    with_tools: DemoServer, stream: bool, in_session: bool
+) -> None:
+    with httpx.Client(base_url=with_tools.url, headers={"X-API-Key": "tml-a"}, trust_env=False, timeout=60) as client:
+        key = "tml-a"
+        if in_session:
+            made = client.post("/api/v1/agent_sessions", json={"model": "tiny"}).raise_for_status().json()
+            key = made["key"]
+        openai = OpenAI(base_url=f"{with_tools.url}/v1", api_key=key, max_retries=0)
+        function: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+        asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Add."}], "stop": ['"name"']}
+        tools: Any = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        answer: Any = openai.chat.completions.create(**asked, **tools, stream=stream)
+        if stream:
+            choices = [choice for chunk in answer for choice in chunk.choices]
+            assert [choice.delta.tool_calls for choice in choices if choice.delta.tool_calls] == []
+            finish = choices[-1].finish_reason
+        else:
+            assert not answer.choices[0].message.tool_calls
+            finish = answer.choices[0].finish_reason
+        assert finish == "stop"
+        if in_session:
+            turns = client.get(f"/api/v1/agent_sessions/{made['session_id']}/turns").json()["rows"]
+            assert [turn["finish_reason"] for turn in turns] == ["stop"]

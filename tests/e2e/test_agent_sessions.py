@@ -18,12 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl.cli.demo.server import DemoServer
 
-from .conftest import cross_entropy, train
+from .conftest import COMPLETED, RUNNING, cross_entropy, in_vllm, train, until
 
 pytestmark = pytest.mark.vllm
 
 KEY = "tml-agents"
 TASK: list[Any] = [{"role": "user", "content": "Who watches the river?"}]
+CONTEXT = 4096
+"""Of the tiny model, in tokens."""
 LONG = 1500
 """Tokens of an answer that is still sampled when its client leaves, also on a busy machine: 40 take 0.1 s."""
 
@@ -159,6 +161,30 @@ def test_a_stream_that_was_left_is_finished_and_given_to_the_client_that_asks_ag
     (turn,) = agent.turns()
     assert turn["answer"]["content"] == whole
     assert len(turn["sampled_tokens"]) == LONG
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "messages", "responses"])
+def test_the_end_of_a_session_stops_an_answer_that_its_client_has_left(
+    tenant: httpx.Client, server: DemoServer, route: str
+) -> None:
+    """Neither is the answer sampled to its end, nor does it get into the trajectory."""
+    asked = {"input": TASK} if route == "responses" else {"messages": TASK, "max_tokens": CONTEXT // 2}
+    until(lambda: in_vllm(server, RUNNING) == 0)
+    completed = in_vllm(server, COMPLETED)
+    body = {"model": "any", "stream": True, "temperature": 1.0, **asked}
+    agent = agent_of(tenant, sampling={"ignore_eos": True})
+    headers = {"Authorization": f"Bearer {agent.key}"}
+    with httpx.stream(
+        "POST", f"{agent.url}/v1/{route}", json=body, headers=headers, timeout=60, trust_env=False
+    ) as left:
+        assert left.status_code == 200
+        next(left.iter_lines())
+    until(lambda: in_vllm(server, RUNNING) == 1)
+    assert agent.tenant.post(f"/api/v1/agent_sessions/{agent.id}/end").status_code == 200
+    until(lambda: in_vllm(server, RUNNING) == 0)
+    assert in_vllm(server, COMPLETED) == completed
+    assert agent.turns() == []
+    assert agent.get()["end_reason"] == "called"
 
 
 def test_requests_at_once_are_branches_of_one_tree(agent: Agent) -> None:

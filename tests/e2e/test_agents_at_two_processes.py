@@ -17,7 +17,7 @@ import pytest
 from skyrl.cli.demo.server import DemoServer
 from skyrl.storage.db.database import Database
 
-from .conftest import vllm_of
+from .conftest import COMPLETED, RUNNING, in_vllm, until, vllm_of
 from .mortal_server import WAIT_S, MortalServer, running
 
 pytestmark = pytest.mark.vllm
@@ -226,3 +226,20 @@ def test_a_session_that_is_ended_at_one_process_takes_no_turn_at_the_other(conne
     assert [agent.refused(goes_on(TASK, said)) for agent in (second, first)] == ["agent_session_ended"] * 2
     assert second.answer(TASK, extra_headers=RETRY) == said, "a lost answer is given again after the end, too"
     assert len(second.turns()) == 1
+
+
+def test_the_end_at_one_process_stops_a_turn_that_runs_at_the_other(
+    server: DemoServer, connections: list[httpx2.Client]
+) -> None:
+    until(lambda: in_vllm(server, RUNNING) == 0)
+    completed = in_vllm(server, COMPLETED)
+    first, second = session(connections)
+    stream = second.stream(TASK, max_tokens=2000, temperature=1.0, extra_body={"ignore_eos": True})
+    next(stream)
+    first.end()
+    failure = failure_of(stream)
+    assert failure is not None
+    assert "this agent session has ended" in failure
+    until(lambda: in_vllm(server, RUNNING) == 0)
+    assert in_vllm(server, COMPLETED) == completed
+    assert first.turns() == second.turns() == []

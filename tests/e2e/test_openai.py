@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
@@ -21,9 +20,8 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.cli.demo.server import DemoServer
-from tests.servers import SLOW_START_S
 
-from .conftest import ALIAS, cross_entropy, train, vllm_of
+from .conftest import ALIAS, COMPLETED, RUNNING, cross_entropy, in_vllm, train, until
 
 pytestmark = pytest.mark.vllm
 
@@ -60,6 +58,10 @@ def run(server: DemoServer, tokenizer: PreTrainedTokenizerBase) -> Iterator[Run]
         yield Run(paths[0], paths[1], samplers, rest_of(server))
 
 
+USER = [{"role": "user", "content": "hi"}]
+TOOL: dict[str, Any] = {"name": "add", "parameters": {"type": "object"}}
+
+
 def rest_of(server: DemoServer) -> tinker.RestClient:
     return tinker.RestClient(base_url=server.url, api_key=KEY)
 
@@ -72,24 +74,6 @@ def client_of(server: DemoServer, key: str = KEY, prefix: str = "/oai/api/v1") -
 def client(server: DemoServer) -> Iterator[OpenAI]:
     with client_of(server) as client:
         yield client
-
-
-RUNNING = r"num_requests_(?:running|waiting)\{.*"
-COMPLETED = r'request_success_total\{.*finished_reason="length".*'
-
-
-def in_vllm(server: DemoServer, name: str) -> int:
-    """The sum of vLLM's figures whose name and labels match."""
-    url, key = vllm_of(server)
-    text = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}, trust_env=False).text
-    return sum(int(float(number)) for number in re.findall(rf"^vllm:{name}\}} (\S+)$", text, re.M))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SLOW_START_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.05)
 
 
 # Weights
@@ -361,6 +345,28 @@ def test_what_cannot_be_honoured_is_a_400_that_names_the_field(
 
 
 # Clients that go; tests/e2e/test_faults.py has servers that die
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("chat/completions", {"messages": USER, "tools": [{"type": "function", "function": TOOL}]}),
+        ("responses", {"input": "hi", "tools": [{"type": "function", **TOOL}]}),
+        ("messages", {"messages": USER, "max_tokens": 9, "tools": [{"name": "add", "input_schema": {}}]}),
+    ],
+)
+def test_tools_for_a_model_without_tools_are_refused_with_the_key_to_set(
+    server: DemoServer, route: str, asked: dict[str, Any]
+) -> None:
+    """The tiny model's template has none."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    refused = httpx.post(
+        f"{server.url}/v1/{route}", json={"model": "tiny", **asked}, headers=headers, timeout=60, trust_env=False
+    )
+    assert refused.status_code == 400
+    assert "its chat template has none" in refused.text
+    assert "generator.inference_engine.engine_init_kwargs" in refused.text
+    assert "--" not in refused.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

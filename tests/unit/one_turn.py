@@ -1,4 +1,4 @@
-"""A turn of an agent as an inference server could have answered it, for tests that count turns."""
+"""A session of an agent, and a turn of it as an inference server could have answered it, for tests that count turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 
 from skyrl.base.types.agent_reasons import ForkReason
-from skyrl.base.types.agents import AgentTurn
+from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn
+from skyrl.base.types.weights import BaseWeights
+
+NOW = 1_000_000.0
+LIMITS = AgentLimits(turns=3, tokens=100, seconds=1_000.0, idle_s=50.0)
 
 
 def turn(sampled: int, /, fork: ForkReason | None = None, **fields: Any) -> AgentTurn:
@@ -33,3 +37,19 @@ def turn(sampled: int, /, fork: ForkReason | None = None, **fields: Any) -> Agen
         "ended_at": 2.0,
     }
     return AgentTurn(**known | fields, fork=fork)
+
+
+def session(session_id: str, **fields: Any) -> AgentSession:
+    known: dict[str, Any] = {
+        "id": session_id,
+        "tenant": "one",
+        "name": f"task of {session_id}",
+        "model": "tiny",
+        "base_model": "acme/base",
+        "weights": BaseWeights(),
+        "follows": "pinned",
+        "limits": LIMITS,
+        "created_at": NOW,
+        "used_at": NOW,
+    }
+    return AgentSession(**known | fields)

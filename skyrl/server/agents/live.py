@@ -17,6 +17,7 @@ from skyrl.server.openai.errors import OpenAIError
 from skyrl.storage.db.agent_sessions import AgentSessions
 from skyrl.storage.db.agent_turns import AgentTurns
 from skyrl.storage.db.retention import PAUSE_S
+from skyrl.storage.notify.peers import PeerNotifier
 
 MAX_BYTES = 512 * 2**20
 """Of all sessions in memory, beside those with a turn that runs."""
@@ -56,6 +57,19 @@ class LiveSession:
         """Raises OpenAIError 403 if the session has ended."""
         if (reason := self.session.end_reason) is not None:
             raise ended(reason)
+
+    def end_turn(self, turn: RunningTurn) -> None:
+        """A turn runs no more."""
+        self.running.remove(turn)
+        del self.keys[turn.id]
+        self.used_at = time.time()
+
+    def stop_turns(self) -> None:
+        """End the running turns of a session that has ended. One whose answer is complete is stored already, or is
+        refused when it is stored."""
+        if (reason := self.session.end_reason) is not None:
+            for turn in self.running:
+                turn.stop(ended(reason))
 
     def running_with(self, key: bytes) -> RunningTurn | None:
         """The newest running turn of the same request."""
@@ -99,10 +113,18 @@ class LiveSessions:
     `most_bytes` of messages and tokens."""
 
     def __init__(
-        self, sessions: AgentSessions, turns: AgentTurns, metrics: AgentMetrics, *, alone: bool, most_bytes: int
+        self,
+        sessions: AgentSessions,
+        turns: AgentTurns,
+        metrics: AgentMetrics,
+        peers: PeerNotifier,
+        *,
+        alone: bool,
+        most_bytes: int,
     ) -> None:
         self._sessions = sessions
         self._turns = turns
+        self._peers = peers
         self.alone = alone
         self._most_bytes = most_bytes
         self._metrics = metrics
@@ -137,14 +159,31 @@ class LiveSessions:
         return reason
 
     async def end(self, session_id: str, reason: EndReason) -> bool:
-        """End a session. Turns that run go on to their ends. False if it has ended before, or there is none."""
+        """End a session, and its running turns at once, here and in other processes: its trajectory does not change any
+        more. False if it has ended before, or there is none."""
         now = time.time()
         ends = await self._sessions.end(session_id, reason, now)
         if (live := self._live.get(session_id)) is not None:
-            live.session = replace(live.session, ended_at=now, end_reason=reason)
+            if live.session.end_reason is None:
+                live.session = replace(live.session, ended_at=now, end_reason=reason)
+            live.stop_turns()
         if ends:
             self._metrics.ended(reason)
+            self._peers.agent_session_ended(session_id)
         return ends
+
+    async def look_again(self, session_id: str) -> None:
+        """Another process may have ended a session: end its running turns here, if there are any."""
+        live = self._live.get(session_id)
+        if live is not None and live.running:
+            await self._read(session_id)
+            live.stop_turns()
+
+    async def why_ended(self, live: LiveSession) -> RequestError:
+        """The refusal of a turn of a session that this or another process has ended."""
+        if live.session.end_reason is None:
+            await self._read(live.session.id)
+        return ended(live.session.end_reason or "called")
 
     async def end_over(self) -> None:
         """End the sessions whose time is over or that were idle for too long, whether they are in memory or not. Call
@@ -169,11 +208,17 @@ class LiveSessions:
                 del self._live[session_id]
 
     async def note_running(self) -> None:
-        """A session with a running turn is in use, however long the turn takes. Call it several times a minute."""
-        for session_id, live in self._live.items():
-            if live.running:
-                live.used_at = time.time()
-                self._sessions.note_use(session_id)
+        """A session with a running turn is in use, however long the turn takes, until its time is over. Call it several
+        times a minute."""
+        for session_id, live in list(self._live.items()):
+            if not live.running:
+                continue
+            live.used_at = time.time()
+            self._sessions.note_use(session_id)
+            if not self.alone:
+                await self.look_again(session_id)
+            if live.session.end_reason is None:
+                await self.end_if_over(live)
 
     async def _read(self, session_id: str) -> LiveSession:
         """From the database, once for all requests that wait for it."""

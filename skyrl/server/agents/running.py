@@ -1,6 +1,7 @@
 """A turn while it is sampled: what is there of its answer, for any number of readers.
 
-A turn goes on when its reader goes: a client whose connection broke asks again, and gets the same answer.
+A turn goes on when its reader goes: a client whose connection broke asks again, and gets the same answer. It ends with
+its session.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class RunningTurn:
         """The whole answer, once it is complete, if the inference server did not stream it."""
         self.is_complete = False
         """Whether the answer is complete: it is stored next, and then its end goes to the readers."""
+        self.task: asyncio.Task[None] | None = None
+        """What samples the answer."""
+        self.stopped: RequestError | None = None
+        """Why the turn was ended before its answer was complete."""
         self._readers = 0
         self._had_readers = False
         self._chunks: list[bytes] = []
@@ -48,6 +53,12 @@ class RunningTurn:
     def end(self, turns: Sequence[AgentTurn], body: bytes | None) -> None:
         self.turns, self.body, self._ended = turns, body, True
         self._wake()
+
+    def stop(self, reason: RequestError) -> None:
+        """End the turn, and with it its request to the inference server, unless its answer is complete."""
+        if not self.is_complete and self.stopped is None and self.task is not None:
+            self.stopped = reason
+            self.task.cancel()
 
     def fail(self, error: RequestError) -> None:
         """Each reader gets this error."""

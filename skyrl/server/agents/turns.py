@@ -48,7 +48,7 @@ class Turns:
         """The turn that answers a request: a new one, or the one that has answered the same request before and did not
         reach its client. Raises RequestError."""
         if self._stopping:
-            raise RequestError("the server is stopping; send the request again", status=503, retry_after_s=1)
+            raise _stopping()
         try:
             return await self._begun(request)
         except RequestError as error:
@@ -75,6 +75,7 @@ class Turns:
             # Another process may be at this turn. Nothing is shown before it is known whose answer is stored.
             fields = fields | {"stream": False}
         plan = await self._planner.plan(live, request, place, fields)
+        live.check_open()  # again: it may have ended while the turn was planned
         size = plan.generation.size
         tokens = size.n * ((size.max_tokens or 0) + _added(live, plan))
         turn = RunningTurn(request.turn_id, plan.parent, tokens=tokens, n=size.n, streams=plan.generation.stream)
@@ -83,9 +84,9 @@ class Turns:
         live.running.append(turn)
         live.keys[turn.id] = key
         own_s = time.perf_counter() - began
-        task = asyncio.create_task(self._run(turn, live, plan, key, attempt, own_s))
+        task = turn.task = asyncio.create_task(self._run(turn, live, plan, key, attempt, own_s))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._task_ended(task, turn, live))
         return turn
 
     async def whole(self, turn: RunningTurn, request: TurnRequest) -> bytes:
@@ -142,7 +143,7 @@ class Turns:
                 turns = self._turns_of(turn, live, plan, answers, key, attempt, began)
                 turn.is_complete = True
                 span.answered(turns)
-                stored = [await self._stored.add(each) for each in turns]
+                stored = await self._store(turns, live)
             if [each.id for each in stored] != [each.id for each in turns]:
                 if turn.streams:
                     raise OpenAIError("another process has answered this request; send it again", status=503)
@@ -154,16 +155,31 @@ class Turns:
             turn.end(stored, body)
             await self.live.end_if_over(live)
         except asyncio.CancelledError:
-            turn.fail(RequestError("the server is stopping; send the request again", status=503, retry_after_s=1))
-            raise
+            turn.fail(turn.stopped or _stopping())
+            if turn.stopped is None:
+                raise
+            self._metrics.failed(request.dialect, turn.stopped.status)
         except Exception as error:  # the turn's readers get it; the server's own faults are logged
             failure = _failure(error, request.id)
             self._metrics.failed(request.dialect, failure.status)
             turn.fail(failure)
         finally:
-            live.running.remove(turn)
-            del live.keys[turn.id]
-            live.used_at = time.time()
+            live.end_turn(turn)
+
+    def _task_ended(self, task: asyncio.Task[None], turn: RunningTurn, live: LiveSession) -> None:
+        self._tasks.discard(task)
+        if turn in live.running:  # cancelled before it began
+            live.end_turn(turn)
+            turn.fail(turn.stopped or _stopping())
+
+    async def _store(self, turns: list[AgentTurn], live: LiveSession) -> list[AgentTurn]:
+        """The turns as they are stored. Raises OpenAIError 403 if the session has ended."""
+        stored: list[AgentTurn] = []
+        for each in turns:
+            if (kept := await self._stored.add(each)) is None:
+                raise await self.live.why_ended(live)
+            stored.append(kept)
+        return stored
 
     async def _sampled(self, turn: RunningTurn, answers: Answers, plan: Plan) -> tuple[list[bytes], bytes | None]:
         """Sample the answer. Returns what is held back of it: the last chunks, or the whole body."""
@@ -228,6 +244,10 @@ class Turns:
                 )
             )
         return turns
+
+
+def _stopping() -> RequestError:
+    return RequestError("the server is stopping; send the request again", status=503, retry_after_s=1)
 
 
 def _failure(error: Exception, request_id: str) -> RequestError:

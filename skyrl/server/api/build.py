@@ -152,7 +152,13 @@ def build(runtime: Runtime, secrets: Secrets, features: Sequence[InferenceFeatur
     return ApiProcess(
         base=base,
         services=services,
-        notices=NoticeHandler(base.futures, services.sampling, services.refresh, services.session_life.changed),
+        notices=NoticeHandler(
+            base.futures,
+            services.sampling,
+            services.refresh,
+            services.session_life.changed,
+            services.agents.live.look_again,
+        ),
         ownership=ownership,
         clocks=SampleClocks(writer, runtime.process_id),
         retention=Retention(database, writer, runtime.config.result_retention_s, runtime.config.agents.retention_s),
@@ -251,6 +257,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
                 agent_sessions,
                 agent_turns,
                 base.metrics.agents,
+                base.notifier.peers,
                 alone=database.is_sqlite,
                 most_bytes=config.agents.bytes,
             ),

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 class NoticeHandler:
     """Reads from the database what a notice names. `refresh` reads the engines' states. `session_changed` is called
-    with the id of a session that another API process has changed or ended."""
+    with the id of a session that another API process has changed or ended, `agent_session_ended` with that of an agent
+    session that another API process has ended."""
 
     def __init__(
         self,
@@ -25,11 +26,13 @@ class NoticeHandler:
         sampling: SampleService,
         refresh: Callable[[], Awaitable[object]],
         session_changed: Callable[[str], Awaitable[object]],
+        agent_session_ended: Callable[[str], Awaitable[object]],
     ) -> None:
         self._futures = futures
         self._sampling = sampling
         self._refresh = refresh
         self._session_changed = session_changed
+        self._agent_session_ended = agent_session_ended
 
     async def from_engine(self, notices: list[str]) -> None:
         """The engine of this server has settled the requests with these ids; or, for STATE, its state has changed."""
@@ -48,6 +51,8 @@ class NoticeHandler:
             self._sampling.cancel(await self._futures.read_outcomes(notices.requests))
             for session_id in notices.sessions:
                 await self._session_changed(session_id)
+            for session_id in notices.agent_sessions:
+                await self._agent_session_ended(session_id)
         except DatabaseError as error:
             _log_unread_notice("another API process", error)
 

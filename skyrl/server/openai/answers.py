@@ -4,7 +4,11 @@ the server's own. Reads the token counts for usage.
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import re
+=======
+from collections.abc import Collection
+>>>>>>> main
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +53,23 @@ class _Usage(msgspec.Struct):
         return Used(self.prompt_tokens, min(cached, self.prompt_tokens), self.completion_tokens or 0)
 
 
+class _Said(msgspec.Struct):
+    tool_calls: list[msgspec.Raw] | None = None
+
+
 class _Choice(msgspec.Struct):
+    """`message` is a whole answer's, `delta` an event's."""
+
     index: int = 0
     finish_reason: str | None = None
     weight_versions: msgspec.Raw = NOT_TOLD
+    message: _Said | None = None
+    delta: _Said | None = None
+
+    @property
+    def calls(self) -> bool:
+        """Whether it has a call of a tool, or a part of one."""
+        return any(said is not None and bool(said.tool_calls) for said in (self.message, self.delta))
 
 
 class _Seen(msgspec.Struct):
@@ -62,6 +79,8 @@ class _Seen(msgspec.Struct):
     usage: _Usage | None = None
 
 
+_CALLED = "tool_calls"
+_choices = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _seen = msgspec.json.Decoder(_Seen).decode
 
@@ -78,10 +97,25 @@ def _read(content: bytes) -> tuple[dict[str, Any], _Seen]:
     return {name: value for name, value in fields.items() if name in SHOWN}, seen
 
 
+<<<<<<< HEAD
 def with_token_names(content: bytes) -> bytes:
     """An answer to `generate` or an event of it, whose logprobs also have the name of their token, `token_id:7`. vLLM
     has told the id alone since 0.32; the package `renderers` (0.1.12), which verifiers uses, reads the name."""
     return _TOKEN_ID.sub(rb'{"token":"token_id:\1","token_id":\1', content)
+=======
+def _without_false_calls(fields: dict[str, Any], seen: _Seen, called: Collection[int]) -> None:
+    """vLLM says that an answer which had to call a tool has done so, also where it ended within the thoughts, before
+    any call. Such an answer has stopped. `called` are the indices of choices that had a call earlier."""
+    false = [
+        choice.finish_reason == _CALLED and not choice.calls and choice.index not in called for choice in seen.choices
+    ]
+    if any(false):
+        choices = _choices(fields["choices"])
+        fields["choices"] = [
+            choice | {"finish_reason": "stop"} if is_false else choice
+            for choice, is_false in zip(choices, false, strict=True)
+        ]
+>>>>>>> main
 
 
 def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[bytes, Used]:
@@ -90,6 +124,7 @@ def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[b
     fields, seen = _read(content)
     if version is not None:
         check_began((spans_in(choice.weight_versions) for choice in seen.choices), version)
+    _without_false_calls(fields, seen, ())
     return _encode(fields | {"model": model}), (seen.usage or _Usage()).used()
 
 
@@ -111,6 +146,8 @@ class EventRewriter:
         self._prompts: dict[int, int] = {}
         self._choices: dict[int, int] = {}
         self._total: Used | None = None
+        self._called: set[int] = set()
+        """The choices that have called a tool."""
 
     @property
     def used(self) -> Used:
@@ -124,6 +161,8 @@ class EventRewriter:
             if seen.usage is not None:
                 self._total = seen.usage.used()
             return _encode(fields | {"model": self._model}) if self._include_usage else None
+        self._called.update(choice.index for choice in seen.choices if choice.calls)
+        _without_false_calls(fields, seen, self._called)
         if seen.usage is not None:
             for choice in seen.choices:
                 self._prompts[choice.index // self._n] = seen.usage.prompt_tokens

@@ -7,6 +7,7 @@ TOO_LONG_CODE; `max_tokens` above what fits is cut (`openai.generation`, and vLL
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -101,6 +102,24 @@ def impossible_shape(field: str) -> OpenAIError:
     )
 
 
+_PARSER_KEY = "generator.inference_engine.engine_init_kwargs"
+_FLAGS: Mapping[str, tuple[str, str]] = {
+    "--tool-call-parser": (
+        "tools",
+        "this model is not served with tools: its chat template has none, or the server knows no parser for its calls. "
+        f'An operator names a parser with "{_PARSER_KEY}": {{"tool_call_parser": ...}}; without tools, or with '
+        "tool_choice 'none', the model answers",
+    ),
+    "--reasoning-parser": (
+        "thinking_token_budget",
+        "this model is not served with thoughts: its chat template has none, or the server knows no parser for them. "
+        f'An operator names a parser with "{_PARSER_KEY}": {{"reasoning_parser": ...}}',
+    ),
+}
+"""Options of vLLM that its refusals name, each with the field at fault and the sentence in place of vLLM's: tenants
+cannot set an option, and operators set it with a key of this server."""
+
+
 class _Detail(msgspec.Struct):
     message: str = ""
     param: str | None = None
@@ -123,6 +142,9 @@ def refusal_of(
         detail = describe(answer)
     message, param = (detail, None) if isinstance(detail, str) else (detail.message or describe(answer), detail.param)
     message = message.replace(hidden, shown)
+    for flag, (at_fault, sentence) in _FLAGS.items():
+        if flag in message:
+            return OpenAIError(sentence, status=answer.status, param=at_fault)
     if max_tokens != 0 and limits.max_context is not None and _NO_ROOM.search(message):
         length = _LENGTH.search(message)
         return too_long(limits.max_context if length is None else int(length[1]), limits, field)

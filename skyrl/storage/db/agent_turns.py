@@ -17,21 +17,29 @@ from skyrl.base.types.agents import AgentTurn, VersionSpan
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import ConstraintError
 from skyrl.storage.db.row_statement import RowStatement
-from skyrl.storage.db.tables.agents import AgentTurnRow
+from skyrl.storage.db.tables.agents import AgentSessionRow, AgentTurnRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 turns = AgentTurnRow.__table__  # type: ignore[attr-defined]
+sessions = AgentSessionRow.__table__  # type: ignore[attr-defined]
 
 COMPRESSED_BYTES = 1024
 """Content of more bytes is compressed. A token id of a large vocabulary takes 4 bytes, and about 2.5 compressed."""
 _PLAIN, _ZSTD = b"\0", b"\1"
 _COLUMNS = ("id", "session_id", "parent", "key", "attempt", "ended_at", "added", "sampled", "fork", "content")
 _NAMES = ", ".join(_COLUMNS)
+_OPEN = "EXISTS (SELECT 1 FROM agent_sessions AS s WHERE s.id = session_id AND s.ended_at IS NULL)"
 _ADD = RowStatement(
-    insert(turns).values({turns.c[name]: bindparam(name) for name in _COLUMNS}),
-    many=f"INSERT INTO agent_turns ({_NAMES}) SELECT {_NAMES} FROM given WHERE id IS NOT NULL",
+    insert(turns).from_select(
+        _COLUMNS,
+        select(
+            *(sessions.c.id if name == "session_id" else bindparam(name, type_=turns.c[name].type) for name in _COLUMNS)
+        ).where(sessions.c.id == bindparam("session_id"), sessions.c.ended_at.is_(None)),
+    ),
+    many=f"INSERT INTO agent_turns ({_NAMES}) SELECT {_NAMES} FROM given WHERE id IS NOT NULL AND {_OPEN}",
     long=("content",),
 )
+"""Adds nothing to a session that has ended. The write lock decides whether an end or a turn was first."""
 
 
 class _Content(msgspec.Struct, array_like=True):
@@ -61,19 +69,21 @@ class AgentTurns:
         self._database = database
         self._writer = writer
 
-    async def add(self, turn: AgentTurn) -> AgentTurn:
-        """Store a turn, and return it; or the turn that was stored before with the same session, key and attempt.
-        Raises DatabaseError."""
+    async def add(self, turn: AgentTurn) -> AgentTurn | None:
+        """Store a turn, and return it; or the turn that was stored before with the same session, key and attempt. None
+        if the session has ended: then nothing is stored. Raises DatabaseError."""
+        constraint: ConstraintError | None = None
         try:
-            await self._writer.execute(_ADD, _row(turn))
-        except ConstraintError:
-            same = (turns.c.session_id == turn.session_id) & (turns.c.key == turn.key)
-            query = select(turns).where(same, turns.c.attempt == turn.attempt)
-            stored = await self._database.read_async(lambda c: c.execute(query).first())
-            if stored is None:
-                raise
-            return _turn(stored)
-        return turn
+            if await self._writer.execute(_ADD, _row(turn)):
+                return turn
+        except ConstraintError as error:
+            constraint = error
+        same = (turns.c.session_id == turn.session_id) & (turns.c.key == turn.key)
+        query = select(turns).where(same, turns.c.attempt == turn.attempt)
+        stored = await self._database.read_async(lambda c: c.execute(query).first())
+        if stored is None and constraint is not None:
+            raise constraint
+        return None if stored is None else _turn(stored)
 
     async def of(self, session_id: str, after: int = 0) -> tuple[list[AgentTurn], int]:
         """The turns of a session in rows after the number `after`, oldest first, and the number of the last row. Raises

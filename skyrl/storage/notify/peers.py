@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+AGENT = "agent-"
 APART_S = 0.02
 """The least time between two sends. Every send wakes every other process, and costs it as much as many ids do. A
 process reads new ends no more often either (`stored_ends.READ_EVERY_S`)."""
@@ -14,20 +15,23 @@ process reads new ends no more often either (`stored_ends.READ_EVERY_S`)."""
 @dataclass(slots=True)
 class PeerNotices:
     """Notices of another API process: ids of `requests` that have ended, of the `sampling_sessions` of such requests,
-    and of `sessions` that have ended or changed."""
+    of `sessions` that have ended or changed, and of `agent_sessions` that have ended."""
 
     requests: list[str] = field(default_factory=list)
     sampling_sessions: list[str] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
+    agent_sessions: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, notices: Iterable[str]) -> PeerNotices:
         """The ids by what they stand for. The id of a sampling session contains a colon, the id of a session begins
-        with s, and the id of a request does neither."""
+        with s, AGENT stands before that of an agent session, and the id of a request has none of these."""
         sorted_notices = cls()
         for notice in notices:
             if ":" in notice:
                 sorted_notices.sampling_sessions.append(notice)
+            elif notice.startswith(AGENT):
+                sorted_notices.agent_sessions.append(notice.removeprefix(AGENT))
             elif notice.startswith("s"):
                 sorted_notices.sessions.append(notice)
             else:
@@ -57,6 +61,10 @@ class PeerNotifier:
     def session_changed(self, session_id: str) -> None:
         """A session has ended or changed in this process."""
         self._add((session_id,))
+
+    def agent_session_ended(self, session_id: str) -> None:
+        """An agent session was ended in this process."""
+        self._add((AGENT + session_id,))
 
     def _add(self, notices: Iterable[str]) -> None:
         if self.alone or self.send is None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,71 @@ async def test_streams_that_are_left_are_finished_and_hold_nothing(server: Serve
     assert [(await agent.get())["sampled"] for agent in agents] == [SAMPLED] * STREAMS
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_the_end_of_a_session_ends_its_running_turns_and_its_trajectory_stays(
+    server: Server, upstream: FakeUpstream, streams: bool
+) -> None:
+    agent, other = await server.agent(), await server.agent()
+    said = await agent.say(TASK)
+    server.vllm.go_on.clear()
+    again = {"messages": [*TASK, said, user("And now?")], "stream": streams}
+    waiting = asyncio.create_task(agent.ask(CHAT, **again))
+    others = asyncio.create_task(other.ask(CHAT, messages=TASK, stream=True))
+    live = server.live(agent)
+    assert live is not None
+    await until(lambda: live.running and (elsewhere := server.live(other)) is not None and elsewhere.running)
+    if streams:
+        await left(agent)
+        await until(lambda: len(live.running) == 2)
+    await server.end(agent)
+    refused = await waiting
+    assert "agent_session_ended" in refused.text
+    assert refused.status_code == (200 if streams else 403), "a stream that has begun ends with the error"
+    await until(lambda: not live.running)
+    before = await agent.get("/trajectory?format=samples")
+    server.vllm.go_on.set()
+    assert (await others).status_code == 200, "other sessions go on"
+    assert "agent_session_ended" not in (await others).text
+    assert await agent.get("/trajectory?format=samples") == before
+    assert len((await agent.get("/turns"))["rows"]) == 1
+    assert (await agent.ask(CHAT, **again)).status_code == 403
+
+
+async def test_a_turn_that_runs_when_the_time_of_its_session_is_over_ends_with_it(server: Server) -> None:
+    agent = await server.agent(limits={"seconds": 60})
+    server.vllm.go_on.clear()
+    waiting = asyncio.create_task(agent.ask(CHAT, messages=TASK, stream=True))
+    await until(lambda: (live := server.live(agent)) is not None and live.running)
+    live = server.live(agent)
+    assert live is not None
+    live.session = replace(live.session, created_at=live.session.created_at - 100)
+    await server.api.services.agents.live.note_running()  # as it happens every ten seconds
+    assert "agent_session_ended" in (await waiting).text
+    await until(lambda: not live.running)
+    assert (await agent.get())["end_reason"] == "time"
+    assert (await agent.get("/turns"))["rows"] == []
+
+
+async def test_a_turn_that_is_complete_when_its_session_ends_is_in_the_trajectory_or_was_not_answered(
+    server: Server,
+) -> None:
+    """Ends at any moment of turns: what a client has got whole is in the trajectory, and nothing is added later."""
+    agents = [await server.agent() for _ in range(40)]
+
+    async def end(agent: Agent, after_s: float) -> list[Any]:
+        await asyncio.sleep(after_s)
+        await server.end(agent)
+        return (await agent.get("/turns"))["rows"]
+
+    asking = [asyncio.create_task(agent.ask(CHAT, messages=TASK)) for agent in agents]
+    ended = await asyncio.gather(*(end(agent, number / 400) for number, agent in enumerate(agents)))
+    answers = await asyncio.gather(*asking)
+    for agent, turns, answer in zip(agents, ended, answers, strict=True):
+        assert answer.status_code in (200, 403), answer.text
+        assert (answer.status_code == 200) <= (len(turns) == 1)
+        assert (await agent.get("/turns"))["rows"] == turns
+
+
 async def left(agent: Agent) -> str:
     """The first part of a streamed answer, after which the client closes its connection."""
     body = {"model": "any", "max_tokens": 9, "messages": TASK, "stream": True}
@@ -84,7 +150,7 @@ async def left(agent: Agent) -> str:
 
 async def pages(agent: Agent, path: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    offset: int | None = 0
+    offset: str | int | None = 0
     while offset is not None:
         page = await agent.get(f"{path}{'&' if '?' in path else '?'}offset={offset}")
         rows += page["rows"]

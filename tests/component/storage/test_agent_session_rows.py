@@ -10,11 +10,10 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from one_turn import turn
+from one_turn import LIMITS, NOW, session, turn
 from sqlalchemy import func, select
 
-from skyrl.base.types.agents import AgentLimits, AgentSession
-from skyrl.base.types.weights import AdapterVersion, BaseWeights
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.storage.db import agent_sessions as rows
 from skyrl.storage.db.agent_sessions import AgentSessions, Counts
 from skyrl.storage.db.agent_turns import AgentTurns, turns
@@ -25,9 +24,6 @@ from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
-
-NOW = 1_000_000.0
-LIMITS = AgentLimits(turns=3, tokens=100, seconds=1_000.0, idle_s=50.0)
 
 
 @pytest.fixture
@@ -45,22 +41,6 @@ def sessions(database: Database, writer: GroupCommitWriter) -> AgentSessions:
 @pytest.fixture
 def kept(database: Database, writer: GroupCommitWriter) -> AgentTurns:
     return AgentTurns(database, writer)
-
-
-def session(session_id: str, **fields: Any) -> AgentSession:
-    known: dict[str, Any] = {
-        "id": session_id,
-        "tenant": "one",
-        "name": f"task of {session_id}",
-        "model": "tiny",
-        "base_model": "acme/base",
-        "weights": BaseWeights(),
-        "follows": "pinned",
-        "limits": LIMITS,
-        "created_at": NOW,
-        "used_at": NOW,
-    }
-    return AgentSession(**known | fields)
 
 
 async def test_a_session_is_read_as_it_was_made(sessions: AgentSessions) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from one_turn import turn
+from one_turn import session, turn
 from sqlalchemy import func, select
 
 from skyrl.base.types.agents import AgentTurn, VersionSpan
+from skyrl.storage.db.agent_sessions import AgentSessions
 from skyrl.storage.db.agent_turns import COMPRESSED_BYTES, AgentTurns, turns
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -33,11 +34,22 @@ def database(migrated_url: str) -> Iterator[Database]:
     database.close()
 
 
+SESSIONS = ["s1", "s2", *(f"o{number}" for number in range(20))]
+
+
 @pytest.fixture
-async def kept(database: Database) -> AsyncIterator[AgentTurns]:
+async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
+    """The sessions SESSIONS are open."""
     writer = GroupCommitWriter(database)
-    yield AgentTurns(database, writer)
+    sessions = AgentSessions(database, writer)
+    await asyncio.gather(*(sessions.create(session(name), len(SESSIONS)) for name in SESSIONS))
+    yield writer
     await writer.close()
+
+
+@pytest.fixture
+def kept(database: Database, writer: GroupCommitWriter) -> AgentTurns:
+    return AgentTurns(database, writer)
 
 
 def fields(turn: AgentTurn) -> dict[str, Any]:
@@ -94,7 +106,9 @@ async def test_of_the_same_answer_the_first_stored_stays(kept: AgentTurns) -> No
     first = turn(1, id="t1")
     second = turn(2, id="t2")
     assert await kept.add(first) is first
-    assert fields(await kept.add(second)) == fields(first)
+    stored = await kept.add(second)
+    assert stored is not None
+    assert fields(stored) == fields(first)
     for other in (turn(2, id="t3", attempt=1), turn(2, id="t4", key=b"l"), turn(2, id="t5", session_id="s2")):
         assert await kept.add(other) is other
     assert [each.id for each in (await kept.of("s1"))[0]] == ["t1", "t3", "t4"]
@@ -106,8 +120,52 @@ async def test_of_many_at_once_one_is_stored_and_all_get_it(kept: AgentTurns) ->
     got = await asyncio.gather(*map(kept.add, [each for pair in zip(same, others, strict=True) for each in pair]))
     stored, _ = await kept.of("s1")
     assert len(stored) == 1
-    assert {each.id for each in got[::2]} == {stored[0].id}
-    assert [each.id for each in got[1::2]] == [each.id for each in others], "one refused row refuses no other"
+    assert {each and each.id for each in got[::2]} == {stored[0].id}
+    assert [each and each.id for each in got[1::2]] == [each.id for each in others], "one refused row refuses no other"
+
+
+async def test_a_turn_of_a_session_that_has_ended_is_not_stored(
+    kept: AgentTurns, database: Database, writer: GroupCommitWriter
+) -> None:
+    sessions = AgentSessions(database, writer)
+    before = turn(1, id="t1")
+    await kept.add(before)
+    assert await sessions.end("s1", "called", 1.0)
+    assert await kept.add(turn(1, id="t2", key=b"other")) is None
+    assert await kept.add(turn(1, id="t3", session_id="s9")) is None, "nor is one of no session"
+    again = await kept.add(before)
+    assert again is not None
+    assert fields(again) == fields(before), "what was stored before stays known"
+    assert [each.id for each in (await kept.of("s1"))[0]] == ["t1"]
+
+
+async def test_of_many_turns_at_once_those_of_ended_sessions_are_refused_alone(
+    kept: AgentTurns, database: Database, writer: GroupCommitWriter
+) -> None:
+    sessions = AgentSessions(database, writer)
+    ended = SESSIONS[2::2]
+    for name in ended:
+        assert await sessions.end(name, "called", 1.0)
+    written = [turn(1, id=f"t-{name}", session_id=name) for name in SESSIONS[2:]]
+    got = await asyncio.gather(*map(kept.add, written))
+    assert [each is None for each in got] == [name in ended for name in SESSIONS[2:]]
+
+
+async def test_turns_that_are_stored_while_their_session_ends_were_there_at_its_end(
+    kept: AgentTurns, database: Database, writer: GroupCommitWriter
+) -> None:
+    """A turn that is stored is seen by whoever was told of the end."""
+    sessions = AgentSessions(database, writer)
+
+    async def end() -> list[str]:
+        await sessions.end("s1", "called", 1.0)
+        return [each.id for each in (await kept.of("s1"))[0]]
+
+    adding = [asyncio.create_task(kept.add(turn(1, id=f"t{n}", key=bytes([n])))) for n in range(50)]
+    ending = asyncio.create_task(end())
+    adding += [asyncio.create_task(kept.add(turn(1, id=f"t{n}", key=bytes([n])))) for n in range(50, 100)]
+    stored = [each.id for each in await asyncio.gather(*adding) if each is not None]
+    assert sorted(await ending) == sorted(stored) == sorted(each.id for each in (await kept.of("s1"))[0])
 
 
 async def test_turns_come_in_their_order_and_only_those_after_a_row(kept: AgentTurns) -> None:

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from skyrl.server.openai.answers import EventRewriter, Used, rewritten
-from skyrl.server.openai.errors import code_in
+from skyrl.server.openai.errors import code_in, refusal_of
 from skyrl.server.openai.events import DONE, Events
 from skyrl.server.sampling.answer_stream import AnswerStream
 from skyrl.server.sampling.completion import AbortedAnswer, MalformedAnswer
-from skyrl.server.sampling.transport import Interrupted
+from skyrl.server.sampling.transport import Answer, Interrupted
 
 WIRE = b': ping\n\ndata: {"a": "x\\n\\n"}\n\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
 
@@ -82,6 +82,63 @@ def test_an_aborted_answer_and_one_that_is_none_are_told_apart() -> None:
             rewritten(content, "mine")
     for finish in ("stop", "length", "tool_calls"):
         rewritten(event(0, 1, 1, finish), "mine")
+
+
+CALL = {"function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("said", "finish", "shown"),
+    [
+        ({"content": None, "reasoning": "I think"}, "tool_calls", "stop"),
+        ({"content": "", "tool_calls": []}, "tool_calls", "stop"),
+        ({"content": None, "tool_calls": [CALL]}, "tool_calls", "tool_calls"),
+        ({"content": "a"}, "length", "length"),
+    ],
+)
+def test_an_answer_that_calls_no_tool_does_not_say_that_it_does(said: Any, finish: str, shown: str) -> None:
+    choices = [{"index": 0, "message": said, "finish_reason": finish, "logprobs": {"content": [{"logprob": -0.1}]}}]
+    body, _ = rewritten(json.dumps({"model": "m", "choices": choices}).encode(), "mine")
+    (choice,) = json.loads(body)["choices"]
+    assert choice == choices[0] | {"finish_reason": shown}
+
+
+def test_a_stream_that_calls_no_tool_does_not_say_that_it_does() -> None:
+    """Choice 1 has called a tool, choice 0 has not."""
+    rewriter = EventRewriter("mine", 2, include_usage=False, continuous_usage=False)
+
+    def told(index: int, delta: Any, finish: str | None) -> str | None:
+        choices = [{"index": index, "delta": delta, "finish_reason": finish}]
+        shown = rewriter.rewrite(json.dumps({"choices": choices}).encode())
+        assert shown is not None
+        (choice,) = json.loads(shown)["choices"]
+        assert choice["delta"] == delta
+        return choice["finish_reason"]
+
+    assert told(0, {"reasoning": "Hm"}, None) is None
+    assert told(1, {"tool_calls": [CALL]}, None) is None
+    assert told(0, {}, "tool_calls") == "stop"
+    assert told(1, {}, "tool_calls") == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("told", "field", "key"),
+    [
+        (
+            '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+            "tools",
+            "tool_call",
+        ),
+        ('tool_choice="required" requires --tool-call-parser to be set', "tools", "tool_call"),
+        ("Please set --reasoning-parser and/or --reasoning-config", "thinking_token_budget", "reasoning"),
+    ],
+)
+def test_a_refusal_that_names_an_option_of_vllm_names_the_key_of_this_server(told: str, field: str, key: str) -> None:
+    body = json.dumps({"error": {"message": told, "type": "BadRequestError", "param": None, "code": 400}}).encode()
+    refusal = refusal_of(Answer(400, "application/json", body), "run@3", "mine")
+    assert (refusal.status, refusal.field) == (400, field)
+    assert "--" not in refusal.message
+    assert f'"generator.inference_engine.engine_init_kwargs": {{"{key}_parser"' in refusal.message
 
 
 @pytest.mark.parametrize(
