@@ -4,11 +4,8 @@ the server's own. Reads the token counts for usage.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import re
-=======
 from collections.abc import Collection
->>>>>>> main
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +94,12 @@ def _read(content: bytes) -> tuple[dict[str, Any], _Seen]:
     return {name: value for name, value in fields.items() if name in SHOWN}, seen
 
 
-<<<<<<< HEAD
 def with_token_names(content: bytes) -> bytes:
     """An answer to `generate` or an event of it, whose logprobs also have the name of their token, `token_id:7`. vLLM
     has told the id alone since 0.32; the package `renderers` (0.1.12), which verifiers uses, reads the name."""
     return _TOKEN_ID.sub(rb'{"token":"token_id:\1","token_id":\1', content)
-=======
+
+
 def _without_false_calls(fields: dict[str, Any], seen: _Seen, called: Collection[int]) -> None:
     """vLLM says that an answer which had to call a tool has done so, also where it ended within the thoughts, before
     any call. Such an answer has stopped. `called` are the indices of choices that had a call earlier."""
@@ -115,7 +112,6 @@ def _without_false_calls(fields: dict[str, Any], seen: _Seen, called: Collection
             choice | {"finish_reason": "stop"} if is_false else choice
             for choice, is_false in zip(choices, false, strict=True)
         ]
->>>>>>> main
 
 
 def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[bytes, Used]:
