@@ -129,8 +129,16 @@ class _Refusal(msgspec.Struct):
     error: _Detail | str
 
 
+_UNKNOWN = ContextLimits()
+
+
 def refusal_of(
-    answer: Answer, hidden: str, shown: str, limits: ContextLimits, field: str, max_tokens: int | None
+    answer: Answer,
+    hidden: str,
+    shown: str,
+    limits: ContextLimits = _UNKNOWN,
+    field: str = "prompt",
+    max_tokens: int | None = None,
 ) -> OpenAIError:
     """The inference server's refusal. Its name `hidden` for the model becomes the caller's name `shown`. `field` is
     the request's field for the prompt, `max_tokens` what the request asks for."""
