@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from skyrl.base.config.mixtures import model_config
+from skyrl.base.config.mixtures import model_config, whole_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.sight import sight_of
 from skyrl.base.model_files import template_of
@@ -20,6 +20,7 @@ from skyrl.server.api.ready_reasons import ReadyReasons
 from skyrl.server.api.served import ServedModel
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.openai.chat_pictures import ChatPictures
+from skyrl.server.openai.renderers import difference
 from skyrl.server.openai.service import OpenAIService, Passage
 from skyrl.server.pictures.checking import PictureChecks
 from skyrl.server.pictures.files import StoredPictureFiles
@@ -115,6 +116,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
             ChatPictures(shared.checks, sight),
             has_system_role=has_system_role(config.base_model_path),
             takes_documents=template is None or "documents" in template,
+            renderer_note=difference(whole_config(config.base_model_path).get("model_type", ""), template),
         )
     return ServedModel(runtime, lane, watch, ReadyReasons(config, watch, client), adapters, openai)
 

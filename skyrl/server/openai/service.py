@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from skyrl.base.types.ids import new_request_id
+from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
 from skyrl.runtime.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
 from skyrl.runtime.metrics.samples import Ages, RefusalMetrics, SampleMetrics
@@ -25,7 +26,7 @@ from skyrl.server.openai.chat_pictures import ChatPictures
 from skyrl.server.openai.errors import OpenAIError, too_long
 from skyrl.server.openai.events import DONE
 from skyrl.server.openai.exchanges import PromptCount, Sending, StreamedAnswer, Transport, WholeAnswer, is_error
-from skyrl.server.openai.generation import GENERATE, Generation
+from skyrl.server.openai.generation import CHAT, GENERATE, Generation
 from skyrl.server.openai.models import Target
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.sampling.admission import Admission
@@ -82,7 +83,8 @@ class Passage:
 
 
 class OpenAIService:
-    """`has_system_role`: the base model's chat template takes system messages; `takes_documents`: and documents."""
+    """`has_system_role`: the base model's chat template takes system messages; `takes_documents`: and documents.
+    `renderer_note`: how it differs from the cookbook's renderers."""
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class OpenAIService:
         *,
         has_system_role: bool = True,
         takes_documents: bool = True,
+        renderer_note: str | None = None,
     ) -> None:
         self._client = client
         self._transport = transport
@@ -110,6 +113,8 @@ class OpenAIService:
         self._pictures = pictures
         self._has_system_role = has_system_role
         self._takes_documents = takes_documents
+        self._renderer_note = renderer_note
+        """None once it was logged."""
 
     async def answer(self, asked: Asked) -> bytes:
         """The whole answer. Raises RequestError."""
@@ -208,6 +213,8 @@ class OpenAIService:
         request, tenant = asked.request, asked.tenant
         if request.scores_prompt:
             self._guard.check_prompt_logprobs()
+        if self._renderer_note is not None:
+            self._note_renderer(asked)
         if "documents" in request.fields and not self._takes_documents:
             raise RequestError("the model's chat template has no place for them", field="documents")
         self._admission.enter(tenant, asked.size)
@@ -235,6 +242,17 @@ class OpenAIService:
                 ticket.used = 0 if used is None else used.prompt_tokens + used.sampled_tokens
                 ticket.end()
             self._admission.leave(tenant, asked.size)
+
+    def _note_renderer(self, asked: Asked) -> None:
+        """Log once that chats of checkpoints are not rendered as the cookbook has trained them."""
+        if asked.request.path == CHAT and not isinstance(asked.target.weights, BaseWeights):
+            logger.warning(
+                "a chat of a checkpoint of %s: if tinker-cookbook trained it, it sees other prompts here than in "
+                "training, because %s (docs: Use a checkpoint from an OpenAI client)",
+                asked.target.base_model,
+                self._renderer_note,
+            )
+            self._renderer_note = None
 
     def _count(self, asked: Asked, used: Used) -> None:
         prompt, cached, sampled = used.prompt_tokens, used.cached_tokens, used.sampled_tokens

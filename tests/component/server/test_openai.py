@@ -4,6 +4,7 @@ upstream on a real socket answers as each test tells it."""
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,27 @@ async def test_documents_go_on_where_the_template_takes_them(
         assert upstream.requests[-1].json["documents"] == documents
     else:
         assert refusal(answer) == (400, "documents", None)
+
+
+async def test_the_log_says_once_that_the_cookbooks_prompts_are_others(
+    serve: Serve, upstream: FakeUpstream, database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a family whose template and renderer differ, and for checkpoints alone: who asks the base model has trained
+    nothing."""
+    model = tmp_path / "model"
+    tools.make(model)
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (model / "chat_template.jinja").write_text("Cutting Knowledge Date: December 2023 {{ messages }}")
+    save(database)
+    upstream.controls[CHAT] = chat_answer
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    async with serve(base_model=str(model), served_model_names=(BASE,)) as api:
+        for body, path in ((chat, CHAT), (PROMPT | {"model": PATH}, "/v1/completions")):
+            assert (await ask(api, body, path)).status_code == 200
+        assert "tinker-cookbook" not in caplog.text
+        for _ in range(2):
+            assert (await ask(api, chat | {"model": PATH}, CHAT)).status_code == 200
+    assert caplog.text.count("sees other prompts here than in training, because the template begins each chat") == 1
 
 
 # vLLM's route for token ids

@@ -54,7 +54,8 @@ def test_a_stream_asks_for_usage_in_every_event() -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED_OF_GENERATE))
 def test_refused_fields_are_named_unless_their_value_changes_nothing(name: str) -> None:
-    assert refused(lambda: asked(**{name: ["anything"]})) == name
+    given: dict[str, Any] = {name: ["anything"]}
+    assert refused(lambda: asked(**given)) == name
     for harmless in (None, *REFUSED_OF_GENERATE[name][0]):
         assert sent(asked(**{name: harmless})).get(name, 4) == 4  # the server's own priority
 
