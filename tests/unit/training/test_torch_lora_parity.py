@@ -148,6 +148,29 @@ def test_peft_loads_the_export_and_gives_the_same_logprobs(tmp_path: Path, archi
         assert (expected - _logprobs(stock, datum).detach()).abs().max() > 0.01
 
 
+def test_pefts_own_merge_changes_tied_embeddings_and_one_of_an_untied_model_does_not(tmp_path: Path) -> None:
+    """docs/how-it-works/checkpoints.md has this way to merge. PEFT 0.21 adds the update of a tied lm_head to the
+    weights that are the embedding, too."""
+    adapter, data = _export(_trained("qwen3-tied"), tmp_path / "adapter"), sft(8, *LENGTHS)
+
+    def distance(merged: Any) -> float:
+        """The largest from the adapter's logprobs, in nats."""
+        right = _peft("qwen3-tied", adapter, trainable=False)
+        return max(float((_logprobs(merged, each) - _logprobs(right, each)).abs().max()) for each in data)
+
+    with pytest.warns(UserWarning, match="Model with `tie_word_embeddings=True`"):
+        wrong = _peft("qwen3-tied", adapter, trainable=False).merge_and_unload()
+    assert distance(wrong) > 0.1
+    base = _stock("qwen3-tied")
+    base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
+    base.config.tie_word_embeddings = False
+    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().eval()
+    assert distance(merged) < 1e-4
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    assert distance(again) < 1e-4
+
+
 def test_the_export_holds_exactly_the_trained_modules(tmp_path: Path) -> None:
     every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
     mlp = {"gate_proj", "up_proj", "down_proj"}
