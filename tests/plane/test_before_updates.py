@@ -325,3 +325,17 @@ def test_the_example_learns_from_text_rollouts(plane: RunningPlane, tmp_path: Pa
     assert len(rewards) == 10
     assert gaps[0] < 1e-4
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05, done.stdout
+
+
+async def test_requests_without_a_model_are_for_the_one_that_there_is(
+    plane: RunningPlane, session: aiohttp.ClientSession
+) -> None:
+    """As AReaL sends completions where it has no adapter. vLLM takes them; `skyrl serve` does the same."""
+    chat = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
+    for path, body in (
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}),
+        ("/v1/chat/completions", chat),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}),
+    ):
+        answer = await post(session, plane.url + path, body)
+        assert answer["usage"]["completion_tokens"] == 2
