@@ -46,7 +46,7 @@ class Block(msgspec.Struct):
     input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_use_id: str | None = None
     tool_name: str | None = None
-    content: msgspec.Raw = msgspec.Raw()
+    content: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     is_error: bool | None = None
     tool: ToolChange | None = None
 

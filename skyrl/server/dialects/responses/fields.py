@@ -72,14 +72,14 @@ class Item(msgspec.Struct):
     namespace: str | None = None
     author: str | None = None
     recipient: str | None = None
-    arguments: msgspec.Raw = msgspec.Raw()
-    action: msgspec.Raw = msgspec.Raw()
-    operation: msgspec.Raw = msgspec.Raw()
+    arguments: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    action: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    operation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     input: str | None = None
-    output: msgspec.Raw = msgspec.Raw()
-    tools: msgspec.Raw = msgspec.Raw()
-    reasoning: msgspec.Raw = msgspec.Raw()
-    text: msgspec.Raw = msgspec.Raw()
+    output: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    reasoning: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    text: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
