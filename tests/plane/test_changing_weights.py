@@ -131,22 +131,21 @@ async def test_the_same_calls_at_the_router_update_all_workers(
 
 
 async def test_areals_updates(workers: list[Worker], variants: list[Path], references: list[Reference]) -> None:
-    """Its port is a string, it gives the rank of a pipeline, and it aborts what runs."""
+    """Its port is a string, it gives the rank of a pipeline, it aborts what runs, and it names no version: the version
+    goes up by itself."""
     worker = workers[0]
     running = await computed([worker], 3, lambda worker: worker.sample(PROMPT, ENDLESS))
     await worker.done("/pause_generation")
     for sample in await asyncio.gather(*running):
         assert sample["meta_info"]["finish_reason"]["type"] == "abort"
         assert 0 < len(sample["output_ids"]) < ENDLESS
-    await worker.done(
-        "/update_weights_from_disk", {"model_path": str(variants[0]), "abort_all_requests": True, "weight_version": "1"}
-    )
+    await worker.done("/update_weights_from_disk", {"model_path": str(variants[0]), "abort_all_requests": True})
     await worker.done("/continue_generation")
     await serves(worker, references[1], "1")
     async with trainer_group([worker], "update_weight_group_0", pp_rank=0) as group:
         await worker.done("/pause_generation")
-        [(status, answer)] = await group.bucket(tensors_of(variants[1]), "2", abort_all_requests=True)
-        assert (status, answer["applied"]) == (200, True)
+        [(status, answer)] = await group.bucket(tensors_of(variants[1]), None, abort_all_requests=True)
+        assert (status, answer["applied"], answer["weight_version"]) == (200, True, "2")
         await worker.done("/continue_generation")
     await serves(worker, references[2], "2")
 

@@ -16,7 +16,8 @@ MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What both kinds of update have. `version` None: the version stays. `partial`: not all tensors are sent."""
+    """What all kinds of update have. `version` None: the version of before goes up. `partial`: not all tensors are
+    sent."""
 
     version: str | None
     flush_cache: bool
@@ -167,13 +168,22 @@ def new_group(given: dict[str, Any]) -> NewGroup:
     )
 
 
+def version_of(field: str, value: Any) -> str:
+    """A version is a string. Trainers that count their updates may send a number. Raises BadRequest."""
+    if type(value) is int:
+        return str(value)
+    if not string(field, value):
+        raise BadRequest(f"{field}: must not be empty")
+    return value
+
+
 def _change(given: dict[str, Any]) -> Change:
     version = given.get("weight_version")
     checksums = given.get("checksums")
     if checksums is not None:
         checksums = {name: string("checksums", value) for name, value in mapping("checksums", checksums).items()}
     return Change(
-        version=None if version is None else string("weight_version", version),
+        version=None if version is None else version_of("weight_version", version),
         flush_cache=_flag(given, "flush_cache", default=True),
         abort_all=_flag(given, "abort_all_requests", default=False),
         keep_pause=_flag(given, "keep_pause", default=False),

@@ -23,6 +23,7 @@ from skyrl.inference.sidecar.update_requests import (
     from_memory,
     new_group,
     read_body,
+    version_of,
 )
 from skyrl.inference.sidecar.updates import Updates
 
@@ -105,7 +106,7 @@ class WeightRoutes:
 
     async def _update_version(self, call: Call) -> Any:
         given = read_body(await call.body())
-        version = string("new_version", given.get("new_version"))
+        version = version_of("new_version", given.get("new_version"))
         aborts = given.get("abort_all_requests")
         await self._updates.set_version(
             version, abort_all=True if aborts is None else boolean("abort_all_requests", aborts)
