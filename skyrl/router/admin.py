@@ -194,8 +194,8 @@ class AdminRoutes:
         if not updated:
             return
         fields = _decoded(request.body)
-        version = fields.get("weight_version") if isinstance(fields, dict) else None
-        missed = f"the update of the weights to version {version}"
+        named = fields.get("weight_version") if isinstance(fields, dict) else None
+        missed = f"the update of the weights to version {_version(updated[0]) if named is None else named}"
         for outcome in outcomes:
             if outcome in updated:
                 self._pool.set_missed(outcome.worker, None)

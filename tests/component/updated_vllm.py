@@ -45,9 +45,7 @@ class UpdatedVllm(FakeVllm):
         self.flushed: list[str] = []
         self.model = TinyModel()
         whole = served(self.model, directory)
-        self.receiver = Receiver(
-            whole, lambda **_: self.group, torch.device("cpu"), {"tp_rank": 0}, 0, lambda: None
-        )
+        self.receiver = Receiver(whole, lambda **_: self.group, torch.device("cpu"), {"tp_rank": 0}, 0, lambda: None)
         done = answers({"status": "ok", "success": True})
         for path in ("/pause?mode=keep&clear_cache=false", "/pause?mode=abort&clear_cache=false", "/resume", "/health"):
             self.answer[path] = done

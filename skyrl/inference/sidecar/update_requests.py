@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +71,6 @@ class NewGroup:
     name: str
     backend: str
     timeout_s: float | None
-
-
-def read_body(body: bytes) -> dict[str, Any]:
-    """The JSON object; an empty body is an empty object."""
-    try:
-        return mapping("body", json.loads(body) if body.strip() else {})
-    except ValueError as error:
-        raise BadRequest(f"body: is not JSON: {error}") from error
-    except RecursionError as error:
-        raise BadRequest("body: is nested too deeply") from error
 
 
 def from_disk(given: dict[str, Any]) -> FromDisk:
@@ -178,6 +167,8 @@ def version_of(field: str, value: Any) -> str:
 
 
 def _change(given: dict[str, Any]) -> Change:
+    if (selector := given.get("selector")) not in (None, "all", "target"):
+        raise BadRequest(f"selector: {selector!r} is not offered: there is one model")
     version = given.get("weight_version")
     checksums = given.get("checksums")
     if checksums is not None:

@@ -48,9 +48,7 @@ async def test_samples_in_flight_refuse_an_update_by_every_medium(
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-async def test_a_pause_says_what_becomes_of_samples_in_flight(
-    medium: str, vllm: UpdatedVllm, tmp_path: Path
-) -> None:
+async def test_a_pause_says_what_becomes_of_samples_in_flight(medium: str, vllm: UpdatedVllm, tmp_path: Path) -> None:
     async with sidecar_before(vllm) as sidecar:
         trainer = Trainer(medium, sidecar, vllm, tmp_path / "new")
         asked = await in_flight(sidecar, vllm)
