@@ -1,4 +1,4 @@
-"""A vLLM whose model is three tensors: the worker extension's own calls change them. Samples last until `end` is set."""
+"""A vLLM whose model is three tensors: the worker extension's own calls change them. Samples run until `end` is set."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ class Control:
     async def loads(self, call: Call) -> None:
         running, waiting = self._in_flight.running, self._in_flight.waiting
         total = {"total_running_reqs": running, "total_waiting_reqs": waiting, "total_reqs": running + waiting}
-        await call.answer_json({"version": __version__, "loads": [self._load()], "aggregate": total})
+        loads = {"loads": [self._load()], "aggregate": total}
+        await call.answer_json({"version": __version__, "stages_updates": True} | loads)
 
     async def old_load(self, call: Call) -> None:
         await call.answer_json([self._load()])
