@@ -42,7 +42,7 @@ def request_classes() -> dict[str, Any]:
     source = ast.parse((package / "srt/managers/io_struct.py").read_text())
     found = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name in CLASSES]
     assert {node.name for node in found} == set(CLASSES), "this version of SGLang has other requests"
-    module = _module("sglang_requests", ast.unparse(ast.Module(found, [])), vars(typing) | vars(rule))
+    module = _module("sglang_requests", ast.unparse(ast.Module([*found], [])), vars(typing) | vars(rule))
     return {name: getattr(module, name) for name in CLASSES}
 
 
@@ -111,7 +111,7 @@ class SglangServer:
             return {"success": False, "message": f"{obj.model_path} is no directory", "num_paused_requests": 0}
         self.loaded.append((obj.model_path, self.mode, obj.weight_version))
         if obj.flush_cache and self.mode == "in_place" and self.samples:
-            message = "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            message = "Weights were updated, but the cache was not flushed because requests are still running."
             return {"success": False, "message": message, "num_paused_requests": 0}
         self.version = obj.weight_version or self.version
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": self.samples}

@@ -27,8 +27,8 @@ class SentGroup:
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
 
-    def broadcast_each(self, rooms: Iterable[torch.Tensor]) -> Generator[torch.Tensor]:
-        for room in rooms:
+    def broadcast_each(self, tensors: Iterable[torch.Tensor]) -> Generator[torch.Tensor]:
+        for room in tensors:
             yield room.copy_(self.sent.pop(0))
 
     def close(self) -> None:
