@@ -31,13 +31,19 @@ CLASSES = (
 )
 
 
-def request_classes() -> dict[str, Any]:
-    """SGLang's, by their names. Skips the test if the package cannot be had."""
+def sglang_source() -> Path:
+    """The directory of SGLang's package. Skips the test if the package cannot be had."""
     try:
         python = environment(REQUIREMENTS)
     except subprocess.CalledProcessError:
         pytest.skip(f"needs {REQUIREMENTS.read_text().splitlines()[-1]} from a package index")
     (package,) = (python.parents[1] / "lib").glob("python*/site-packages/sglang")
+    return package
+
+
+def request_classes() -> dict[str, Any]:
+    """SGLang's, by their names."""
+    package = sglang_source()
     rule = _module("msgspec_utils", (package / "srt/utils/msgspec_utils.py").read_text())
     source = ast.parse((package / "srt/managers/io_struct.py").read_text())
     found = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name in CLASSES]
