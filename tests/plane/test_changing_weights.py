@@ -184,6 +184,26 @@ async def test_samples_frozen_in_place_go_on_with_the_new_weights(
         await serves(worker, references[1], "1")
 
 
+async def test_a_chat_that_gets_new_weights_tells_which_tokens_are_whose(
+    workers: list[Worker], variants: list[Path]
+) -> None:
+    worker = workers[0]
+    chat = {"messages": [], "input_ids": PROMPT, "return_meta_info": True, "logprobs": True, "temperature": 0}
+    asked = chat | {"max_tokens": 400, "ignore_eos": True}
+
+    async def sample(worker: Worker) -> dict[str, Any]:
+        return (await worker.done("/v1/chat/completions", asked))["choices"][0]["meta_info"]
+
+    [running] = await paused_amid([worker], 1, sample, "in_place")
+    await worker.load_from(variants[0], "1", flush_cache=False)
+    await worker.done("/continue_generation")
+    meta = await running
+    old, new = meta["weight_versions"]
+    assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, "1", 400)
+    assert 0 < old["end"] == new["start"] < 400
+    assert (meta["weight_version"], meta["completion_tokens"]) == ("1", 400)
+
+
 async def test_retracted_samples_compute_their_cache_again(
     workers: list[Worker], variants: list[Path], references: list[Reference]
 ) -> None:
