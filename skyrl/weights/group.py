@@ -28,10 +28,11 @@ class TrainerGroup:
     that takes milliseconds, and a group that has failed cannot be used again.
 
     Servers stage what arrives while they sample. The last tensor makes them apply the update; `pause` holds all of them
-    around it, so that they change together. With the pause `in_place`, samples in flight keep their cache. `timeout_s`
-    bounds the forming of the group, and each broadcast. `checksums`: servers check what arrives. `dtype`: of all
-    floating-point tensors on their way; each is cast while those before it travel. The memory for that, as much as one
-    part, is kept for the next part and the next update.
+    around it, so that they change together. With the pause `in_place`, samples in flight keep their cache; without a
+    pause the servers refuse while samples are in flight. `timeout_s` bounds the forming of the group, and each
+    broadcast. `checksums`: servers check what arrives. `dtype`: of all floating-point tensors on their way; each is
+    cast while those before it travel. The memory for that, as much as one part, is kept for the next part and the next
+    update.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class TrainerGroup:
         self._last: Part | None = None
 
     async def begin(self, version: str) -> None:
-        """Raises GroupError, WorkersFailed."""
+        """Raises GroupError, NotStaged, WorkersFailed."""
+        await self._workers.check_all_stage("a group whose parts arrive while servers sample")
         self._version, self._last = version, None
         self._name = f"skyrl-{secrets.token_hex(8)}"
         ranks = await self._workers.ranks()
