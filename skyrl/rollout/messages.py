@@ -7,6 +7,7 @@ missing or disagree is an error: nothing is filled in. Knows neither HTTP nor re
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -57,10 +58,16 @@ class SamplingParams:
         return {**given, **self.extra}
 
 
+def new_session_id() -> str:
+    """For one trajectory."""
+    return str(uuid.uuid4())
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
     """Exactly one of `text` and `input_ids` is the prompt. `session_id` keeps the requests of one trajectory at one
-    worker. `lora_path` is the name of a loaded adapter. `extra` holds further fields of the body. Raises ValueError."""
+    worker; None: each sample has a new one, also each of a group. `lora_path` is the name of a loaded adapter. `extra`
+    holds further fields of the body. Raises ValueError."""
 
     text: str | None = None
     input_ids: Sequence[int] | None = None
