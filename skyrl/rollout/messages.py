@@ -15,7 +15,12 @@ from typing import Any, Literal
 from skyrl.rollout.errors import BadAnswer
 
 FinishReason = Literal["stop", "length", "abort"]
-FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "stop_token": "stop",  # some servers, where a token ended the sample
+    "length": "length",
+    "abort": "abort",
+}
 OWN_FIELDS = ("text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "lora_path", "stream")
 
 
@@ -204,10 +209,9 @@ def read_answer(request: RolloutRequest, body: Any) -> RolloutAnswer:
 def _finish_reason(meta: dict[str, Any]) -> FinishReason:
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, dict) else None
-    for reason in FINISH_REASONS:
-        if kind == reason:
-            return reason
-    raise BadAnswer(f"finish_reason: must have a type of {', '.join(FINISH_REASONS)}, got {finish!r}")
+    if isinstance(kind, str) and kind in FINISH_REASONS:
+        return FINISH_REASONS[kind]
+    raise BadAnswer(f"finish_reason: must have a type of stop, length, abort, got {finish!r}")
 
 
 def _logprobs(meta: dict[str, Any], tokens: list[int]) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from skyrl.server.sampling.completion import AbortedAnswer, MalformedAnswer
+from skyrl.server.sampling.completion import STOP_TOKEN, AbortedAnswer, MalformedAnswer
 from skyrl.server.sampling.loaded_weights import NOT_TOLD, Span, check_began, spans_in
 
 SHOWN = frozenset(
@@ -17,7 +17,7 @@ SHOWN = frozenset(
     | {"system_fingerprint", "usage"}
 )
 """Fields of an answer that go on to the caller, beside `model`."""
-_FINISHED = frozenset({None, "function_call", "length", "stop", "tool_calls"})
+_FINISHED = frozenset({None, "function_call", "length", "stop", STOP_TOKEN, "tool_calls"})
 
 _encode = msgspec.json.Encoder().encode
 
@@ -60,6 +60,7 @@ class _Seen(msgspec.Struct):
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_choices = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _seen = msgspec.json.Decoder(_Seen).decode
 
 
@@ -72,7 +73,14 @@ def _read(content: bytes) -> tuple[dict[str, Any], _Seen]:
     for choice in seen.choices:
         if choice.finish_reason not in _FINISHED:
             raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
+    if any(choice.finish_reason == STOP_TOKEN for choice in seen.choices):
+        fields["choices"] = msgspec.Raw(_encode([_as_stop(choice) for choice in _choices(fields["choices"])]))
     return {name: value for name, value in fields.items() if name in SHOWN}, seen
+
+
+def _as_stop(choice: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's clients know no other word for it."""
+    return choice | {"finish_reason": "stop"} if choice.get("finish_reason") == STOP_TOKEN else choice
 
 
 def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[bytes, Used]:
