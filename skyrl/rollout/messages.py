@@ -185,6 +185,8 @@ def read_answer(request: RolloutRequest, body: Any) -> RolloutAnswer:
     if count is not None and count != len(tokens):
         raise BadAnswer(f"completion_tokens: {count!r}, but output_ids has {len(tokens)}")
     version, cached = meta.get("weight_version"), meta.get("cached_tokens")
+    if type(version) is int:  # of a server that counts its updates
+        version = str(version)
     if not isinstance(version, str | None):
         raise BadAnswer(f"weight_version: must be a string, got {version!r}")
     if cached is not None and type(cached) is not int:

@@ -60,7 +60,8 @@ class TrainerGroup:
         self._last: Part | None = None
 
     async def begin(self, version: str) -> None:
-        """Raises GroupError, WorkersFailed."""
+        """Raises GroupError, NotStaged, WorkersFailed."""
+        await self._workers.check_all_stage("a group whose parts arrive while servers sample")
         self._version, self._last = version, None
         self._name = f"skyrl-{secrets.token_hex(8)}"
         ranks = await self._workers.ranks()

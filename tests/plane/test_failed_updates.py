@@ -21,8 +21,10 @@ from safetensors.torch import save_file
 from skyrl.base.tiny import model_path
 from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
+from skyrl.weights.shared_memory import SharedMemory
+from skyrl.weights.workers import Workers, WorkersFailed
 from tests.plane.running import READY_S, RunningPlane
-from tests.plane.workers import ENDLESS, Worker, paused_amid, tensors_of, trainer_group
+from tests.plane.workers import ENDLESS, Worker, computed, paused_amid, tensors_of, trainer_group
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -93,7 +95,7 @@ async def test_files_that_are_gone_or_cut_off_change_nothing(
         ({}, "model_path: must be a string"),
         ({"model_path": "here"}, "model_path: 'here' is not an absolute path"),
         ({"model_path": str(variants[0]), "load_format": "dummy"}, "load_format: 'dummy' is not offered"),
-        ({"model_path": str(variants[0]), "weight_version": 1}, "weight_version: must be a string"),
+        ({"model_path": str(variants[0]), "weight_version": 1.5}, "weight_version: must be a string"),
         ({"model_path": str(variants[0]), "keep_pause": 1}, "keep_pause: must be true or false"),
     ):
         assert words in await worker.refused("/update_weights_from_disk", body)
@@ -112,6 +114,36 @@ async def test_requests_in_flight_refuse_an_update_from_disk(workers: list[Worke
     assert sample["meta_info"]["finish_reason"]["type"] == "abort"
     whole = {"version": "default", "start": 0, "end": len(sample["output_ids"])}
     assert sample["meta_info"]["weight_versions"] == [whole]
+
+
+@pytest.mark.parametrize("medium", ["group", "memory"])
+async def test_requests_in_flight_refuse_an_update_that_was_staged_before_them(
+    medium: str, workers: list[Worker], variants: list[Path]
+) -> None:
+    """They would go on with a cache of the old weights, under the new version. As from disk."""
+    worker, tensors = workers[0], tensors_of(variants[0])
+    first, last = ({name: t for name, t in tensors.items() if (name == NORM) is one} for one in (False, True))
+    async with contextlib.AsyncExitStack() as stack:
+        if medium == "group":
+            group = await stack.enter_async_context(trainer_group([worker], "unpaused"))
+            [(status, answer)] = await group.bucket(first, "1")
+            assert (status, answer["applied"]) == (200, False)
+        else:
+            shared = SharedMemory(Workers([worker.url]), pause=None)
+            await shared.begin("1")
+            await shared.send(tensors)
+        [running] = await computed([worker], 1, lambda worker: worker.sample(PROMPT, ENDLESS))
+        async with untouched(worker):
+            if medium == "group":
+                [(status, answer)] = await group.bucket(last, "1")
+                assert (status, "1 requests are in flight" in answer["message"]) == (400, True), answer
+            else:
+                with pytest.raises(WorkersFailed, match="1 requests are in flight"):
+                    await shared.finish()
+                await shared.abandon()
+        await worker.session.post(f"{worker.url}/abort_request", json={"abort_all": True})
+        whole = {"version": "default", "start": 0, "end": len((sample := await running)["output_ids"])}
+        assert sample["meta_info"]["weight_versions"] == [whole]
 
 
 async def test_a_bucket_that_does_not_fit_changes_nothing(workers: list[Worker], variants: list[Path]) -> None:

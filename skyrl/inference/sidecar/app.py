@@ -20,6 +20,7 @@ from skyrl.inference.sidecar.generation import Generation
 from skyrl.inference.sidecar.in_flight import InFlight
 from skyrl.inference.sidecar.memory import Memory
 from skyrl.inference.sidecar.metrics import Figures, SidecarMetrics
+from skyrl.inference.sidecar.openai_answer import OpenaiAnswers
 from skyrl.inference.sidecar.pass_through import pass_through
 from skyrl.inference.sidecar.pause import Pause
 from skyrl.inference.sidecar.pictures import Pictures
@@ -48,6 +49,7 @@ class Sidecar:
         self._vllm = vllm
         self.pictures = Pictures()
         self._generation = Generation(vllm, facts, version, self.in_flight, self.pictures)
+        self._openai = OpenaiAnswers(facts, version)
         self.pause = Pause(vllm, self.in_flight, settings.abort_s, settings.rpc_s)
         weights = VllmWeights(vllm, settings.rpc_s)
         self.updates = Updates(settings, vllm, weights, version, self.in_flight, self.pause)
@@ -104,7 +106,7 @@ class Sidecar:
         elif (route := self._routes.get(call.path)) and call.method in ("GET", "POST"):
             await route(call)
         else:
-            await pass_through(call, self._vllm, self.in_flight)
+            await pass_through(call, self._vllm, self.in_flight, self._openai)
 
     async def _metrics(self, call: Call) -> None:
         assert self.figures is not None

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from skyrl.inference.sidecar.apply_weights import Applied, ApplyWeights
+from skyrl.inference.sidecar.apply_weights import ApplyWeights
 from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, SidecarError
 from skyrl.inference.sidecar.facts import WeightVersion
 from skyrl.inference.sidecar.in_flight import InFlight
@@ -117,13 +117,7 @@ class Updates:
                 self._staged_from = source
                 done = "Read and checked; the same request without stage_only applies it."
                 return await self._state(done, seconds, applied=False)
-            self._staged_from = None
-            try:
-                applied = await self._applying.apply(change, from_disk=True)
-            except BadRequest:
-                await self._weights.call("discard")
-                raise
-            return await self._answer(change, applied, seconds)
+            return await self._apply(change, seconds)
 
     async def _stage(self, request: FromDisk) -> dict[str, float]:
         """The seconds of its stages."""
@@ -219,8 +213,20 @@ class Updates:
         if lacks and not change.partial:
             self._unfinished = f"{lacks} tensors of the update are missing, such as {', '.join(received[0]['some'])}"
             return await self._state(more, seconds, applied=False)
-        applied = await self._applying.apply(change, from_disk=False)
-        return await self._answer(change, applied, seconds)
+        return await self._apply(change, seconds)
+
+    async def _apply(self, change: Change, seconds: dict[str, float]) -> dict[str, Any]:
+        """The answer after what is staged has become the model. `seconds`: of the stages until now. After a refusal
+        nothing is staged any more."""
+        self._staged_from = None
+        try:
+            applied = await self._applying.apply(change)
+        except BadRequest:
+            await self._weights.call("discard")
+            raise
+        message = f"Succeeded to update model weights. Weight version updated to {applied.version}."
+        state = await self._state(message, seconds | applied.seconds, applied=True)
+        return state | {"num_paused_requests": applied.frozen}
 
     async def set_version(self, version: str, *, abort_all: bool) -> None:
         """Name the weights that vLLM has. Raises SidecarError."""
@@ -252,11 +258,6 @@ class Updates:
             if self.weights_away:
                 raise BadRequest("the memory of the weights is released: call /resume_memory_occupation before")
             yield
-
-    async def _answer(self, change: Change, applied: Applied, seconds: dict[str, float]) -> dict[str, Any]:
-        moved = "" if change.version is None else f" Weight version updated to {change.version}."
-        message, seconds = f"Succeeded to update model weights.{moved}", seconds | applied.seconds
-        return await self._state(message, seconds, applied=True) | {"num_paused_requests": applied.frozen}
 
     async def _state(self, message: str, seconds: dict[str, float], *, applied: bool) -> dict[str, Any]:
         version = await self._version.get()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import parse_qsl
 
 from skyrl.inference.sidecar.adapters import Adapters
 from skyrl.inference.sidecar.call import Call
 from skyrl.inference.sidecar.errors import BadRequest, NotOffered, SidecarError, VllmBroke
 from skyrl.inference.sidecar.fields import boolean, integer, string
 from skyrl.inference.sidecar.memory import Memory
+from skyrl.inference.sidecar.parameters import parameters
 from skyrl.inference.sidecar.pause import Pause, PauseMode
 from skyrl.inference.sidecar.update_requests import (
     DEFAULT_GROUP,
@@ -22,7 +22,7 @@ from skyrl.inference.sidecar.update_requests import (
     from_group,
     from_memory,
     new_group,
-    read_body,
+    version_of,
 )
 from skyrl.inference.sidecar.updates import Updates
 
@@ -57,14 +57,14 @@ class WeightRoutes:
         return routes | own
 
     async def _pause_generation(self, call: Call) -> Any:
-        mode = read_body(await call.body()).get("mode")
+        mode = (await parameters(call)).get("mode")
         if mode is not None and mode not in [*PauseMode]:
             raise BadRequest(f"mode: {mode!r} is not one of {', '.join(PauseMode)}")
         await self._pause.pause(PauseMode(mode or "abort"))
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     async def _continue_generation(self, call: Call) -> Any:
-        await call.body()
+        await parameters(call)
         if self._updates.trouble is not None:
             raise BadRequest(f"generation stays paused: {self._updates.trouble}")
         if self._updates.unfinished is not None:
@@ -76,13 +76,13 @@ class WeightRoutes:
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     async def _from_disk(self, call: Call) -> Any:
-        return await self._updates.from_disk(from_disk(read_body(await call.body())))
+        return await self._updates.from_disk(from_disk(await parameters(call)))
 
     async def _from_distributed(self, call: Call) -> Any:
-        return await self._updates.from_group(from_group(read_body(await call.body())))
+        return await self._updates.from_group(from_group(await parameters(call)))
 
     async def _from_tensor(self, call: Call) -> Any:
-        given = read_body(await call.body())
+        given = await parameters(call)
         if boolean("discard", given.get("discard") or False):
             await self._updates.discard()
             return {"success": True, "message": "What was staged is forgotten."}
@@ -94,18 +94,18 @@ class WeightRoutes:
         return await self._updates.from_memory(from_memory(given))
 
     async def _init_group(self, call: Call) -> Any:
-        group = new_group(read_body(await call.body()))
+        group = new_group(await parameters(call))
         await self._updates.join(group)
         return {"success": True, "message": f"The group {group.name!r} is formed."}
 
     async def _destroy_group(self, call: Call) -> Any:
-        name = string("group_name", read_body(await call.body()).get("group_name") or DEFAULT_GROUP)
+        name = string("group_name", (await parameters(call)).get("group_name") or DEFAULT_GROUP)
         await self._updates.leave(name)
         return {"success": True, "message": f"The group {name!r} is destroyed."}
 
     async def _update_version(self, call: Call) -> Any:
-        given = read_body(await call.body())
-        version = string("new_version", given.get("new_version"))
+        given = await parameters(call)
+        version = version_of("new_version", given.get("new_version"))
         aborts = given.get("abort_all_requests")
         await self._updates.set_version(
             version, abort_all=True if aborts is None else boolean("abort_all_requests", aborts)
@@ -115,19 +115,17 @@ class WeightRoutes:
 
     async def _weights_by_name(self, call: Call) -> Any:
         """The first rows of the tensor, as lists of numbers."""
-        given = dict(parse_qsl(call.query.decode("latin-1"))) | read_body(await call.body())
-        name, most = string("name", given.get("name")), given.get("truncate_size", 100)
-        if isinstance(most, str) and most.isdigit():
-            most = int(most)
-        return await self._updates.checks.rows(name, integer("truncate_size", most, 0))
+        given = await parameters(call)
+        name, most = string("name", given.get("name")), given.get("truncate_size")
+        return await self._updates.checks.rows(name, integer("truncate_size", 100 if most is None else most, 0))
 
     async def _weights_checker(self, call: Call) -> Any:
-        given = read_body(await call.body())
+        given = await parameters(call)
         for field in ("selector", "skip_tensor_list"):
             if given.get(field):
                 raise BadRequest(f"{field}: is not offered; every tensor is checked")
-        match action := given.get("action") or "checksum":
-            case "checksum":
+        match action := given.get("action"):
+            case None | "checksum":
                 ranks = await self._updates.checks.check("checksum")
                 fields = ("checksums", "per_gpu_checksum", "parallelism_info")
                 payload = [{field: rank[field] for field in fields} for rank in ranks]
