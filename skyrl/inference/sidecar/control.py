@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from skyrl import __version__
 from skyrl.base.pictures.sight import Blind, Sight
