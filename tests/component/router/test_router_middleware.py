@@ -8,6 +8,7 @@ import io
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -140,7 +141,7 @@ class OfSlime(BaseHTTPMiddleware):
             return JSONResponse({"busy": counts, "failed": self.router.worker_failure_counts}, status_code=429)
         answer = {}
         for _ in range(5):
-            response = await call_next(request)
+            response: Any = await call_next(request)
             answer = json.loads(b"".join([chunk async for chunk in response.body_iterator]))
             if answer["meta_info"]["finish_reason"]["type"] != "abort":
                 break
@@ -235,7 +236,7 @@ class TwiceOfStarlette(Passes):
         await request.body()
         answers = []
         for _ in range(2):
-            response = await call_next(request)
+            response: Any = await call_next(request)
             answers.append(b"".join([chunk async for chunk in response.body_iterator]).decode())
         return JSONResponse(answers)
 

@@ -362,7 +362,7 @@ async def test_a_tensor_of_any_dtype_arrives_or_is_refused_before_it_is_announce
         with pytest.raises(ValueError, match=f"b is {dtype_name(dtype)}, which servers do not take"):
             await update.send({"b": of_dtype(dtype, 5)})
         assert await workers.versions() == before
-    assert {torch.complex64, torch.float4_e2m1fn_x2, torch.quint8, torch.int4} <= refused
+    assert {torch.complex64, torch.float4_e2m1fn_x2, torch.quint8} <= refused
     assert os.listdir(tmp_path) == []
 
 
