@@ -167,8 +167,9 @@ class AdminRoutes:
         looks = await self._to_all(_Request(self._fetch, "GET", "/v1/loads", request.headers, b"", LOOK_S), workers)
         for look in looks:
             stages = isinstance(look.body, dict) and look.body.get("stages_updates") is True
-            if not look.dead and look.status is not None and look.status < 500 and not stages:
-                return f"{min(given)}: {look.worker.url} stages no updates, and would load the weights at once"
+            if not look.dead and not stages:
+                url = look.worker.url
+                return f"{min(given)}: {url} does not say that it stages updates, and may load the weights at once"
         return None
 
     def _disable_who_failed(self, outcomes: Sequence[_Outcome]) -> None:

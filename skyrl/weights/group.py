@@ -29,10 +29,11 @@ class TrainerGroup:
     that takes milliseconds, and a group that has failed cannot be used again.
 
     Servers stage what arrives while they sample. The last tensor makes them apply the update; `pause` holds all of them
-    around it, so that they change together. With the pause `in_place`, samples in flight keep their cache. `timeout_s`
-    bounds the forming of the group, and each broadcast. `checksums`: servers check what arrives. `dtype`: of all
-    floating-point tensors on their way; each is cast while those before it travel. The memory for that, as much as one
-    part, is kept for the next part and the next update.
+    around it, so that they change together. With the pause `in_place`, samples in flight keep their cache; without a
+    pause the servers refuse while samples are in flight. `timeout_s` bounds the forming of the group, and each
+    broadcast. `checksums`: servers check what arrives. `dtype`: of all floating-point tensors on their way; each is
+    cast while those before it travel. The memory for that, as much as one part, is kept for the next part and the next
+    update.
     """
 
     def __init__(

@@ -29,7 +29,8 @@ class SharedMemory:
     returned; together they take the model's size once. With `keep_memory` the next update writes into the same memory,
     which is several times as fast. Parts on a GPU go through one buffer there, and servers copy them.
 
-    With the pause `in_place`, samples in flight keep their cache. `checksums`: servers check what they find. `dtype`:
+    With the pause `in_place`, samples in flight keep their cache; without a pause the servers refuse while samples are
+    in flight. `checksums`: servers check what they find. `dtype`:
     of all floating-point tensors in the memory; they are cast where they are copied.
     """
 

@@ -123,13 +123,12 @@ async def test_requests_in_flight_refuse_an_update_that_was_staged_before_them(
     """They would go on with a cache of the old weights, under the new version. As from disk."""
     worker, tensors = workers[0], tensors_of(variants[0])
     first, last = ({name: t for name, t in tensors.items() if (name == NORM) is one} for one in (False, True))
-    async with contextlib.AsyncExitStack() as stack:
+    shared = SharedMemory(Workers([worker.url]), pause=None)
+    async with trainer_group([worker], "unpaused") as group:
         if medium == "group":
-            group = await stack.enter_async_context(trainer_group([worker], "unpaused"))
             [(status, answer)] = await group.bucket(first, "1")
             assert (status, answer["applied"]) == (200, False)
         else:
-            shared = SharedMemory(Workers([worker.url]), pause=None)
             await shared.begin("1")
             await shared.send(tensors)
         [running] = await computed([worker], 1, lambda worker: worker.sample(PROMPT, ENDLESS))
@@ -140,7 +139,6 @@ async def test_requests_in_flight_refuse_an_update_that_was_staged_before_them(
             else:
                 with pytest.raises(WorkersFailed, match="1 requests are in flight"):
                     await shared.finish()
-                await shared.abandon()
         await worker.session.post(f"{worker.url}/abort_request", json={"abort_all": True})
         whole = {"version": "default", "start": 0, "end": len((sample := await running)["output_ids"])}
         assert sample["meta_info"]["weight_versions"] == [whole]

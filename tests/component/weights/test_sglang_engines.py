@@ -115,7 +115,7 @@ async def test_the_router_lets_no_staging_reach_it(sglang: SglangServer, tmp_pat
             ) as answer:
                 refused = await answer.json()
                 assert (answer.status, refused["success"]) == (400, False)
-                assert f"{url} stages no updates" in refused["message"]
+                assert f"{url} does not say that it stages updates" in refused["message"]
         assert (sglang.loaded, vllm.version) == ([], "default")
         async with router.session.post(f"{router.url}/update_weights_from_disk", json=asked) as answer:
             assert answer.status == 200, await answer.text()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +195,9 @@ def test_json_that_vllm_reads_and_others_do_not_is_read_too() -> None:
     assert json.loads(read_openai(CHAT, surrogate).body)["messages"][0]["content"] == "\ud800"
     deep = b'{"foo": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     assert read_openai(CHAT, deep).body == deep
+
+
+def test_the_page_names_what_is_served_and_what_is_ignored() -> None:
+    page = (Path(__file__).parents[3] / "docs/reference/sidecar.md").read_text()
+    named = set(re.findall(r"`(\w+)`", page.partition("## Completions and chats")[2].partition("\n## ")[0]))
+    assert named >= SERVED | WITHOUT_EFFECT
