@@ -518,12 +518,12 @@ async def test_turns_of_the_radix_strategy_get_exact_tokens_from_the_router() ->
         engine.replies = [reply(odd, "length", text="not what the tokens say")]
         with pytest.raises(BadAnswer, match="does not hold this sample"):
             await strategy.turn(trajectory, "C", SamplingParams())
-        unversioned = reply(ids("!"), "length", text="!")
-        del unversioned["meta_info"]["weight_version"]  # so it is not stored, and its tokens have the mask 0
-        engine.replies = [unversioned]
-        with pytest.raises(BadAnswer, match="does not hold this sample"):
-            await strategy.turn(trajectory, "C", SamplingParams())
         assert trajectory.text == "B india and!"
+        unversioned = reply(ids("!"), "length", text="!")
+        del unversioned["meta_info"]["weight_version"]  # stored all the same
+        engine.replies = [unversioned]
+        await strategy.turn(trajectory, "C", SamplingParams())
+        assert (trajectory.text, trajectory.loss_mask[-1]) == ("B india and!C!", 1)
 
 
 async def test_sglang_is_registered_at_the_router_by_url_and_removed() -> None:
