@@ -11,6 +11,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from skyrl.weights.digests import digest, dtype_name
+from skyrl.weights.dtypes import check_sent
 from skyrl.weights.kept_memory import KeptMemory
 from skyrl.weights.process_group import Group, join, listen
 from skyrl.weights.tensors import Part, sent_as
@@ -90,9 +91,11 @@ class TrainerGroup:
             group.close()
 
     async def send(self, part: Part) -> None:
-        """The part is broadcast when the next one is given, or by `finish`. Raises GroupError, WorkersFailed."""
+        """The part is broadcast when the next one is given, or by `finish`. Raises GroupError, WorkersFailed,
+        ValueError for a dtype that servers do not take."""
         if not part:
             return
+        check_sent(part)
         if self._last is not None:
             await self._broadcast(self._last)
         self._last = part

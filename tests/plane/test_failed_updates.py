@@ -153,6 +153,7 @@ async def test_a_bucket_that_does_not_fit_changes_nothing(workers: list[Worker],
             ({NORM: torch.cat([norm, norm])}, "shapes: model.norm.weight"),
             ({"model.extra": norm}, "names: the model has no model.extra"),
             ({NORM: torch.full_like(norm, float("inf"))}, "not a finite number"),
+            ({NORM: norm.to(torch.complex64)}, "dtypes: model.norm.weight is complex64"),
         ):
             async with untouched(worker):
                 [(status, answer)] = await group.bucket(tensors | wrong, "1")
@@ -164,6 +165,25 @@ async def test_a_bucket_that_does_not_fit_changes_nothing(workers: list[Worker],
             assert (status, words_of(answer)) == (400, "checksums: model.norm.weight")
         [(status, answer)] = await group.bucket(tensors, "1")
         assert (status, answer["applied"]) == (200, True)
+        assert answer["rank_results"] == [{"rank": 0, "success": True, "message": "ok", "error": None}]
+
+
+async def test_the_bucket_after_one_that_was_refused_unreceived_is_refused_too(
+    workers: list[Worker], variants: list[Path]
+) -> None:
+    """The trainer may have sent the first one's tensors, which have the same shapes."""
+    worker, tensors = workers[0], tensors_of(variants[0])
+    bucket = {
+        "names": list(tensors),
+        "dtypes": ["float32" for _ in tensors],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": "refused",
+    }
+    async with trainer_group([worker], "refused"), untouched(worker):
+        flat = bucket | {"load_format": "flattened_bucket"}
+        assert "load_format" in await worker.refused("/update_weights_from_distributed", flat)
+        message = await worker.refused("/update_weights_from_distributed", bucket)
+        assert "has failed (a bucket was refused: load_format" in message
 
 
 def words_of(answer: Any) -> str:

@@ -28,6 +28,7 @@ from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.sidecar.updates import Updates
 from skyrl.inference.sidecar.vllm import Vllm
 from skyrl.inference.sidecar.vllm_config import KnownConfig
+from skyrl.inference.sidecar.vllm_updates import VLLM_UPDATES, not_offered
 from skyrl.inference.sidecar.vllm_weights import VllmWeights
 from skyrl.inference.sidecar.weight_routes import WeightRoutes
 from skyrl.runtime.metrics.files import publishing
@@ -96,6 +97,8 @@ class Sidecar:
             await call.answer_error(error)
 
     async def _route(self, call: Call) -> None:
+        if call.path in VLLM_UPDATES:
+            raise not_offered(call.path)
         if needs_admin(call.path, self._open_paths) and (refusal := self._admin_key.refusal(call.scope)) is not None:
             raise Unauthorized(refusal[1]) if refusal[0] == 401 else Forbidden(refusal[1])
         if call.path == "/generate" and call.method in ("POST", "PUT"):

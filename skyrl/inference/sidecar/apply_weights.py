@@ -16,7 +16,7 @@ from skyrl.inference.sidecar.in_flight import InFlight
 from skyrl.inference.sidecar.pause import Pause, PauseMode
 from skyrl.inference.sidecar.update_requests import Change
 from skyrl.inference.sidecar.vllm import Vllm
-from skyrl.inference.sidecar.vllm_weights import VllmWeights, longest, refusal
+from skyrl.inference.sidecar.vllm_weights import Ranks, VllmWeights, rank_results, refusal
 from skyrl.inference.sidecar.weight_trouble import WeightTrouble
 
 FLUSH_TRIES, FLUSH_PAUSE_S = 20, 0.05
@@ -24,12 +24,12 @@ FLUSH_TRIES, FLUSH_PAUSE_S = 20, 0.05
 
 
 class Applied(NamedTuple):
-    """`frozen`: how many requests were in flight. `version`: of the new weights. `seconds`: of the stages of the step
-    that changed the model."""
+    """`frozen`: how many requests were in flight. `version`: of the new weights. `ranks`: their answers to the
+    step that changed the model."""
 
     frozen: int
     version: str
-    seconds: dict[str, float]
+    ranks: Ranks
 
 
 class ApplyWeights:
@@ -107,7 +107,9 @@ class ApplyWeights:
             broken = f"not all ranks have the new weights: {refused.message}"
         if broken is not None:
             await self._trouble.remember(broken)
-            raise VllmBroke(f"{broken}; generation stays paused until a full update succeeds")
+            error = VllmBroke(f"{broken}; generation stays paused until a full update succeeds")
+            error.rank_results = rank_results(ranks)
+            raise error
         # Frozen by an update that failed, not by the trainer: it has not decided what becomes of their cache
         abandoned = frozen > 0 and before is not None and self._pause.mode is not PauseMode.IN_PLACE
         try:
@@ -122,7 +124,7 @@ class ApplyWeights:
         self.was_updated = True
         with contextlib.suppress(SidecarError):
             self.updated_start = (await self._vllm.health()).start
-        return Applied(frozen, version, longest(ranks))
+        return Applied(frozen, version, ranks)
 
     async def _next_version(self) -> str | None:
         """Of an update that names none. A vLLM that was started again has forgotten its version: versions go on from

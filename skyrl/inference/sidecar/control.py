@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from skyrl import __version__
 from skyrl.base.pictures.sight import Blind, Sight
@@ -20,6 +21,7 @@ from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.sidecar.updates import Updates
 from skyrl.inference.sidecar.vllm import Vllm
 from skyrl.inference.sidecar.vllm_config import KnownConfig
+from skyrl.inference.sidecar.vllm_updates import config_refusal
 
 FLUSHED = b"Cache flushed.\n"
 BUSY = "Flush cache failed: requests are running or waiting."
@@ -161,7 +163,10 @@ class Control:
         return not await self._config.only_text()
 
     async def server_info(self, call: Call) -> None:
-        """What this server knows. SGLang's other arguments have no meaning for vLLM."""
+        """What this server knows. SGLang's other arguments have no meaning for vLLM. Raises NotOffered for vLLM's form
+        of the answer."""
+        if "config_format" in parse_qs(call.query.decode("latin-1"), keep_blank_values=True):
+            raise config_refusal()
         facts = await self._facts.get()
         await call.answer_json(
             {

@@ -91,9 +91,7 @@ def from_disk(given: dict[str, Any]) -> FromDisk:
 
 
 def from_group(given: dict[str, Any]) -> FromGroup:
-    load_format = given.get("load_format")
-    if load_format is not None:
-        raise BadRequest(f"load_format: {load_format!r} is not offered: each tensor is broadcast under its own name")
+    _check_each_by_name(given)
     names, dtypes, sizes = _tensors(given)
     if not names:
         raise BadRequest("names: must be a list of names that is not empty")
@@ -103,6 +101,7 @@ def from_group(given: dict[str, Any]) -> FromGroup:
 
 
 def from_memory(given: dict[str, Any]) -> FromMemory:
+    _check_each_by_name(given)
     change, stage_only = _change(given), _flag(given, "stage_only", default=False)
     update = given.get("update")
     if update is not None:
@@ -124,6 +123,13 @@ def from_memory(given: dict[str, Any]) -> FromMemory:
         "update": update,
     }
     return FromMemory(found, update, change, stage_only)
+
+
+def _check_each_by_name(given: dict[str, Any]) -> None:
+    """Raises BadRequest for SGLang's formats of several tensors in one."""
+    load_format = given.get("load_format")
+    if load_format is not None:
+        raise BadRequest(f"load_format: {load_format!r} is not offered: each tensor is sent under its own name")
 
 
 def _tensors(given: dict[str, Any]) -> tuple[list[str], list[str], list[list[int]]]:

@@ -6,7 +6,7 @@ beside it, as all other routes here have it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from skyrl.inference.sidecar.adapters import Adapters
@@ -25,6 +25,7 @@ from skyrl.inference.sidecar.update_requests import (
     version_of,
 )
 from skyrl.inference.sidecar.updates import Updates
+from skyrl.inference.sidecar.vllm_weights import Ranks, rank_results
 
 SHOWN = 5
 Route = Callable[[Call], Awaitable[None]]
@@ -79,13 +80,18 @@ class WeightRoutes:
         return await self._updates.from_disk(from_disk(await parameters(call)))
 
     async def _from_distributed(self, call: Call) -> Any:
-        return await self._updates.from_group(from_group(await parameters(call)))
+        given = await parameters(call)
+        try:
+            bucket = from_group(given)
+        except BadRequest as error:
+            await self._updates.fail_group(given.get("group_name") or DEFAULT_GROUP, error.message)
+            raise
+        return await self._updates.from_group(bucket)
 
     async def _from_tensor(self, call: Call) -> Any:
         given = await parameters(call)
         if boolean("discard", given.get("discard") or False):
-            await self._updates.discard()
-            return {"success": True, "message": "What was staged is forgotten."}
+            return _done("What was staged is forgotten.", await self._updates.discard())
         if "memory" not in given:
             raise NotOffered(
                 "serialized tensors are not read, because that would run code of the sender's: use `memory`, "
@@ -95,13 +101,11 @@ class WeightRoutes:
 
     async def _init_group(self, call: Call) -> Any:
         group = new_group(await parameters(call))
-        await self._updates.join(group)
-        return {"success": True, "message": f"The group {group.name!r} is formed."}
+        return _done(f"The group {group.name!r} is formed.", await self._updates.join(group))
 
     async def _destroy_group(self, call: Call) -> Any:
         name = string("group_name", (await parameters(call)).get("group_name") or DEFAULT_GROUP)
-        await self._updates.leave(name)
-        return {"success": True, "message": f"The group {name!r} is destroyed."}
+        return _done(f"The group {name!r} is destroyed.", await self._updates.leave(name))
 
     async def _update_version(self, call: Call) -> Any:
         given = await parameters(call)
@@ -129,20 +133,33 @@ class WeightRoutes:
                 ranks = await self._updates.checks.check("checksum")
                 fields = ("checksums", "per_gpu_checksum", "parallelism_info")
                 payload = [{field: rank[field] for field in fields} for rank in ranks]
-                return {"success": True, "message": "Success.", "payload": payload}
+                return _done("Success.", ranks) | {"payload": payload}
             case "snapshot":
-                await self._updates.checks.check("snapshot")
+                return _done("Success.", await self._updates.checks.check("snapshot"))
             case "compare":
-                ranks = await self._updates.checks.check("compare")
-                differing = sorted({name for rank in ranks for name in rank["differing"]})
-                if differing:
-                    shown = ", ".join(differing[:SHOWN])
-                    raise BadRequest(f"{len(differing)} tensors differ from the snapshot, such as {shown}")
+                return _compared(await self._updates.checks.check("compare"))
             case "reset_tensors":
-                await self._updates.checks.reset()
+                return _done("Success.", await self._updates.checks.reset())
             case _:
                 raise BadRequest(f"action: {action!r} is not one of checksum, snapshot, compare, reset_tensors")
-        return {"success": True, "message": "Success."}
+
+
+def _done(message: str, ranks: Ranks) -> dict[str, Any]:
+    return {"success": True, "message": message, "rank_results": rank_results(ranks)}
+
+
+def _compared(ranks: Ranks) -> dict[str, Any]:
+    """Raises BadRequest for tensors that differ from the snapshot."""
+    differ = [rank | {"broken": _difference(rank["differing"]) if rank["differing"] else None} for rank in ranks]
+    if names := sorted({name for rank in ranks for name in rank["differing"]}):
+        error = BadRequest(_difference(names))
+        error.rank_results = rank_results(differ)
+        raise error
+    return _done("Success.", ranks)
+
+
+def _difference(names: Sequence[str]) -> str:
+    return f"{len(names)} tensors differ from the snapshot, such as {', '.join(names[:SHOWN])}"
 
 
 def _answered(answer: Callable[[Call], Awaitable[Any]]) -> Route:

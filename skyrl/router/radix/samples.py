@@ -14,6 +14,8 @@ from tokenizers.decoders import DecodeStream
 
 from skyrl.router.radix.trajectory import Sample
 
+STOP_TOKEN = "stop_token"
+"""What some workers say for "stop" where a token ended the sample."""
 _UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that are not a whole character."""
 
@@ -53,7 +55,9 @@ def read_sample(answer: Any, tokenizer: Tokenizer) -> tuple[Sample, str | None]:
 def _finish(answer: Any) -> dict[str, Any]:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     finish = meta.get("finish_reason") if isinstance(meta, dict) else None
-    return finish if isinstance(finish, dict) else {}
+    if not isinstance(finish, dict):
+        return {}
+    return finish | {"type": "stop"} if finish.get("type") == STOP_TOKEN else finish
 
 
 def _is_id(token: object) -> bool:

@@ -107,6 +107,15 @@ async def test_turns_reuse_sampled_tokens_exactly(router: Router) -> None:
     assert got["token_length"] == got["loss_mask_length"] == len(got["tokens"])
 
 
+async def test_a_stop_by_a_token_is_stored_as_a_stop(router: Router) -> None:
+    ended = answer("x", [*router.ids("x"), EOS], "stop")
+    ended["meta_info"]["finish_reason"]["type"] = "stop_token"
+    await router.generate("B ", ended)
+    got = await router.retrieve("B x")
+    assert got["tokens"] == [*router.ids("B "), *router.ids("x"), EOS]
+    assert got["loss_mask"][-2:] == [1, 1]
+
+
 async def test_a_stored_prompt_does_not_change_another_one(router: Router) -> None:
     await router.generate("B india", answer("x", router.ids("x")))
     sent, _ = await router.generate("B alpha", answer("x", router.ids("x")))

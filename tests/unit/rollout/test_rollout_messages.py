@@ -78,6 +78,12 @@ def test_an_answer_is_read() -> None:
     assert (answer.cached_tokens, answer.routed_experts, answer.parts) == (1, "AAAA", (GOOD,))
 
 
+def test_a_stop_by_a_token_is_a_stop() -> None:
+    given = copy.deepcopy(GOOD)
+    given["meta_info"]["finish_reason"]["type"] = "stop_token"
+    assert read_answer(REQUEST, given).finish_reason == "stop"
+
+
 def test_a_version_that_is_a_number_is_its_text() -> None:
     given = copy.deepcopy(GOOD)
     given["meta_info"]["weight_version"] = 3
