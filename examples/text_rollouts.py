@@ -20,6 +20,7 @@ import os
 import random
 import tarfile
 import tempfile
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,13 @@ class Plane:
             await self.post("/v1/unload_lora_adapter", {"lora_name": self.policy})
             self.policy = ""
 
-    async def generate(self, text: str, seed: int) -> str:
-        """The text that the policy samples after `text`, without the end token."""
+    async def generate(self, text: str, seed: int, session: str) -> str:
+        """The text that the policy samples after `text`, without the end token. The turns of one session are sampled by
+        one engine, which has the keys and values of the turns before."""
         params = {"temperature": 1.0, "max_new_tokens": MAX_NEW_TOKENS, "sampling_seed": seed}
         body = {"text": text, "sampling_params": params, "lora_path": self.policy, "return_logprob": True}
-        async with self._session.post(f"{self._url}/generate", json=body) as answer:
+        headers = {"X-SMG-Routing-Key": session}
+        async with self._session.post(f"{self._url}/generate", json=body, headers=headers) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"/generate: {answer.status} {await answer.text()}")
             return (await answer.json())["text"]
@@ -90,10 +93,10 @@ class Plane:
 async def converse(plane: Plane, task: Task, questions: list[tuple[str, Any]], seed: int) -> Rollout:
     """Ask one question after the other in one conversation. The reward is the mean of the answers' rewards. Turn i is
     sampled with the seed `seed + i`."""
-    text, rewards = "", []
+    text, rewards, session = "", [], str(uuid.uuid4())
     for number, (question, state) in enumerate(questions):
         text += (f"{IM_END}\n" if number else "") + chat_prompt(question)
-        answer = await plane.generate(text, seed + number)
+        answer = await plane.generate(text, seed + number, session)
         rewards.append(task.reward(state, answer))
         text += answer
     return Rollout(text, float(np.mean(rewards)))

@@ -88,7 +88,8 @@ def serve(
         str | None, typer.Option(help="API key of that server; better set SKYRL_EXTERNAL_INFERENCE_API_KEY.")
     ] = None,
     forwarding_inference_max_connections: Annotated[
-        int | None, typer.Option(help="Connections to the inference server. Default: no limit.")
+        str | None,
+        typer.Option(metavar="INTEGER", help="Connections to the inference server; none: no limit. Default: none."),
     ] = None,
     forwarding_deadline_s: Annotated[
         float | None, typer.Option(help="How long one sample may take, with repeats, in seconds. Default: 600.")

@@ -14,7 +14,7 @@ from skyrl.cli.router import parse_object
 from skyrl.runtime.processes.log_format import LogFormat
 from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
-ENGINE_OPTIONS = "generator.inference_engine.engine_init_kwargs"
+NUM_ENGINES = "generator.inference_engine.num_engines"
 
 
 class RolloutCommand(ManyValues):
@@ -88,7 +88,7 @@ def rollout(
     from_options: dict[str, Any] = {
         "base_model": base_model,
         "served_model_names": tuple(served_model_name) if served_model_name else None,
-        "backend_config": with_engines(parse_object(backend_config, "--backend-config"), num_engines, weight_updates),
+        "backend_config": parse_object(backend_config, "--backend-config") | {NUM_ENGINES: max(1, num_engines)},
         "state_dir": state_dir or Path.home() / ".local/share/skyrl/rollout",
         "threads": threads,
         "log_format": log_format,
@@ -118,7 +118,10 @@ def rollout(
             os.environ[ROUTER_KEY_VARIABLE] = api_key  # not on the command line, which every user may read
         if admin_api_key is not None:
             os.environ[ADMIN_KEY_VARIABLE] = admin_api_key
-        run_plane(PlaneOptions(config, host, port, num_engines, tuple(arguments), tuple(engine_url or ()), ray_address))
+        options = PlaneOptions(
+            config, host, port, num_engines, tuple(arguments), tuple(engine_url or ()), ray_address, weight_updates
+        )
+        run_plane(options)
     except ServerEnded as error:
         typer.echo(f"skyrl rollout: {error}", err=True)
         raise typer.Exit(1) from error
@@ -128,15 +131,6 @@ def rollout(
     except StartupError as error:
         typer.echo(f"skyrl rollout: {error}\n\nthe end of {error.log}:\n{error.log_end}", err=True)
         raise typer.Exit(2) from error
-
-
-def with_engines(backend_config: dict[str, Any], num_engines: int, weight_updates: bool) -> dict[str, Any]:
-    """The options of the plane's vLLMs. What the operator gives wins over the extension for new weights."""
-    from skyrl.inference.vllm_command import WEIGHT_UPDATES
-
-    given = backend_config.get(ENGINE_OPTIONS, {})
-    options = {ENGINE_OPTIONS: WEIGHT_UPDATES | given} if weight_updates and isinstance(given, dict) else {}
-    return backend_config | options | {"generator.inference_engine.num_engines": max(1, num_engines)}
 
 
 def local_directory(path: str) -> Path | None:

@@ -13,7 +13,7 @@ import aiohttp
 from skyrl.rollout.aborting import abort_until_idle
 from skyrl.rollout.config import RolloutConfig
 from skyrl.rollout.errors import BadAnswer, RolloutTimeout
-from skyrl.rollout.messages import NOTHING, RolloutAnswer, RolloutRequest, read_answer
+from skyrl.rollout.messages import NOTHING, RolloutAnswer, RolloutRequest, new_session_id, read_answer
 from skyrl.rollout.places import Places
 from skyrl.rollout.sending import CONNECT_S, Counters, Sender
 from skyrl.rollout.stops import cut_at_stop, may_have_begun, stops_of
@@ -163,7 +163,7 @@ class RolloutClient:
         if one_token:
             asked = request.continued(answer, request.params.sampling_seed, one_token=True)
         url = f"{self.config.router_url}/generate"
-        headers = {ROUTING_KEY: request.session_id} if request.session_id else {}
+        headers = {ROUTING_KEY: request.session_id or new_session_id()}
         while True:
             body = await self._sender.post(url, asked.to_json(), headers, failures, aborting)
             if body is None:  # aborted here, before it was sent again

@@ -21,6 +21,17 @@ ALIASES = {
     "sglang_router_policy": "rollout_router_policy",
     "sglang_enable_deterministic_inference": "rollout_deterministic_inference",
 }
+UNSET = {"sglang_server_concurrency": 512, "sglang_dp_size": 1, "sglang_enable_deterministic_inference": False}
+"""What aliases have in a namespace of slime's arguments where the user has given nothing; the values of this client,
+too. So they say nothing."""
+ELSEWHERE = {
+    "vllm_base_url": (
+        "a vLLM is sampled from through a sidecar and a router: start `skyrl sidecar --vllm-url URL` and `skyrl router "
+        "--worker SIDECAR`, or `skyrl rollout` in place of both, and give the router's address as rollout_router_ip "
+        "and rollout_router_port"
+    )
+}
+"""Names that others give an address of the engines by, and what to give here. Left alone, they would be ignored."""
 MAX_SEED = 2**62
 
 
@@ -88,9 +99,10 @@ class RolloutConfig:
         """Read a mapping or a namespace. None counts as not given. Names without the prefix `rollout_`, other than the
         aliases, are not looked at; `others` are names that begin with `rollout_` and belong to the framework.
 
-        Raises ValueError for an unknown name, for a value that cannot be used, and if a value and its alias differ.
+        Raises ValueError for an unknown name, for a value that cannot be used, and if a value and its alias differ. An
+        alias that has its own default counts as not given: argparse gives it to every namespace.
         """
-        values = {name: value for name, value in as_mapping(args).items() if value is not None}
+        values = {name: value for name, value in given_values(args).items() if UNSET.get(name, ...) != value}
         known = {field.name for field in fields(cls)}
         given: dict[str, Any] = {}
         for name in values:
@@ -98,7 +110,10 @@ class RolloutConfig:
                 given[name] = values[name]
             elif name.startswith("rollout_") and name not in others:
                 nearest = difflib.get_close_matches(name, sorted(known), 1, 0.0)[0]
-                raise ValueError(f"{name}: unknown; the nearest known name is {nearest}")
+                raise ValueError(
+                    f"{name}: unknown; the nearest known name is {nearest}, and names of the framework's own go into "
+                    "`others`"
+                )
         for alias, name in ALIASES.items():
             if alias not in values:
                 continue
@@ -109,9 +124,15 @@ class RolloutConfig:
         return cls(**given)
 
 
-def as_mapping(args: object) -> Mapping[str, Any]:
-    """A mapping as it is, a namespace as its attributes."""
-    return args if isinstance(args, Mapping) else vars(args)
+def given_values(args: object) -> dict[str, Any]:
+    """The values of a mapping, or of a namespace, that are not None. Raises ValueError for a name that has another
+    place here."""
+    values = args if isinstance(args, Mapping) else vars(args)
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, what in ELSEWHERE.items():
+        if name in given:
+            raise ValueError(f"{name}: {what}")
+    return given
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:

@@ -10,14 +10,15 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
 import aiohttp
 
-from skyrl.rollout.config import ALIASES, RolloutConfig, as_mapping
+from skyrl.rollout.config import ALIASES, RolloutConfig, given_values
 from skyrl.rollout.errors import EngineError
 from skyrl.rollout.sending import error_of, parsed
 
@@ -27,6 +28,28 @@ ENGINE_PREFIX = "generator.inference_engine"
 POLL_S = 0.2
 STOP_S = 60.0
 TAIL_BYTES = 2000
+SHOWN = 5
+"""How many names a warning shows."""
+VLLMS_NAMES: dict[str, tuple[str, object]] = {
+    "sglang_attention_backend": ("vllm_attention_backend", None),
+    "sglang_chat_template": ("vllm_chat_template", None),
+    "sglang_context_length": ("vllm_max_model_len", None),
+    "sglang_dtype": ("vllm_dtype", "auto"),
+    "sglang_enable_return_routed_experts": ("vllm_enable_return_routed_experts", False),
+    "sglang_kv_cache_dtype": ("vllm_kv_cache_dtype", "auto"),
+    "sglang_max_running_requests": ("vllm_max_num_seqs", None),
+    "sglang_mem_fraction_static": ("vllm_gpu_memory_utilization", None),
+    "sglang_pipeline_parallel_size": ("vllm_pipeline_parallel_size", 1),
+    "sglang_pp_size": ("vllm_pipeline_parallel_size", 1),
+    "sglang_quantization": ("vllm_quantization", None),
+    "sglang_random_seed": ("vllm_seed", None),
+    "sglang_reasoning_parser": ("vllm_reasoning_parser", None),
+    "sglang_tensor_parallel_size": ("vllm_tensor_parallel_size", 1),
+    "sglang_tool_call_parser": ("vllm_tool_call_parser", None),
+    "sglang_tp_size": ("vllm_tensor_parallel_size", 1),
+    "sglang_trust_remote_code": ("vllm_trust_remote_code", False),
+}
+"""Arguments of SGLang that vLLM has, too: under which name, and SGLang's default."""
 
 
 class EngineHooks(Protocol):
@@ -45,12 +68,29 @@ class EngineHooks(Protocol):
 
 
 def own_arguments(args: object, backend: str) -> dict[str, Any]:
-    """The arguments of `backend` without its prefix; None counts as not given. Raises ValueError."""
-    given = {name: value for name, value in as_mapping(args).items() if value is not None and name not in ALIASES}
-    others = sorted(name for name in given for other in BACKENDS if other != backend and name.startswith(f"{other}_"))
-    if others:
-        raise ValueError(f"{', '.join(others)}: not for the backend {backend}")
-    return {name.removeprefix(f"{backend}_"): value for name, value in given.items() if name.startswith(f"{backend}_")}
+    """The arguments of `backend` without its prefix; None counts as not given.
+
+    A mapping has what somebody has given, so arguments of another backend in it are wrong. A namespace has a default
+    for each of them: these are left out with a warning, but for those that vLLM has under a name of its own, and that
+    have another value than SGLang's default. Raises ValueError, which names what to give instead."""
+    given = {name: value for name, value in given_values(args).items() if name not in ALIASES}
+    own = {name.removeprefix(f"{backend}_"): value for name, value in given.items() if name.startswith(f"{backend}_")}
+    prefixes = tuple(f"{other}_" for other in BACKENDS if other != backend)
+    others = sorted(name for name in given if name.startswith(prefixes))
+    explicit = isinstance(args, Mapping)
+    wrong, left_out = list[str](), list[str]()
+    for name in others:
+        key, default = VLLMS_NAMES.get(name, (None, None))
+        if explicit or (key is not None and key not in given and given[name] != default):
+            wrong.append(name if key is None else f"{name} (give {key})")
+        elif key is None and given[name] is not False:
+            left_out.append(name)
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: not for the backend {backend}")
+    if left_out:
+        some = ", ".join(left_out[:SHOWN])
+        warnings.warn(f"{len(left_out)} arguments are not for the backend {backend}, such as {some}", stacklevel=3)
+    return own
 
 
 class VllmHooks:
@@ -64,6 +104,11 @@ class VllmHooks:
     def finalize_args(self, args: object) -> tuple[str, ...]:
         """Flags of `skyrl rollout`."""
         config = self._config
+        if config.rollout_engine_urls:
+            raise ValueError(
+                "rollout_engine_urls: the backend vllm starts its engines itself; for vLLMs that run already give the "
+                "address of a router in front of their sidecars as rollout_router_ip and rollout_router_port"
+            )
         flags = ["--host", config.rollout_router_ip, "--port", str(config.rollout_router_port)]
         flags += ["--num-engines", str(config.rollout_num_engines * config.rollout_dp_size)]
         if config.rollout_base_model is not None:

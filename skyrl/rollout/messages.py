@@ -7,6 +7,7 @@ missing or disagree is an error: nothing is filled in. Knows neither HTTP nor re
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -14,7 +15,12 @@ from typing import Any, Literal
 from skyrl.rollout.errors import BadAnswer
 
 FinishReason = Literal["stop", "length", "abort"]
-FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "stop_token": "stop",  # some servers, where a token ended the sample
+    "length": "length",
+    "abort": "abort",
+}
 OWN_FIELDS = ("text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "lora_path", "stream")
 
 
@@ -57,10 +63,16 @@ class SamplingParams:
         return {**given, **self.extra}
 
 
+def new_session_id() -> str:
+    """For one trajectory."""
+    return str(uuid.uuid4())
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
     """Exactly one of `text` and `input_ids` is the prompt. `session_id` keeps the requests of one trajectory at one
-    worker. `lora_path` is the name of a loaded adapter. `extra` holds further fields of the body. Raises ValueError."""
+    worker; None: each sample has a new one, also each of a group. `lora_path` is the name of a loaded adapter. `extra`
+    holds further fields of the body. Raises ValueError."""
 
     text: str | None = None
     input_ids: Sequence[int] | None = None
@@ -173,6 +185,8 @@ def read_answer(request: RolloutRequest, body: Any) -> RolloutAnswer:
     if count is not None and count != len(tokens):
         raise BadAnswer(f"completion_tokens: {count!r}, but output_ids has {len(tokens)}")
     version, cached = meta.get("weight_version"), meta.get("cached_tokens")
+    if type(version) is int:  # of a server that counts its updates
+        version = str(version)
     if not isinstance(version, str | None):
         raise BadAnswer(f"weight_version: must be a string, got {version!r}")
     if cached is not None and type(cached) is not int:
@@ -197,10 +211,9 @@ def read_answer(request: RolloutRequest, body: Any) -> RolloutAnswer:
 def _finish_reason(meta: dict[str, Any]) -> FinishReason:
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, dict) else None
-    for reason in FINISH_REASONS:
-        if kind == reason:
-            return reason
-    raise BadAnswer(f"finish_reason: must have a type of {', '.join(FINISH_REASONS)}, got {finish!r}")
+    if isinstance(kind, str) and kind in FINISH_REASONS:
+        return FINISH_REASONS[kind]
+    raise BadAnswer(f"finish_reason: must have a type of stop, length, abort, got {finish!r}")
 
 
 def _logprobs(meta: dict[str, Any], tokens: list[int]) -> tuple[float, ...]:

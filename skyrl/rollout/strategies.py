@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from skyrl.rollout.client import RolloutClient
 from skyrl.rollout.errors import BadAnswer
-from skyrl.rollout.messages import RolloutAnswer, RolloutRequest, SamplingParams
+from skyrl.rollout.messages import RolloutAnswer, RolloutRequest, SamplingParams, new_session_id
 
 Encode = Callable[[str], Sequence[int]]
 """Token ids of a text, without special tokens."""
@@ -23,9 +23,10 @@ Encode = Callable[[str], Sequence[int]]
 @dataclass
 class Trajectory:
     """`tokens`, `loss_mask` (1: sampled) and `logprobs` (0.0 where the mask is 0) are parallel and cover the whole
-    conversation. `text` is empty with `plain` if the user gives token ids. `begun` is the text of a partial sample with
-    which the trajectory ends, with `plain`. `lora_path` names the adapter. With
-    `return_routed_experts`, `parts` has the server's answers of all turns, for `skyrl.rollout.routed_experts`."""
+    conversation. `session_id` keeps its turns at one worker; None: a new one. `text` is empty with `plain` if the user
+    gives token ids. `begun` is the text of a partial sample with which the trajectory ends, with `plain`. `lora_path`
+    names the adapter. With `return_routed_experts`, `parts` has the server's answers of all turns, for
+    `skyrl.rollout.routed_experts`."""
 
     session_id: str | None = None
     lora_path: str | None = None
@@ -36,6 +37,9 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     return_routed_experts: bool = False
     parts: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.session_id = self.session_id or new_session_id()
 
     def keep_parts(self, answer: RolloutAnswer) -> None:
         if self.return_routed_experts:

@@ -31,6 +31,8 @@ _PAUSE, _CONTINUE = "/pause_generation", "/continue_generation"
 _DISK, _GROUP = "/update_weights_from_disk", "/update_weights_from_distributed"
 _INIT, _DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 _TENSOR = "/update_weights_from_tensor"
+_ONLY_STAGED = ("stage_only", "base")
+"""Fields of an update from disk that a server ignores if it loads at once, as SGLang's do."""
 _LOCKED = frozenset((_PAUSE, _DISK, _GROUP, _INIT, _DESTROY))
 _UPDATES = frozenset((_DISK, _GROUP))
 ADMIN_METHODS: dict[str, tuple[str, ...]] = {
@@ -144,6 +146,8 @@ class AdminRoutes:
             except _Silent as silent:
                 return _aggregated(path, silent.looks)
             workers = [*request.bodies]
+        if path == _DISK and (wrong := await self._not_staged(workers, request)) is not None:
+            return of_json(400, {"success": False, "message": wrong, "error": {"message": wrong}})
         with self._pool.weights_change([worker for worker in workers if not worker.is_dead]):
             outcomes = await self._to_all(request, workers)
             if path == _INIT:
@@ -151,6 +155,22 @@ class AdminRoutes:
             elif path in _UPDATES:
                 self._note_who_missed(outcomes, request)
         return _aggregated(path, [*outcomes, *absent])
+
+    async def _not_staged(self, workers: Sequence[Worker], request: _Request) -> str | None:
+        """Why an update that is to be staged must not go to these workers: one of them would load it at once, while it
+        samples. None if it may."""
+        fields = _decoded(request.body)
+        given = {name for name in _ONLY_STAGED if isinstance(fields, dict) and fields.get(name)}
+        given |= {name for name in _ONLY_STAGED if f"{name}=" in request.query}
+        if not given:
+            return None
+        looks = await self._to_all(_Request(self._fetch, "GET", "/v1/loads", request.headers, b"", LOOK_S), workers)
+        for look in looks:
+            stages = isinstance(look.body, dict) and look.body.get("stages_updates") is True
+            if not look.dead and not stages:
+                url = look.worker.url
+                return f"{min(given)}: {url} does not say that it stages updates, and may load the weights at once"
+        return None
 
     def _disable_who_failed(self, outcomes: Sequence[_Outcome]) -> None:
         """A worker that did not join its group may hang in it: an operator decides when it serves again."""
@@ -194,8 +214,8 @@ class AdminRoutes:
         if not updated:
             return
         fields = _decoded(request.body)
-        version = fields.get("weight_version") if isinstance(fields, dict) else None
-        missed = f"the update of the weights to version {version}"
+        named = fields.get("weight_version") if isinstance(fields, dict) else None
+        missed = f"the update of the weights to version {_version(updated[0]) if named is None else named}"
         for outcome in outcomes:
             if outcome in updated:
                 self._pool.set_missed(outcome.worker, None)
@@ -232,6 +252,7 @@ class _Request:
         self._fetch = fetch
         self._method = method
         self._target = target
+        self.query = target.partition("?")[2]
         self._timeout_s = timeout_s
         self.headers = headers
         self.body = body

@@ -107,6 +107,8 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             tokenizer_dir=options.tokenizer,
             max_body_bytes=options.limits.body_bytes,
             options=options.middleware_options,
+            workers=lambda: pool.workers,
+            args=_slime_args(options),
         )
         chain = Chain(options.middleware, ToWorkers(Broadcasts(pool, control.fetch), proxy), context)
         prober = HealthProber(
@@ -149,6 +151,18 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
         )
         # Middleware sees every request, so then all requests take the long way
         yield Router(app, None if options.middleware else Lane(proxy, is_own, app.bearer))
+
+
+def _slime_args(options: RouterOptions) -> dict[str, object]:
+    """The router's options under slime's names of them."""
+    return {
+        "sglang_router_ip": options.host,
+        "sglang_router_port": options.port,
+        "slime_router_middleware_paths": list(options.middleware),
+        "slime_router_max_connections": options.limits.running,
+        "slime_router_health_check_failure_threshold": options.health_check_failure_threshold,
+        "rollout_health_check_interval": options.health_check_interval_s,
+    }
 
 
 @contextlib.asynccontextmanager

@@ -25,6 +25,10 @@ ALIASES = {
 """Other names of our own middleware. The second is the path that slime's users give."""
 
 
+_KEPT = "skyrl.kept_body"
+"""Where a scope has the body that one run of a middleware has passed on."""
+
+
 class PluginError(Exception):
     """A middleware cannot be loaded. The text is for the operator."""
 
@@ -67,7 +71,7 @@ class Guarded:
         self.failures = 0
         self.requests = 0
         try:
-            self.plugin: Any = load(path)(app, router=context)
+            self.plugin: Any = made(load(path), app, context)
         except PluginError:
             raise
         except Exception as error:  # middleware is a program of the user
@@ -87,6 +91,7 @@ class Guarded:
             await send(message)
 
         self.requests += 1
+        scope = {name: value for name, value in scope.items() if name != _KEPT}  # of a middleware before this one
         try:
             await self.plugin(scope, receive, watched_send)
         except (ClientLeft, Truncated):
@@ -102,6 +107,51 @@ class Guarded:
                 raise Truncated(f"middleware {self.path} failed in the middle of an answer") from error
             message = f"middleware {self.path} failed: {type(error).__name__}: {error}"
             await refusals.refuse(send, 500, "middleware_failed", message)
+
+
+def made(plugin: Callable[..., Any], app: AsgiApp, context: RouterContext) -> Any:
+    """The middleware in front of `app`. Raises what the middleware's class raises."""
+    middleware = plugin(app, router=context)
+    starlettes = sys.modules.get("starlette.middleware.base")  # if a middleware has imported it
+    if starlettes is not None and isinstance(middleware, starlettes.BaseHTTPMiddleware):
+        middleware.app = _BodyAgain(middleware.app, context.max_body_bytes)
+    return middleware
+
+
+class _Kept:
+    """`whole`: all of the body has come."""
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+        self.whole = False
+
+
+class _BodyAgain:
+    """The application behind a middleware of Starlette's base class. Its `call_next` gives the body to the application
+    once: called again, it would wait until the client leaves. So the body is kept, and given again."""
+
+    def __init__(self, app: AsgiApp, most_bytes: int) -> None:
+        self._app = app
+        self._most_bytes = most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kept: _Kept = scope.setdefault(_KEPT, _Kept())
+        again = kept.whole
+
+        async def receive_and_keep() -> Message:
+            nonlocal again
+            if again:
+                again = False
+                return {"type": "http.request", "body": bytes(kept.body), "more_body": False}
+            message = await receive()
+            if message["type"] == "http.request" and not kept.whole:
+                kept.body += message.get("body", b"")
+                kept.whole = not message.get("more_body", False)
+            if len(kept.body) > self._most_bytes:
+                raise BodyTooLarge(f"body: may have {self._most_bytes} bytes")
+            return message
+
+        await self._app(scope, receive_and_keep, send)
 
 
 class Chain:

@@ -21,6 +21,7 @@ MAX_REASON = 1000
 Body = Callable[[], Awaitable[bytes]]
 
 _URL_NAMES = ("url", "worker_url")
+_SERVICE = frozenset(("disabled", "is_dead"))
 _REVIVALS = ("probe", "registration")
 _OWN_FIELDS = frozenset(
     {
@@ -38,7 +39,7 @@ class RegistrationRoutes:
     async def answer(self, method: str, path: str, query: bytes, body: Body) -> Reply | None:
         """None: this is no route of the pool. `path` may be percent-encoded."""
         if path.startswith("/workers/"):
-            return await self._one(method, path.removeprefix("/workers/"), body)
+            return await self._one(method, path.removeprefix("/workers/"), query, body)
         methods = _METHODS.get(path)
         if methods is None:
             return None
@@ -63,10 +64,9 @@ class RegistrationRoutes:
     async def _register(self, query: bytes, body: Body, *, accepted: bool) -> Reply:
         try:
             fields = await _fields(query, body)
-            url, starts = _url(fields), fields.pop("starting", False)
-            if starts not in (True, False, "true", "false"):
-                raise ValueError("starting: not true or false")
-            if starts in (True, "true"):
+            url, starts = _url(fields), _boolean("starting", fields)
+            fields.pop("starting", None)
+            if starts:
                 if fields:
                     raise ValueError(f"{min(fields)}: cannot be given together with starting")
                 worker = self._pool.expect(url)
@@ -95,12 +95,10 @@ class RegistrationRoutes:
         requests that are in flight there are broken off."""
         try:
             fields = await _fields(query, body)
-            url, ended = _url(fields), fields.get("ended", False)
-            if ended not in (True, False, "true", "false"):
-                raise ValueError("ended: not true or false")
+            url, ended = _url(fields), _boolean("ended", fields)
         except ValueError as wrong:
             return error(400, "BadRequestError", str(wrong))
-        removed = self._pool.remove(url, ended=ended in (True, "true"))
+        removed = self._pool.remove(url, ended=ended)
         return of_json(200, {"status": "success", "message": "removed" if removed else "there was no such worker"})
 
     def _list(self) -> Reply:
@@ -109,7 +107,7 @@ class RegistrationRoutes:
         stats = {f"{kind}_count": kinds.count(kind) for kind in ("prefill", "decode", "regular")}
         return of_json(200, {"workers": [*map(_listed, workers)], "total": len(workers), "stats": stats})
 
-    async def _one(self, method: str, id_or_url: str, body: Body) -> Reply:
+    async def _one(self, method: str, id_or_url: str, query: bytes, body: Body) -> Reply:
         if method not in ("GET", "PUT", "DELETE"):
             return _not_allowed(("GET", "PUT", "DELETE"))
         worker = self._pool.find(id_or_url) or self._pool.find(unquote(id_or_url))
@@ -119,23 +117,23 @@ class RegistrationRoutes:
             return of_json(200, _listed(worker))
         if method == "PUT":
             try:
-                self._set_service(worker, await _json_object(body))
+                fields = await _fields(query, body)
+                self._set_service(worker, fields | {name: _boolean(name, fields) for name in fields.keys() & _SERVICE})
             except ValueError as wrong:
                 return error(400, "BadRequestError", str(wrong))
             return of_json(200, {"status": "ok", "worker_id": worker.id, "worker": _listed(worker)})
+        if query:
+            return error(400, "BadRequestError", f"{query.decode('latin-1')[:MAX_REASON]}: DELETE takes no parameters")
         self._pool.remove(worker.id)
         return of_json(202, {"status": "accepted", "worker_id": worker.id, "message": "the worker is being removed"})
 
     def _set_service(self, worker: Worker, fields: dict[str, Any]) -> None:
         """Raises ValueError, which names the field."""
-        for name in ("disabled", "is_dead"):
-            if not isinstance(fields.get(name, False), bool):
-                raise ValueError(f"{name}: not true or false")
         if not isinstance(fields.get("reason", ""), str) or len(fields.get("reason", "")) > MAX_REASON:
             raise ValueError(f"reason: not a string of at most {MAX_REASON} characters")
-        if unknown := fields.keys() - {"disabled", "is_dead", "reason"}:
+        if unknown := fields.keys() - {*_SERVICE, "reason"}:
             raise ValueError(f"{min(unknown)}: cannot be set; disabled, is_dead and reason can")
-        if not fields.keys() & {"disabled", "is_dead"}:
+        if not fields.keys() & _SERVICE:
             raise ValueError("disabled, is_dead: one of them must be given")
         disabled = worker.disabled
         if "disabled" in fields:
@@ -180,11 +178,32 @@ def _not_allowed(methods: tuple[str, ...]) -> Reply:
 
 
 async def _fields(query: bytes, body: Body) -> dict[str, Any]:
-    """The fields of the query if it names a URL, else the fields of the JSON body."""
+    """The fields of the query and of the JSON body. Beside a URL in the query, what is no JSON object is ignored: some
+    clients send such bodies. Raises ValueError for a field with two values."""
     in_query: dict[str, Any] = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
-    if any(in_query.get(name) for name in _URL_NAMES):
-        return in_query
-    return in_query | await _json_object(body)
+    try:
+        in_body = await _json_object(body)
+    except ValueError:
+        if not any(in_query.get(name) for name in _URL_NAMES):
+            raise
+        in_body = {}
+    for name in in_query.keys() & in_body.keys():
+        if in_query[name] and in_body[name] not in (None, in_query[name], _boolean_or(in_query[name])):
+            raise ValueError(f"{name}: differs in query and body")
+    return in_body | {name: value for name, value in in_query.items() if value or not in_body.get(name)}
+
+
+def _boolean_or(value: Any) -> Any:
+    """A value of a query, which is text, as the body has it."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _boolean(name: str, fields: dict[str, Any]) -> bool:
+    """False if the field is not given. Raises ValueError."""
+    value = _boolean_or(fields.get(name, False))
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: not true or false")
+    return value
 
 
 async def _json_object(body: Body) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from skyrl.router.context import MAX_BODY_BYTES, RouterContext
 from skyrl.router.messages import AsgiApp, Call, Message, Receive, Request, Response, Scope, Send
+from skyrl.router.plugins import made
 
 WorkerFunction = Callable[[Request], Awaitable[Response]]
 
@@ -38,7 +39,7 @@ class MiddlewareBench:
         self.received: list[Request] = []
         self._worker = worker
         context = RouterContext(tokenizer_dir=tokenizer_dir, options=options, max_body_bytes=max_body_bytes)
-        self.plugin: Any = plugin(self._serve, router=context)
+        self.plugin: Any = made(plugin, self._serve, context)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, MAX_BODY_BYTES)

@@ -11,6 +11,7 @@ import torch
 from skyrl.weights.deltas import delta
 from skyrl.weights.digests import digest
 from skyrl.weights.disk import new_directory, write_index, write_shard
+from skyrl.weights.dtypes import check_sent
 from skyrl.weights.tensors import Part
 from skyrl.weights.version_on_disk import VersionOnDisk
 from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
@@ -51,8 +52,9 @@ class ChangesOnDisk:
         self._directory = new_directory(self._parent, version)
 
     async def send(self, part: Part) -> None:
-        """Raises OSError."""
+        """Raises OSError, ValueError for a dtype that servers do not take."""
         assert self._directory is not None
+        check_sent(part)
         writing = asyncio.ensure_future(asyncio.to_thread(self._write_changes, part, self._directory))
         try:
             await asyncio.shield(writing)

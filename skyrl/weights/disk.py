@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from skyrl.weights.dtypes import check_sent
 from skyrl.weights.tensors import Part
 from skyrl.weights.version_on_disk import VersionOnDisk
 from skyrl.weights.workers import PauseMode, Workers
@@ -38,8 +39,9 @@ class CheckpointOnDisk:
         self._version, self._shards = version, []
 
     async def send(self, part: Part) -> None:
-        """Write one file. Raises OSError."""
+        """Write one file. Raises OSError, ValueError for a dtype that servers do not take."""
         assert self._directory is not None
+        check_sent(part)
         writing = asyncio.ensure_future(asyncio.to_thread(write_shard, part, self._directory, len(self._shards) + 1))
         try:
             self._shards.append((await asyncio.shield(writing), list(part)))

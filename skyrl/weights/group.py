@@ -11,6 +11,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from skyrl.weights.digests import digest, dtype_name
+from skyrl.weights.dtypes import check_sent
 from skyrl.weights.kept_memory import KeptMemory
 from skyrl.weights.process_group import Group, join, listen
 from skyrl.weights.tensors import Part, sent_as
@@ -28,10 +29,11 @@ class TrainerGroup:
     that takes milliseconds, and a group that has failed cannot be used again.
 
     Servers stage what arrives while they sample. The last tensor makes them apply the update; `pause` holds all of them
-    around it, so that they change together. With the pause `in_place`, samples in flight keep their cache. `timeout_s`
-    bounds the forming of the group, and each broadcast. `checksums`: servers check what arrives. `dtype`: of all
-    floating-point tensors on their way; each is cast while those before it travel. The memory for that, as much as one
-    part, is kept for the next part and the next update.
+    around it, so that they change together. With the pause `in_place`, samples in flight keep their cache; without a
+    pause the servers refuse while samples are in flight. `timeout_s` bounds the forming of the group, and each
+    broadcast. `checksums`: servers check what arrives. `dtype`: of all floating-point tensors on their way; each is
+    cast while those before it travel. The memory for that, as much as one part, is kept for the next part and the next
+    update.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class TrainerGroup:
         self._last: Part | None = None
 
     async def begin(self, version: str) -> None:
-        """Raises GroupError, WorkersFailed."""
+        """Raises GroupError, NotStaged, WorkersFailed."""
+        await self._workers.check_all_stage("a group whose parts arrive while servers sample")
         self._version, self._last = version, None
         self._name = f"skyrl-{secrets.token_hex(8)}"
         ranks = await self._workers.ranks()
@@ -88,9 +91,11 @@ class TrainerGroup:
             group.close()
 
     async def send(self, part: Part) -> None:
-        """The part is broadcast when the next one is given, or by `finish`. Raises GroupError, WorkersFailed."""
+        """The part is broadcast when the next one is given, or by `finish`. Raises GroupError, WorkersFailed,
+        ValueError for a dtype that servers do not take."""
         if not part:
             return
+        check_sent(part)
         if self._last is not None:
             await self._broadcast(self._last)
         self._last = part

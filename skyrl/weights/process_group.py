@@ -19,8 +19,18 @@ from torch.distributed import ProcessGroup, TCPStore, distributed_c10d  # pyrigh
 from torch.distributed.distributed_c10d import GroupName, PrefixStore
 
 BACKENDS = ("gloo", "nccl")
-_AS_BYTES = (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
-"""gloo, NCCL or both do not know these."""
+_CARRIED = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""gloo and NCCL both know these. All others travel as bytes."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _BYTES_AT_ONCE = 64 * 2**20
 """Of tensors that are on their way at the same time, besides the first of them. One at a time, each waits until the
@@ -74,7 +84,7 @@ class Group:
             tensor = tensor.contiguous()  # gloo sends the memory as it lies, and does not look at strides
         elif not tensor.is_contiguous():
             raise ValueError("only a contiguous tensor can be filled")
-        if tensor.dtype in _AS_BYTES:
+        if tensor.dtype not in _CARRIED:
             tensor = tensor.reshape(-1).view(torch.uint8)
         try:
             return self._group.broadcast([tensor], options)

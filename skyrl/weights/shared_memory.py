@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from skyrl.weights.digests import digest, dtype_name
+from skyrl.weights.dtypes import check_sent
 from skyrl.weights.group import NotApplied
 from skyrl.weights.segments import Segment, places_of
 from skyrl.weights.tensors import Part, sent_as
@@ -28,7 +29,8 @@ class SharedMemory:
     returned; together they take the model's size once. With `keep_memory` the next update writes into the same memory,
     which is several times as fast. Parts on a GPU go through one buffer there, and servers copy them.
 
-    With the pause `in_place`, samples in flight keep their cache. `checksums`: servers check what they find. `dtype`:
+    With the pause `in_place`, samples in flight keep their cache; without a pause the servers refuse while samples are
+    in flight. `checksums`: servers check what they find. `dtype`:
     of all floating-point tensors in the memory; they are cast where they are copied.
     """
 
@@ -66,9 +68,11 @@ class SharedMemory:
             probe.close()
 
     async def send(self, part: Part) -> None:
-        """Raises OSError without memory for the part, WorkersFailed."""
+        """Raises OSError without memory for the part, WorkersFailed, ValueError for a dtype that servers do not
+        take."""
         if not part:
             return
+        check_sent(part)
         device = next(iter(part.values())).device
         places, size = places_of(part, self._dtype)
         segment = self._segment(size, device)

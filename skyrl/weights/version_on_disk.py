@@ -13,7 +13,10 @@ class VersionOnDisk:
     for sidecars that bring files to their node. With the pause `in_place`, samples in flight keep their cache, with the
     other pauses they compute it again; without a pause the servers refuse while samples are in flight. `keep`: the
     servers keep the version's bytes, so that the next one may have it as its `base`, and only the elements that differ
-    (`skyrl.weights.deltas`). `checksums`: of the version's tensors."""
+    (`skyrl.weights.deltas`). `checksums`: of the version's tensors. The last three need sidecars.
+
+    Sidecars read and check the files before the pause. SGLang's servers read them in the pause, because they load at
+    once; without a pause they wait for the end of their samples."""
 
     def __init__(
         self,
@@ -34,13 +37,16 @@ class VersionOnDisk:
         self._version, self._body = version, None
 
     async def send(self, part: Path | str) -> None:
-        """The servers read and check the files while they sample. Raises WorkersFailed."""
+        """Sidecars read and check the files while they sample. Raises WorkersFailed, NotStaged."""
         self._body = {
             "model_path": str(part),
             "weight_version": self._version,
             "flush_cache": self._pause != "in_place",
         } | self._more
-        await self._workers.post("/update_weights_from_disk", self._body | {"stage_only": True})
+        if self._more:
+            await self._workers.check_all_stage("a version of changes, or with checksums,")
+        if (stage := await self._workers.that_stage()) is not None:
+            await stage.post("/update_weights_from_disk", self._body | {"stage_only": True})
 
     async def finish(self) -> None:
         """The pause is for the moment in which the weights change. Raises WorkersFailed."""

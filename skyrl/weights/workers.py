@@ -1,6 +1,7 @@
-"""The inference servers that get new weights, over HTTP: sidecars, or other servers with SGLang's routes.
+"""The inference servers that get new weights, over HTTP: sidecars, and SGLang's own servers.
 
-Each server is asked by itself, so the answer of each is known. Imports no torch.
+Each server is asked by itself, so the answer of each is known. Sidecars stage an update while they sample. SGLang's
+servers do not: they ignore fields that they do not know, and load at once. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class WorkersFailed(RuntimeError):
         self.failed = dict(failed)
         self.answered = dict(answered)
         self.refused = frozenset(refused)
+
+
+class NotStaged(RuntimeError):
+    """A server would load each part of an update at once, while it samples. SGLang's servers do."""
 
 
 class Workers:
@@ -63,6 +68,31 @@ class Workers:
         """How many processes of each server hold weights. Raises WorkersFailed."""
         answers = await self._each("GET", "/server_info", SHORT_S)
         return {url: int(one.get("tp_size") or 1) * int(one.get("pp_size") or 1) for url, one in answers.items()}
+
+    async def that_stage(self) -> Workers | None:
+        """The servers that stage an update, as sidecars do; None if there is none. Raises WorkersFailed for a server
+        that does not answer."""
+        try:
+            answers = await self._each("GET", "/v1/loads", SHORT_S)
+        except WorkersFailed as error:
+            if not error.refused >= error.failed.keys():
+                raise
+            answers = error.answered
+        stage = [url for url in self.urls if _stages(answers.get(url))]
+        if not stage:
+            return None
+        some = Workers(stage, update_s=self._update_s)
+        some._headers = self._headers
+        return some
+
+    async def check_all_stage(self, what: str) -> None:
+        """Raises NotStaged for servers that load at once: `what` needs servers that stage. WorkersFailed."""
+        stage = await self.that_stage()
+        if others := [url for url in self.urls if stage is None or url not in stage.urls]:
+            raise NotStaged(
+                f"{', '.join(others)}: stages no updates, and would load new weights at once; {what} needs sidecars. "
+                "CheckpointOnDisk can be used"
+            )
 
     @contextlib.asynccontextmanager
     async def paused(self, mode: PauseMode | None) -> AsyncIterator[None]:
@@ -122,6 +152,10 @@ async def _ask(session: aiohttp.ClientSession, method: str, url: str, body: Any)
         return _Failure("no answer in time")
     except aiohttp.ClientError as error:
         return _Failure(str(error) or type(error).__name__)
+
+
+def _stages(loads: Any) -> bool:
+    return isinstance(loads, dict) and loads.get("stages_updates") is True
 
 
 def _message(value: Any) -> str:

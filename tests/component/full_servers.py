@@ -36,7 +36,7 @@ class Server:
     """Where the versions were that it was asked to read, in order."""
 
     def __post_init__(self) -> None:
-        for path in ("/health", "/is_sleeping", COMPLETIONS, "/model_info", UPDATE, PAUSE, CONTINUE):
+        for path in ("/health", "/is_sleeping", COMPLETIONS, "/model_info", "/v1/loads", UPDATE, PAUSE, CONTINUE):
             self.upstream.controls[path] = self._answer
 
     async def _answer(self, request: Received, writer: asyncio.StreamWriter) -> None:
@@ -49,6 +49,8 @@ class Server:
                 return reply(200, b"", **{HEADER.replace("-", "_"): f"start {self.starts}"})
             case "/model_info":
                 return reply(200, {"weight_version": self.version})
+            case "/v1/loads":
+                return reply(200, {"loads": [], "stages_updates": True})
             case "/pause_generation":
                 self.calls.append(f"pause {request.json['mode']}")
                 self.paused = True

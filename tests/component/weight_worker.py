@@ -48,6 +48,9 @@ class WeightWorker:
         first = self.weights["a"][0].tolist()
         return {"weight_version": self.version, "paused": self.paused, "sums": sums, "first": first}
 
+    async def loads(self, _: Any) -> Any:
+        return {"loads": [], "stages_updates": True}
+
     async def server_info(self, _: Any) -> Any:
         return {"tp_size": 1}
 
@@ -169,6 +172,7 @@ def application(worker: WeightWorker) -> web.Application:
     routes = {
         "/model_info": worker.model_info,
         "/server_info": worker.server_info,
+        "/v1/loads": worker.loads,
         "/break": worker.break_next,
         "/forget": worker.forget,
         "/pause_generation": worker.pause,

@@ -214,7 +214,7 @@ class Upstream:
         logprobs = {"token_logprobs": [-1.0] * len(tokens)}
         choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": tokens, "logprobs": logprobs}
         self.answered += 1
-        answer = {"choices": [choice], "usage": None}
+        answer = {"id": str(number), "model": asked["model"], "choices": [choice], "usage": None}
         if asked["stream"]:
             text = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
             return web.Response(text=text, content_type="text/event-stream")

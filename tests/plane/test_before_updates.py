@@ -101,6 +101,35 @@ async def test_the_router_answers_as_each_engine_does(plane: RunningPlane, sessi
     assert through["choices"][0]["token_ids"] == answers[0]["output_ids"]
 
 
+async def test_a_session_servers_chats_reach_an_engine_through_the_router(
+    plane: RunningPlane, session: aiohttp.ClientSession
+) -> None:
+    """The fields that miles' session server sends at every turn, and what it reads."""
+    sampled = await post(
+        session, f"{plane.url}/generate", {"input_ids": PROMPT, "sampling_params": GREEDY, "return_logprob": True}
+    )
+    turn = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Not this."}],
+        "temperature": 0,
+        "max_tokens": 12,
+        "input_ids": PROMPT,
+        "logprobs": True,
+        "return_meta_info": True,
+        "no_stop_trim": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    choice = (await post(session, f"{plane.url}/v1/chat/completions", turn))["choices"][0]
+    meta = choice["meta_info"]
+    assert [one[1] for one in meta["output_token_logprobs"]] == sampled["output_ids"]
+    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == 12
+    assert isinstance(choice["message"]["content"], str)
+    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 12}]
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        async with session.post(plane.url + path, json={"model": "tiny", "stop_regex": "a"}) as answer:
+            assert (answer.status, (await answer.json())["error"]["message"].partition(":")[0]) == (400, "stop_regex")
+
+
 async def test_slimes_abort_ends_all_samples_with_what_they_have(
     plane: RunningPlane, session: aiohttp.ClientSession
 ) -> None:
@@ -191,6 +220,12 @@ async def test_the_sidecars_work_behind_other_gateways(
         wrong = await asyncio.to_thread(client.post, "/generate", json=body | {"sampling_params": {"top_p": 7.0}})
         assert wrong.status_code == 400
         assert "top_p" in wrong.text
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4}
+        said = await asyncio.to_thread(client.post, "/v1/chat/completions", json=chat)
+        assert said.status_code == 200, said.text
+        whole = {"model": "tiny", "prompt": "The old fox", "temperature": 0, "max_tokens": 4}
+        said = await asyncio.to_thread(client.post, "/v1/completions", json=whole)
+        assert said.status_code == 200, said.text
 
 
 @pytest_asyncio.fixture

@@ -131,22 +131,21 @@ async def test_the_same_calls_at_the_router_update_all_workers(
 
 
 async def test_areals_updates(workers: list[Worker], variants: list[Path], references: list[Reference]) -> None:
-    """Its port is a string, it gives the rank of a pipeline, and it aborts what runs."""
+    """Its port is a string, it gives the rank of a pipeline, it aborts what runs, and it names no version: the version
+    goes up by itself."""
     worker = workers[0]
     running = await computed([worker], 3, lambda worker: worker.sample(PROMPT, ENDLESS))
     await worker.done("/pause_generation")
     for sample in await asyncio.gather(*running):
         assert sample["meta_info"]["finish_reason"]["type"] == "abort"
         assert 0 < len(sample["output_ids"]) < ENDLESS
-    await worker.done(
-        "/update_weights_from_disk", {"model_path": str(variants[0]), "abort_all_requests": True, "weight_version": "1"}
-    )
+    await worker.done("/update_weights_from_disk", {"model_path": str(variants[0]), "abort_all_requests": True})
     await worker.done("/continue_generation")
     await serves(worker, references[1], "1")
     async with trainer_group([worker], "update_weight_group_0", pp_rank=0) as group:
         await worker.done("/pause_generation")
-        [(status, answer)] = await group.bucket(tensors_of(variants[1]), "2", abort_all_requests=True)
-        assert (status, answer["applied"]) == (200, True)
+        [(status, answer)] = await group.bucket(tensors_of(variants[1]), None, abort_all_requests=True)
+        assert (status, answer["applied"], answer["weight_version"]) == (200, True, "2")
         await worker.done("/continue_generation")
     await serves(worker, references[2], "2")
 
@@ -183,6 +182,26 @@ async def test_samples_frozen_in_place_go_on_with_the_new_weights(
         assert sample["meta_info"]["weight_version"] == "1"
     for worker in workers:
         await serves(worker, references[1], "1")
+
+
+async def test_a_chat_that_gets_new_weights_tells_which_tokens_are_whose(
+    workers: list[Worker], variants: list[Path]
+) -> None:
+    worker = workers[0]
+    chat = {"messages": [], "input_ids": PROMPT, "return_meta_info": True, "logprobs": True, "temperature": 0}
+    asked = chat | {"max_tokens": 400, "ignore_eos": True}
+
+    async def sample(worker: Worker) -> dict[str, Any]:
+        return (await worker.done("/v1/chat/completions", asked))["choices"][0]["meta_info"]
+
+    [running] = await paused_amid([worker], 1, sample, "in_place")
+    await worker.load_from(variants[0], "1", flush_cache=False)
+    await worker.done("/continue_generation")
+    meta = await running
+    old, new = meta["weight_versions"]
+    assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, "1", 400)
+    assert 0 < old["end"] == new["start"] < 400
+    assert (meta["weight_version"], meta["completion_tokens"]) == ("1", 400)
 
 
 async def test_retracted_samples_compute_their_cache_again(

@@ -21,8 +21,10 @@ from safetensors.torch import save_file
 from skyrl.base.tiny import model_path
 from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
+from skyrl.weights.shared_memory import SharedMemory
+from skyrl.weights.workers import Workers, WorkersFailed
 from tests.plane.running import READY_S, RunningPlane
-from tests.plane.workers import ENDLESS, Worker, paused_amid, tensors_of, trainer_group
+from tests.plane.workers import ENDLESS, Worker, computed, paused_amid, tensors_of, trainer_group
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -93,7 +95,7 @@ async def test_files_that_are_gone_or_cut_off_change_nothing(
         ({}, "model_path: must be a string"),
         ({"model_path": "here"}, "model_path: 'here' is not an absolute path"),
         ({"model_path": str(variants[0]), "load_format": "dummy"}, "load_format: 'dummy' is not offered"),
-        ({"model_path": str(variants[0]), "weight_version": 1}, "weight_version: must be a string"),
+        ({"model_path": str(variants[0]), "weight_version": 1.5}, "weight_version: must be a string"),
         ({"model_path": str(variants[0]), "keep_pause": 1}, "keep_pause: must be true or false"),
     ):
         assert words in await worker.refused("/update_weights_from_disk", body)
@@ -114,6 +116,34 @@ async def test_requests_in_flight_refuse_an_update_from_disk(workers: list[Worke
     assert sample["meta_info"]["weight_versions"] == [whole]
 
 
+@pytest.mark.parametrize("medium", ["group", "memory"])
+async def test_requests_in_flight_refuse_an_update_that_was_staged_before_them(
+    medium: str, workers: list[Worker], variants: list[Path]
+) -> None:
+    """They would go on with a cache of the old weights, under the new version. As from disk."""
+    worker, tensors = workers[0], tensors_of(variants[0])
+    first, last = ({name: t for name, t in tensors.items() if (name == NORM) is one} for one in (False, True))
+    shared = SharedMemory(Workers([worker.url]), pause=None)
+    async with trainer_group([worker], "unpaused") as group:
+        if medium == "group":
+            [(status, answer)] = await group.bucket(first, "1")
+            assert (status, answer["applied"]) == (200, False)
+        else:
+            await shared.begin("1")
+            await shared.send(tensors)
+        [running] = await computed([worker], 1, lambda worker: worker.sample(PROMPT, ENDLESS))
+        async with untouched(worker):
+            if medium == "group":
+                [(status, answer)] = await group.bucket(last, "1")
+                assert (status, "1 requests are in flight" in answer["message"]) == (400, True), answer
+            else:
+                with pytest.raises(WorkersFailed, match="1 requests are in flight"):
+                    await shared.finish()
+        await worker.session.post(f"{worker.url}/abort_request", json={"abort_all": True})
+        whole = {"version": "default", "start": 0, "end": len((sample := await running)["output_ids"])}
+        assert sample["meta_info"]["weight_versions"] == [whole]
+
+
 async def test_a_bucket_that_does_not_fit_changes_nothing(workers: list[Worker], variants: list[Path]) -> None:
     """It is received all the same, so the trainer does not hang, and the group can be used again."""
     worker, tensors = workers[0], tensors_of(variants[0])
@@ -123,6 +153,7 @@ async def test_a_bucket_that_does_not_fit_changes_nothing(workers: list[Worker],
             ({NORM: torch.cat([norm, norm])}, "shapes: model.norm.weight"),
             ({"model.extra": norm}, "names: the model has no model.extra"),
             ({NORM: torch.full_like(norm, float("inf"))}, "not a finite number"),
+            ({NORM: norm.to(torch.complex64)}, "dtypes: model.norm.weight is complex64"),
         ):
             async with untouched(worker):
                 [(status, answer)] = await group.bucket(tensors | wrong, "1")
@@ -134,6 +165,25 @@ async def test_a_bucket_that_does_not_fit_changes_nothing(workers: list[Worker],
             assert (status, words_of(answer)) == (400, "checksums: model.norm.weight")
         [(status, answer)] = await group.bucket(tensors, "1")
         assert (status, answer["applied"]) == (200, True)
+        assert answer["rank_results"] == [{"rank": 0, "success": True, "message": "ok", "error": None}]
+
+
+async def test_the_bucket_after_one_that_was_refused_unreceived_is_refused_too(
+    workers: list[Worker], variants: list[Path]
+) -> None:
+    """The trainer may have sent the first one's tensors, which have the same shapes."""
+    worker, tensors = workers[0], tensors_of(variants[0])
+    bucket = {
+        "names": list(tensors),
+        "dtypes": ["float32" for _ in tensors],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": "refused",
+    }
+    async with trainer_group([worker], "refused"), untouched(worker):
+        flat = bucket | {"load_format": "flattened_bucket"}
+        assert "load_format" in await worker.refused("/update_weights_from_distributed", flat)
+        message = await worker.refused("/update_weights_from_distributed", bucket)
+        assert "has failed (a bucket was refused: load_format" in message
 
 
 def words_of(answer: Any) -> str:

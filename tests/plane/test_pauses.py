@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 
 from skyrl.base.tiny import model_path
 from skyrl.inference.sidecar.admin import needs_admin
+from skyrl.inference.sidecar.vllm_updates import VLLM_UPDATES
+from tests.plane.running import RunningPlane
 from tests.plane.workers import BEGUN_S, ENDLESS, Worker, all_computed, all_paused, computed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -238,3 +240,15 @@ async def test_which_of_vllms_routes_need_the_admin_key(workers: list[Worker]) -
     closed = {path for path in paths if needs_admin(path, {"/health", "/metrics"})}
     assert closed >= {"/pause", "/resume", "/sleep", "/collective_rpc", "/update_weights", "/weight_checker"}
     assert paths.keys() - closed == OPEN
+    known = {"/update_weight_version", "/weight_checker", "/weight_info"}
+    assert {path for path in paths if "weight" in path} - known == VLLM_UPDATES
+
+
+async def test_vllms_own_weight_transfer_is_refused_by_workers_and_through_the_router(
+    plane: RunningPlane, workers: list[Worker]
+) -> None:
+    for worker in (workers[0], Worker(plane.url, workers[0].session)):
+        for path in VLLM_UPDATES:
+            status, answer = await worker.post(path, {})
+            assert status == 501
+            assert "/update_weights_from_disk" in answer["error"]["message"]

@@ -88,6 +88,20 @@ async def test_changes_make_the_same_model_as_a_whole_update(
     assert sums[0]["payload"][0]["per_gpu_checksum"] == sums[1]["payload"][0]["per_gpu_checksum"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e5m2fnuz], ids=str)
+async def test_floats_that_gloo_cannot_carry_reach_the_model(
+    dtype: torch.dtype, workers: list[Worker], variants: list[Path], tmp_path: Path
+) -> None:
+    worker, servers = workers[0], Workers([workers[0].url])
+    part = {name: tensor.abs().clamp(min=2**-6).to(dtype) for name, tensor in tensors_of(variants[0]).items()}
+    await publish(TrainerGroup(servers, timeout_s=30, checksums=True), "1", [part])
+    rows = await worker.done("/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 4})
+    assert rows == part["model.norm.weight"][:4].float().tolist()
+    by_group = await worker.checksum()
+    await publish(CheckpointOnDisk(servers, tmp_path), "2", [part])
+    assert (await worker.version(), await worker.checksum()) == ("2", by_group)
+
+
 async def test_the_router_forms_one_group_and_updates_all(
     plane: RunningPlane, workers: list[Worker], variants: list[Path]
 ) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from types import NoneType
+from typing import Literal, get_args
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from skyrl.base.config import skyrl_keys
@@ -26,6 +27,8 @@ TINY = "tiny"
 MIN_KEY = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BACKENDS: tuple[str, ...] = ("fsdp", "none")
+NO_VALUE = ("none", "null")
+"""What operators write, in any case, for a key that shall have no value: flags, variables and TOML have no null."""
 STORE_SCHEMES = ("file", "s3", "gs", "az")
 
 
@@ -202,6 +205,15 @@ class ServerKeys(BaseSettings):
     """How many copies of each file are kept."""
 
     _role: Role | None = PrivateAttr(default=None)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _reads_no_value(cls, value: object, info: ValidationInfo) -> object:
+        name = info.field_name or ""
+        may_lack = (
+            NoneType in get_args(cls.model_fields[name].annotation) and name != "base_model"
+        )  # a directory's name
+        return None if may_lack and isinstance(value, str) and value.lower() in NO_VALUE else value
 
     @field_validator("base_models", mode="before")
     @classmethod

@@ -6,6 +6,7 @@ A `WeightsRef` holds neither files nor a path. The database stores its text: `ba
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 STORE_SCHEME = "skyrl-store:"
@@ -74,6 +75,20 @@ WeightsRef = BaseWeights | AdapterVersion | FullWeights
 
 FIRST_VERSION = "default"
 """SGLang's and vLLM's name of the weights that a server starts with."""
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_COUNTED = re.compile(r"(.*)\+([0-9]{1,18})", re.DOTALL)
+
+
+def next_version(version: str) -> str:
+    """The version of weights that an update without a name has put in the place of `version`. A number goes up by one,
+    `default` becomes 1. Any other name belongs to a trainer, and is not changed: it gets +1, and +2 after the next
+    update."""
+    if version == FIRST_VERSION:
+        return "1"
+    if _NUMBER.fullmatch(version):
+        return str(int(version) + 1)
+    counted = _COUNTED.fullmatch(version)
+    return f"{version}+1" if counted is None else f"{counted[1]}+{int(counted[2]) + 1}"
 
 
 def served_version(weights: WeightsRef) -> str:

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -29,7 +29,7 @@ from skyrl.cli.launcher.rollout_on_ray import PLACEMENT_GRACE_S, RAY_GRACE_S, ch
 from skyrl.cli.launcher.skyrl_processes import PLACEMENT, RAY, log_part, metrics_part
 from skyrl.cli.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
 from skyrl.inference.placement import LocalPlacement
-from skyrl.inference.vllm_command import HOST
+from skyrl.inference.vllm_command import HOST, WEIGHT_UPDATES
 from skyrl.router.state_file import FILE_NAME
 from skyrl.runtime.metrics.files import FILE_VARIABLE
 from skyrl.runtime.metrics.processes import LauncherMetrics
@@ -47,6 +47,8 @@ DRAIN_S = 2.0
 """How long a sidecar lets samples go on when the plane stops; the router, which stops first, has waited already."""
 GRACE_S = 12.0
 READY_POLL_S = 0.2
+GPU_MEMORY = 0.9
+"""The share of a GPU's memory that a vLLM takes which has the GPU for itself."""
 WRONG_OPTION = 2
 """The exit code of `skyrl router` and `skyrl sidecar` when an option cannot be used."""
 
@@ -55,7 +57,8 @@ WRONG_OPTION = 2
 class PlaneOptions:
     """`config` has the base model, vLLM's options and the state directory. `num_engines` may be 0: then there are only
     `engine_urls`, servers that run elsewhere and speak /generate. `router_arguments` go to `skyrl router` as they are.
-    `ray` is the Ray cluster on whose nodes the vLLMs run, as `ray_address` of a server; None: they run here.
+    `ray` is the Ray cluster on whose nodes the vLLMs run, as `ray_address` of a server; None: they run here. With
+    `weight_updates` trainers can replace all weights.
     """
 
     config: ServerConfig
@@ -65,11 +68,25 @@ class PlaneOptions:
     router_arguments: tuple[str, ...]
     engine_urls: tuple[str, ...] = ()
     ray: str | None = None
+    weight_updates: bool = True
 
     @property
     def url(self) -> str:
         """The router's, as seen from this machine."""
         return f"http://{HOST if self.host in ('0.0.0.0', '::') else in_url(self.host)}:{self.port}"
+
+
+def of_plane(config: ServerConfig, *, weight_updates: bool, cuda: bool) -> ServerConfig:
+    """The configuration with the plane's own options of vLLM. What the operator gives wins. On GPUs nothing runs beside
+    vLLM by default, so it takes most of the memory, and can give its memory to a trainer of the same GPU in turns."""
+    backend = config.backend_config
+    inference = backend.inference
+    own = (WEIGHT_UPDATES if weight_updates else {}) | ({"enable_sleep_mode": True} if cuda else {})
+    changes: dict[str, object] = {"engine_init_kwargs": own | inference.engine_init_kwargs}
+    if "gpu_memory_utilization" not in inference.model_fields_set:
+        changes["gpu_memory_utilization"] = GPU_MEMORY
+    generator = backend.generator.model_copy(update={"inference_engine": inference.model_copy(update=changes)})
+    return config.model_copy(update={"backend_config": backend.model_copy(update={"generator": generator})})
 
 
 class Starts:
@@ -273,6 +290,8 @@ def run_plane(options: PlaneOptions) -> None:
     else:
         check_keys(options.ray)
         found = check_placed_vllms(options.config, options.ray)
+    config = of_plane(options.config, weight_updates=options.weight_updates, cuda=found.cuda)
+    options = replace(options, config=config)
     with lock_state_dir(options.config.state_dir):
         logger.info(
             "starting %d engines with %s, router on %s:%d, state in %s",

@@ -7,7 +7,7 @@ from typing import Any
 from skyrl.inference.sidecar.call import Call
 from skyrl.inference.sidecar.errors import BadRequest, NotOffered, VllmBroke
 from skyrl.inference.sidecar.fields import string
-from skyrl.inference.sidecar.update_requests import read_body
+from skyrl.inference.sidecar.parameters import parameters
 from skyrl.inference.sidecar.vllm import Vllm
 
 TIMEOUT_S = 300.0
@@ -21,12 +21,12 @@ class Adapters:
 
     async def load(self, call: Call) -> None:
         """400 for a name that is loaded already. `pinned` is ignored: vLLM forgets no adapter by itself."""
-        given = read_body(await call.body())
+        given = await parameters(call)
         name, path = (string(field, given.get(field)) for field in ("lora_name", "lora_path"))
         await self._change(call, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     async def unload(self, call: Call) -> None:
-        name = string("lora_name", read_body(await call.body()).get("lora_name"))
+        name = string("lora_name", (await parameters(call)).get("lora_name"))
         await self._change(call, "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _change(self, call: Call, path: str, body: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from skyrl.inference.sidecar.generation import Generation
 from skyrl.inference.sidecar.in_flight import InFlight
 from skyrl.inference.sidecar.memory import Memory
 from skyrl.inference.sidecar.metrics import Figures, SidecarMetrics
+from skyrl.inference.sidecar.openai_answer import OpenaiAnswers
 from skyrl.inference.sidecar.pass_through import pass_through
 from skyrl.inference.sidecar.pause import Pause
 from skyrl.inference.sidecar.pictures import Pictures
@@ -27,6 +28,7 @@ from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.sidecar.updates import Updates
 from skyrl.inference.sidecar.vllm import Vllm
 from skyrl.inference.sidecar.vllm_config import KnownConfig
+from skyrl.inference.sidecar.vllm_updates import VLLM_UPDATES, not_offered
 from skyrl.inference.sidecar.vllm_weights import VllmWeights
 from skyrl.inference.sidecar.weight_routes import WeightRoutes
 from skyrl.runtime.metrics.files import publishing
@@ -47,6 +49,7 @@ class Sidecar:
         self._vllm = vllm
         self.pictures = Pictures()
         self._generation = Generation(vllm, facts, version, self.in_flight, self.pictures)
+        self._openai = OpenaiAnswers(facts, version)
         self.pause = Pause(vllm, self.in_flight, settings.abort_s, settings.rpc_s)
         weights = VllmWeights(vllm, settings.rpc_s)
         self.updates = Updates(settings, vllm, weights, version, self.in_flight, self.pause)
@@ -94,6 +97,8 @@ class Sidecar:
             await call.answer_error(error)
 
     async def _route(self, call: Call) -> None:
+        if call.path in VLLM_UPDATES:
+            raise not_offered(call.path)
         if needs_admin(call.path, self._open_paths) and (refusal := self._admin_key.refusal(call.scope)) is not None:
             raise Unauthorized(refusal[1]) if refusal[0] == 401 else Forbidden(refusal[1])
         if call.path == "/generate" and call.method in ("POST", "PUT"):
@@ -101,7 +106,7 @@ class Sidecar:
         elif (route := self._routes.get(call.path)) and call.method in ("GET", "POST"):
             await route(call)
         else:
-            await pass_through(call, self._vllm, self.in_flight)
+            await pass_through(call, self._vllm, self.in_flight, self._openai)
 
     async def _metrics(self, call: Call) -> None:
         assert self.figures is not None

@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 from typing import NamedTuple
 
+from skyrl.base.types.weights import FIRST_VERSION, next_version
 from skyrl.inference.sidecar.errors import BadRequest, NotOffered, SidecarError, VllmAway, VllmBroke
 from skyrl.inference.sidecar.facts import WeightVersion
 from skyrl.inference.sidecar.in_flight import InFlight
 from skyrl.inference.sidecar.pause import Pause, PauseMode
 from skyrl.inference.sidecar.update_requests import Change
 from skyrl.inference.sidecar.vllm import Vllm
-from skyrl.inference.sidecar.vllm_weights import VllmWeights, longest, refusal
+from skyrl.inference.sidecar.vllm_weights import Ranks, VllmWeights, rank_results, refusal
 from skyrl.inference.sidecar.weight_trouble import WeightTrouble
 
 FLUSH_TRIES, FLUSH_PAUSE_S = 20, 0.05
@@ -23,10 +24,12 @@ FLUSH_TRIES, FLUSH_PAUSE_S = 20, 0.05
 
 
 class Applied(NamedTuple):
-    """`frozen`: how many requests were in flight. `seconds`: of the stages of the step that changed the model."""
+    """`frozen`: how many requests were in flight. `version`: of the new weights. `ranks`: their answers to the
+    step that changed the model."""
 
     frozen: int
-    seconds: dict[str, float]
+    version: str
+    ranks: Ranks
 
 
 class ApplyWeights:
@@ -53,23 +56,23 @@ class ApplyWeights:
         """Whether this sidecar has updated the weights of the vLLM that runs."""
         self.updated_start: str | None = None
         """The start of vLLM that got this sidecar's last update, None if vLLM did not tell."""
+        self._last_named: str | None = None
+        """The version that this sidecar has named last, perhaps in a vLLM that has ended since."""
 
-    async def apply(self, change: Change, *, from_disk: bool) -> Applied:
+    async def apply(self, change: Change) -> Applied:
         """Put what is staged into the model, flush, name the version. Raises SidecarError; the trouble's reason says
         whether the model was touched."""
         hold = await self._trouble.enter_hold()
         try:
             if change.abort_all:
                 await self._pause.end_all()
-            if from_disk:
-                self.check_in_flight(change)
-            frozen = self._in_flight.running
-            seconds = await self._change_model(change, frozen)
+            self.check_in_flight(change)
+            applied = await self._change_model(change, self._in_flight.running)
             self._trouble.reason = None
             hold.stays_paused = change.keep_pause
         finally:
             await self._trouble.leave_hold(hold)
-        return Applied(frozen, seconds)
+        return applied
 
     def check_in_flight(self, change: Change) -> None:
         """Raises BadRequest for requests in flight that would go on with a cache of the old weights."""
@@ -84,9 +87,8 @@ class ApplyWeights:
             "with the mode retract, or with the mode in_place and flush_cache false"
         )
 
-    async def _change_model(self, change: Change, frozen: int) -> dict[str, float]:
-        """The seconds of its stages."""
-        version = change.version or await self._version.get()
+    async def _change_model(self, change: Change, frozen: int) -> Applied:
+        version = change.version or await self._next_version()
         before, self._trouble.reason = self._trouble.reason, "an update has not ended"
         try:
             ranks = await self._weights.outcomes("apply", {"partial": change.partial}, self._update_s)
@@ -105,9 +107,13 @@ class ApplyWeights:
             broken = f"not all ranks have the new weights: {refused.message}"
         if broken is not None:
             await self._trouble.remember(broken)
-            raise VllmBroke(f"{broken}; generation stays paused until a full update succeeds")
+            error = VllmBroke(f"{broken}; generation stays paused until a full update succeeds")
+            error.rank_results = rank_results(ranks)
+            raise error
+        # Frozen by an update that failed, not by the trainer: it has not decided what becomes of their cache
+        abandoned = frozen > 0 and before is not None and self._pause.mode is not PauseMode.IN_PLACE
         try:
-            if change.flush_cache:
+            if change.flush_cache or abandoned:
                 await self._flush(recompute=frozen > 0)
             if version is None:
                 raise VllmAway("vLLM did not answer the version of its weights")
@@ -118,7 +124,15 @@ class ApplyWeights:
         self.was_updated = True
         with contextlib.suppress(SidecarError):
             self.updated_start = (await self._vllm.health()).start
-        return longest(ranks)
+        return Applied(frozen, version, ranks)
+
+    async def _next_version(self) -> str | None:
+        """Of an update that names none. A vLLM that was started again has forgotten its version: versions go on from
+        the last one, so that two weights never get the same name. None if vLLM does not tell its version."""
+        version = await self._version.get()
+        if version == FIRST_VERSION and self._last_named is not None:
+            version = self._last_named
+        return None if version is None else next_version(version)
 
     async def _flush(self, *, recompute: bool) -> None:
         for attempt in range(FLUSH_TRIES):
@@ -134,3 +148,4 @@ class ApplyWeights:
     async def name(self, version: str) -> None:
         """Name the weights that vLLM has. Raises SidecarError."""
         await self._vllm.call("POST", "/update_weight_version", {"new_version": version})
+        self._last_named = version

@@ -93,8 +93,9 @@ class Call:
         await self.answer(error.status, compact(error_body(error)), [*JSON, *_error_headers(error)])
 
     async def answer_failure(self, error: SidecarError, status: int) -> None:
-        """As `answer_error`, with SGLang's two fields of a failed change."""
-        body = {"success": False, "message": error.message} | error_body(error)
+        """As `answer_error`, with SGLang's two fields of a failed change, and the outcome of each rank."""
+        ranks = {} if error.rank_results is None else {"rank_results": error.rank_results}
+        body = {"success": False, "message": error.message} | ranks | error_body(error)
         await self.answer(status, compact(body), [*JSON, *_error_headers(error)])
 
 

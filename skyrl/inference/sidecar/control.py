@@ -13,13 +13,15 @@ from skyrl.base.pictures.sight import Blind, Sight
 from skyrl.inference.sidecar.call import PLAIN, Call
 from skyrl.inference.sidecar.errors import BadRequest, SidecarError, VllmAway
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion, is_paused
-from skyrl.inference.sidecar.fields import boolean, mapping, string
+from skyrl.inference.sidecar.fields import boolean, number, string
 from skyrl.inference.sidecar.in_flight import InFlight
+from skyrl.inference.sidecar.parameters import parameters
 from skyrl.inference.sidecar.pause import Pause, PauseMode
 from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.sidecar.updates import Updates
 from skyrl.inference.sidecar.vllm import Vllm
 from skyrl.inference.sidecar.vllm_config import KnownConfig
+from skyrl.inference.sidecar.vllm_updates import config_refusal
 
 FLUSHED = b"Cache flushed.\n"
 BUSY = "Flush cache failed: requests are running or waiting."
@@ -88,7 +90,8 @@ class Control:
     async def loads(self, call: Call) -> None:
         running, waiting = self._in_flight.running, self._in_flight.waiting
         total = {"total_running_reqs": running, "total_waiting_reqs": waiting, "total_reqs": running + waiting}
-        await call.answer_json({"version": __version__, "loads": [self._load()], "aggregate": total})
+        loads = {"loads": [self._load()], "aggregate": total}
+        await call.answer_json({"version": __version__, "stages_updates": True} | loads)
 
     async def old_load(self, call: Call) -> None:
         await call.answer_json([self._load()])
@@ -105,10 +108,8 @@ class Control:
 
     async def flush_cache(self, call: Call) -> None:
         """`?timeout=s` waits for the end of what is in flight. 400 if something is, or is frozen."""
-        try:
-            timeout_s = float(parse_qs(call.query.decode("latin-1")).get("timeout", ["0"])[0])
-        except ValueError:
-            raise BadRequest("timeout: must be a number of seconds") from None
+        given = (await parameters(call)).get("timeout")
+        timeout_s = 0.0 if given is None else number("timeout", given, 0)
         if timeout_s > 0:
             try:
                 async with asyncio.timeout(min(timeout_s, 3600)):
@@ -126,11 +127,7 @@ class Control:
 
     async def abort_request(self, call: Call) -> None:
         """The aborted requests answer by themselves. An unknown rid is no error: the request may just have ended."""
-        body = await call.body()
-        try:
-            given = mapping("body", json.loads(body) if body.strip() else {})
-        except ValueError as error:
-            raise BadRequest(f"body: is not JSON: {error}") from error
+        given = await parameters(call)
         rid = given.get("rid")
         if boolean("abort_all", given.get("abort_all") or False):
             await self._in_flight.abort_all()
@@ -166,7 +163,10 @@ class Control:
         return not await self._config.only_text()
 
     async def server_info(self, call: Call) -> None:
-        """What this server knows. SGLang's other arguments have no meaning for vLLM."""
+        """What this server knows. SGLang's other arguments have no meaning for vLLM. Raises NotOffered for vLLM's form
+        of the answer."""
+        if "config_format" in parse_qs(call.query.decode("latin-1"), keep_blank_values=True):
+            raise config_refusal()
         facts = await self._facts.get()
         await call.answer_json(
             {

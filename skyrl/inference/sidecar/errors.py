@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SidecarError(Exception):
-    """`message` is for the client. The answer's body is `{"error": {"message", "code"}}`; `code` may be missing."""
+    """`message` is for the client. The answer's body is `{"error": {"message", "code"}}`; `code` may be missing.
+    `rank_results` is what each of vLLM's ranks has answered, where they were asked."""
 
     status = 500
     code: str | None = None
     retry_after_s: int | None = None
+    rank_results: list[dict[str, Any]] | None = None
 
     @property
     def message(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from skyrl.base.types.weights import FIRST_VERSION
 from skyrl.inference.sidecar.errors import NotOffered, SidecarError, VllmBroke
@@ -89,6 +90,10 @@ class WeightVersion:
                 self._answer = await self._ask()
                 self._answered = answered
             return self._answer
+
+    async def at_end(self, spans: list[dict[str, Any]] | None) -> str | None:
+        """The version at the end of a sample whose tokens have these; without them, the version now."""
+        return spans[-1]["version"] if spans else await self.get()
 
     async def _ask(self) -> str | None:
         try:

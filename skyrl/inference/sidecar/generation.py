@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from skyrl.inference.sidecar.completion import Collected
-from skyrl.inference.sidecar.errors import NotOffered, VllmAway, VllmBroke
+from skyrl.inference.sidecar.errors import VllmAway, VllmBroke
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
 from skyrl.inference.sidecar.generate_request import GenerateRequest, Prompt
 from skyrl.inference.sidecar.in_flight import InFlight, Sample
-from skyrl.inference.sidecar.meta_info import finish_reason, logprob_lists
+from skyrl.inference.sidecar.meta_info import basics, finish_reason, logprob_lists
 from skyrl.inference.sidecar.pictures import Pictures, PlacedPictures
-from skyrl.inference.sidecar.routed_experts import to_int32
+from skyrl.inference.sidecar.routed_experts import routed_experts
 from skyrl.inference.sidecar.sampling import Job, collect, new_tokens
 from skyrl.inference.sidecar.token_texts import TokenTexts
 from skyrl.inference.sidecar.vllm import Vllm
@@ -82,7 +82,7 @@ class Generation:
                     is_last = index in ended
                     if is_last:
                         await tasks[index]
-                        version = await self._version_of(collecteds[index])
+                        version = await self._version.at_end(collecteds[index].versions)
                         unsent -= 1
                     elif collecteds[index].finish is not None:
                         continue  # the usage is still to come
@@ -145,36 +145,25 @@ class Generation:
             await collect(job, self._vllm, self._in_flight, collected, lambda: None)
         finally:
             self._in_flight.end(job.sample)
-        return await self._answer(job, collected, await self._version_of(collected), started)
-
-    async def _version_of(self, collected: Collected) -> str | None:
-        """The version of the weights at the end of the sample."""
-        return collected.versions[-1]["version"] if collected.versions else await self._version.get()
+        return await self._answer(job, collected, await self._version.at_end(collected.versions), started)
 
     async def _answer(self, job: Job, collected: Collected, version: str | None, started: float) -> dict[str, Any]:
         finish = finish_reason(collected, aborted=job.sample.aborted.is_set(), scoring=job.scoring)
         output = [] if job.scoring else [*collected.tokens]
-        meta: dict[str, Any] = {
-            "id": job.sample.id,
-            "finish_reason": finish,
-            "prompt_tokens": len(job.tokens),
-            "completion_tokens": len(output),
-        }
-        if collected.cached_tokens is not None:
-            meta["cached_tokens"] = collected.cached_tokens
-        if version is not None:
-            meta["weight_version"] = version
-        if collected.versions is not None and not job.scoring:
-            meta["weight_versions"] = collected.versions
-        meta["e2e_latency"] = time.monotonic() - started
-        if finish is not None:
-            meta["response_sent_to_client_ts"] = time.time()
+        meta = basics(job.sample.id, finish, len(job.tokens), collected, version, started, scoring=job.scoring)
         wanted = job.prompt.logprobs
         if wanted is not None:
             texts = await self._texts.of(_named(job, collected)) if job.request.text_in_logprobs else None
             meta |= logprob_lists(wanted, collected, job.tokens, texts, scoring=job.scoring)
         if job.request.routed_experts_start is not None and finish is not None:
-            meta |= _routed(job, collected, job.request.routed_experts_start)
+            meta |= routed_experts(
+                collected.routed_experts,
+                len(job.tokens),
+                len(collected.tokens),
+                job.request.routed_experts_start,
+                scoring=job.scoring,
+                aborted=collected.finish == "abort",
+            )
         if job.request.return_prompt_tokens:
             meta["prompt_token_ids"] = job.tokens
         return {"text": "" if job.scoring else collected.text, "output_ids": output, "meta_info": meta}
@@ -196,21 +185,3 @@ def _named(job: Job, collected: Collected) -> set[int]:
     named = {*job.tokens, *collected.tokens, *(job.prompt.logprobs.ids if job.prompt.logprobs else ())}
     named |= {token for row in collected.alternatives for _, token in row}
     return named | {token for row in collected.prompt or [] for token in row}
-
-
-def _routed(job: Job, collected: Collected, start: int) -> dict[str, Any]:
-    """Nothing if no token has been computed. Raises NotOffered if vLLM does not record the experts, VllmBroke if they
-    do not fit the tokens."""
-    if collected.routed_experts is None:
-        if collected.tokens:
-            raise NotOffered("return_routed_experts: vLLM was started without --enable-return-routed-experts")
-        return {}
-    rows = len(job.tokens) + len(collected.tokens) - 1 - start
-    kept = rows - len(collected.tokens) if job.scoring else rows
-    try:
-        experts = to_int32(collected.routed_experts, rows, kept)
-    except VllmBroke:
-        if collected.finish != "abort":
-            raise
-        return {}  # an aborted request is always answered: a client would sample it again after an error
-    return {"routed_experts": experts, "routed_experts_start_len": start}

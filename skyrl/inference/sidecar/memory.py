@@ -11,8 +11,8 @@ from typing import Any
 from skyrl.inference.sidecar.call import Call
 from skyrl.inference.sidecar.errors import BadRequest, NotOffered, SidecarError
 from skyrl.inference.sidecar.in_flight import InFlight
+from skyrl.inference.sidecar.parameters import parameters
 from skyrl.inference.sidecar.pause import Hold, Pause
-from skyrl.inference.sidecar.update_requests import read_body
 from skyrl.inference.sidecar.updates import Updates
 from skyrl.inference.sidecar.vllm import Vllm
 from skyrl.inference.sidecar.vllm_config import KnownConfig
@@ -38,7 +38,7 @@ class Memory:
     async def release(self, call: Call) -> None:
         """New samples wait from now on, until all memory is back. Samples in flight are refused, as SGLang refuses
         them: their client would wait, and their cache would be lost. Raises SidecarError."""
-        tags = _tags(read_body(await call.body()))
+        tags = _tags(await parameters(call))
         self._check_quiet()
         on_cpu = await self._config.device() == "cpu"
         if not on_cpu and (await self._config.get()).get("enable_memory_saver") is False:
@@ -55,7 +55,7 @@ class Memory:
 
     async def resume(self, call: Call) -> None:
         """Generation goes on when all memory is back, unless it was paused by hand. Raises SidecarError."""
-        tags = _tags(read_body(await call.body()))
+        tags = _tags(await parameters(call))
         async with self._updates.locked():
             if not self._released and not self._in_flight.quiet.is_set():
                 return  # nothing is released. vLLM's /wake_up would continue samples that are frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,36 @@ def finish_reason(collected: Collected, *, aborted: bool, scoring: bool) -> dict
     if isinstance(matched, bool) or not isinstance(matched, int | str):
         raise VllmBroke(f"vLLM's stop_reason is {matched!r}")
     return {"type": "stop", "matched": matched}
+
+
+def basics(
+    name: str,
+    finish: dict[str, Any] | None,
+    prompt_tokens: int,
+    collected: Collected,
+    version: str | None,
+    started: float,
+    *,
+    scoring: bool = False,
+) -> dict[str, Any]:
+    """What every sample tells. `version`: of the weights, if vLLM tells it; `started`: when the request came, on the
+    clock of `time.monotonic`."""
+    meta: dict[str, Any] = {
+        "id": name,
+        "finish_reason": finish,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 0 if scoring else len(collected.tokens),
+    }
+    if collected.cached_tokens is not None:
+        meta["cached_tokens"] = collected.cached_tokens
+    if version is not None:
+        meta["weight_version"] = version
+    if collected.versions is not None and not scoring:
+        meta["weight_versions"] = collected.versions
+    meta["e2e_latency"] = time.monotonic() - started
+    if finish is not None:
+        meta["response_sent_to_client_ts"] = time.time()
+    return meta
 
 
 def logprob_lists(

@@ -1,16 +1,20 @@
 """Requests that are not the sidecar's own go to vLLM as they are, and vLLM's answers to the client, in both directions
-as they come. Reads neither bodies nor answers."""
+as they come. Bodies of requests that sample are read before: `openai_request` says which fields must not pass."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+import time
+from collections.abc import AsyncIterator, Collection, Iterable
 
 import aiohttp
 
 from skyrl.inference.sidecar.call import Call, HeaderList
 from skyrl.inference.sidecar.errors import ClientLeft, VllmAway, VllmInterrupted
 from skyrl.inference.sidecar.in_flight import InFlight
+from skyrl.inference.sidecar.openai_answer import OpenaiAnswers, checked, in_our_words
+from skyrl.inference.sidecar.openai_fields import OF_VLLM
+from skyrl.inference.sidecar.openai_request import INVOCATIONS, OpenaiRequest, read_openai
 from skyrl.inference.sidecar.vllm import Vllm
 
 HOP_BY_HOP = frozenset(
@@ -36,13 +40,17 @@ SAMPLING = frozenset(
 """Paths that count as in flight."""
 
 
-async def pass_through(call: Call, vllm: Vllm, in_flight: InFlight) -> None:
+async def pass_through(call: Call, vllm: Vllm, in_flight: InFlight, answers: OpenaiAnswers) -> None:
     """Requests that sample wait while generation is paused. Raises ClientLeft, and SidecarError if nothing has been
     answered yet."""
-    body = _Body(call)
     samples = call.method == "POST" and call.path in SAMPLING
-    work = _when_generating(call, vllm, body, in_flight) if samples else _forward(call, vllm, body)
-    forwarding = asyncio.ensure_future(work)
+    request = None
+    if samples and (call.path in OF_VLLM or call.path == INVOCATIONS):
+        request = read_openai(call.path, await call.body())
+        await answers.check_length(request)
+    body = _Body(call, request)
+    exchange = _Exchange(call, vllm, body, answers)
+    forwarding = asyncio.ensure_future(_when_generating(exchange, in_flight) if samples else exchange.forward())
     leaving = asyncio.ensure_future(body.client_left())
     try:
         await asyncio.wait({forwarding, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -55,32 +63,41 @@ async def pass_through(call: Call, vllm: Vllm, in_flight: InFlight) -> None:
         await asyncio.wait({forwarding, leaving})
 
 
-async def _when_generating(call: Call, vllm: Vllm, body: _Body, in_flight: InFlight) -> None:
+async def _when_generating(exchange: _Exchange, in_flight: InFlight) -> None:
     if not in_flight.gate.is_open:
-        await body.keep()
+        await exchange.body.keep()
     async with in_flight.passing():
-        await _forward(call, vllm, body)
+        await exchange.forward()
 
 
 class _Body:
-    """The body of a request, as vLLM's client reads it."""
+    """The body of a request, as vLLM's client reads it. `request`: it was read and checked."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, request: OpenaiRequest | None) -> None:
         self._call = call
         self._read = asyncio.Event()
+        self.request = request
         self._kept: bytes | None = None
         names = {name.lower(): value for name, value in call.scope["headers"]}
         self.given = b"transfer-encoding" in names or names.get(b"content-length", b"0") != b"0"
+        if request is not None:
+            self._keep(request.body)
 
     async def keep(self) -> None:
         """Read the whole body now: only then a client that leaves is seen. Raises TooLarge, ClientLeft."""
-        self._kept = await self._call.body()
+        if self._kept is None:
+            self._keep(await self._call.body())
+
+    def _keep(self, body: bytes) -> None:
+        self._kept = body
         self._read.set()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        if self._kept is not None:
-            yield self._kept
-            return
+    def data(self) -> bytes | AsyncIterator[bytes] | None:
+        if not self.given:
+            return None
+        return self._chunks() if self._kept is None else self._kept
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
         async for chunk in self._call.body_chunks():
             yield chunk
         self._read.set()
@@ -92,36 +109,76 @@ class _Body:
         await self._call.left()
 
 
-async def _forward(call: Call, vllm: Vllm, body: _Body) -> None:
-    raw_path: bytes = call.scope.get("raw_path") or call.path.encode()
-    target = raw_path.decode("latin-1") + (f"?{call.query.decode('latin-1')}" if call.query else "")
-    headers = [(_text(name), _text(value)) for name, value in _request_headers(call.scope["headers"], vllm)]
-    try:
-        response = await vllm.session.request(
-            call.method,
-            vllm.url(target),
-            data=body.chunks() if body.given else None,
-            headers=headers,
-            allow_redirects=False,
-            skip_auto_headers=("Content-Type",),
-        )
-    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-        raise VllmAway(f"vLLM cannot be reached: {error}") from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise VllmInterrupted(f"vLLM closed the connection: {str(error) or type(error).__name__}") from error
-    async with response:
-        await call.start(response.status, [pair for pair in response.raw_headers if pair[0].lower() not in HOP_BY_HOP])
+class _Exchange:
+    """A request's way to vLLM, and the way of its answer back."""
+
+    def __init__(self, call: Call, vllm: Vllm, body: _Body, answers: OpenaiAnswers) -> None:
+        self._call = call
+        self._vllm = vllm
+        self._answers = answers
+        self.body = body
+
+    async def forward(self) -> None:
+        started = time.monotonic()
+        async with await self._asked() as response:
+            try:
+                request = self.body.request
+                if request is None or request.is_plain:
+                    await self._pass(response, b"")
+                elif response.status != 200:
+                    await self._answer(response, in_our_words(await self._vllm.read(response)))
+                elif request.stream:
+                    assert request.tokens is not None  # all else is refused for streams
+                    await self._pass(response, await checked(response.content.iter_any(), request.tokens))
+                else:
+                    whole = await self._vllm.read(response)
+                    await self._answer(response, await self._answers.whole(request, whole, started))
+            except (aiohttp.ClientError, OSError) as error:
+                raise VllmInterrupted(f"vLLM's answer broke: {error}") from error
+
+    async def _asked(self) -> aiohttp.ClientResponse:
+        call, vllm = self._call, self._vllm
+        raw_path: bytes = call.scope.get("raw_path") or call.path.encode()
+        target = raw_path.decode("latin-1") + (f"?{call.query.decode('latin-1')}" if call.query else "")
+        given = _request_headers(call.scope["headers"], vllm, self.body.request)
         try:
-            async for chunk in response.content.iter_any():
-                await call.write(chunk, more=True)
+            return await vllm.session.request(
+                call.method,
+                vllm.url(target),
+                data=self.body.data(),
+                headers=[(_text(name), _text(value)) for name, value in given],
+                allow_redirects=False,
+                skip_auto_headers=("Content-Type",),
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+            raise VllmAway(f"vLLM cannot be reached: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise VllmInterrupted(f"vLLM's answer broke: {error}") from error
-        await call.write(b"", more=False)
+            raise VllmInterrupted(f"vLLM closed the connection: {str(error) or type(error).__name__}") from error
+
+    async def _pass(self, response: aiohttp.ClientResponse, begun: bytes) -> None:
+        """`begun`: what was read of the answer's body before."""
+        await self._call.start(response.status, _answer_headers(response, HOP_BY_HOP))
+        if begun:
+            await self._call.write(begun, more=True)
+        async for chunk in response.content.iter_any():
+            await self._call.write(chunk, more=True)
+        await self._call.write(b"", more=False)
+
+    async def _answer(self, response: aiohttp.ClientResponse, body: bytes) -> None:
+        """An answer with another body than vLLM's."""
+        await self._call.answer(response.status, body, _answer_headers(response, HOP_BY_HOP | {b"content-length"}))
 
 
-def _request_headers(given: HeaderList, vllm: Vllm) -> Iterable[tuple[bytes, bytes]]:
-    """A key of the client's is for this server; vLLM gets its own, if the operator has given one."""
+def _answer_headers(response: aiohttp.ClientResponse, left_out: Collection[bytes]) -> HeaderList:
+    return [pair for pair in response.raw_headers if pair[0].lower() not in left_out]
+
+
+def _request_headers(given: HeaderList, vllm: Vllm, request: OpenaiRequest | None) -> Iterable[tuple[bytes, bytes]]:
+    """A key of the client's is for this server; vLLM gets its own, if the operator has given one. An answer that is
+    read here must not be compressed."""
     left_out = HOP_BY_HOP | {b"host", b"expect"} | ({b"authorization"} if vllm.has_key else set())
+    if request is not None:
+        left_out |= {b"content-length"} | (set() if request.is_plain else {b"accept-encoding"})
     yield from (pair for pair in given if pair[0].lower() not in left_out)
     yield from ((name.encode(), value.encode()) for name, value in vllm.headers.items())
 

@@ -5,10 +5,31 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+from typing import Any
 
 import numpy as np
 
-from skyrl.inference.sidecar.errors import VllmBroke
+from skyrl.inference.sidecar.errors import NotOffered, VllmBroke
+
+
+def routed_experts(
+    encoded: str | None, prompt: int, sampled: int, start: int, *, scoring: bool = False, aborted: bool = False
+) -> dict[str, Any]:
+    """The fields of `meta_info` for a prompt and a sample of so many tokens, without the first `start` rows; nothing if
+    no token has been computed. `scoring`: without the rows of the sample. Raises NotOffered if vLLM does not record the
+    experts, VllmBroke if they do not fit the tokens."""
+    if encoded is None:
+        if sampled:
+            raise NotOffered("return_routed_experts: vLLM was started without --enable-return-routed-experts")
+        return {}
+    rows = prompt + sampled - 1 - start
+    try:
+        experts = to_int32(encoded, rows, rows - sampled if scoring else rows)
+    except VllmBroke:
+        if not aborted:
+            raise
+        return {}  # an aborted request is always answered: a client would sample it again after an error
+    return {"routed_experts": experts, "routed_experts_start_len": start}
 
 
 def to_int32(encoded: str, rows: int, kept: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,8 @@ MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What both kinds of update have. `version` None: the version stays. `partial`: not all tensors are sent."""
+    """What all kinds of update have. `version` None: the version of before goes up. `partial`: not all tensors are
+    sent."""
 
     version: str | None
     flush_cache: bool
@@ -73,16 +73,6 @@ class NewGroup:
     timeout_s: float | None
 
 
-def read_body(body: bytes) -> dict[str, Any]:
-    """The JSON object; an empty body is an empty object."""
-    try:
-        return mapping("body", json.loads(body) if body.strip() else {})
-    except ValueError as error:
-        raise BadRequest(f"body: is not JSON: {error}") from error
-    except RecursionError as error:
-        raise BadRequest("body: is nested too deeply") from error
-
-
 def from_disk(given: dict[str, Any]) -> FromDisk:
     load_format = given.get("load_format")
     if load_format not in LOAD_FORMATS:
@@ -101,9 +91,7 @@ def from_disk(given: dict[str, Any]) -> FromDisk:
 
 
 def from_group(given: dict[str, Any]) -> FromGroup:
-    load_format = given.get("load_format")
-    if load_format is not None:
-        raise BadRequest(f"load_format: {load_format!r} is not offered: each tensor is broadcast under its own name")
+    _check_each_by_name(given)
     names, dtypes, sizes = _tensors(given)
     if not names:
         raise BadRequest("names: must be a list of names that is not empty")
@@ -113,6 +101,7 @@ def from_group(given: dict[str, Any]) -> FromGroup:
 
 
 def from_memory(given: dict[str, Any]) -> FromMemory:
+    _check_each_by_name(given)
     change, stage_only = _change(given), _flag(given, "stage_only", default=False)
     update = given.get("update")
     if update is not None:
@@ -134,6 +123,13 @@ def from_memory(given: dict[str, Any]) -> FromMemory:
         "update": update,
     }
     return FromMemory(found, update, change, stage_only)
+
+
+def _check_each_by_name(given: dict[str, Any]) -> None:
+    """Raises BadRequest for SGLang's formats of several tensors in one."""
+    load_format = given.get("load_format")
+    if load_format is not None:
+        raise BadRequest(f"load_format: {load_format!r} is not offered: each tensor is sent under its own name")
 
 
 def _tensors(given: dict[str, Any]) -> tuple[list[str], list[str], list[list[int]]]:
@@ -167,13 +163,24 @@ def new_group(given: dict[str, Any]) -> NewGroup:
     )
 
 
+def version_of(field: str, value: Any) -> str:
+    """A version is a string. Trainers that count their updates may send a number. Raises BadRequest."""
+    if type(value) is int:
+        return str(value)
+    if not string(field, value):
+        raise BadRequest(f"{field}: must not be empty")
+    return value
+
+
 def _change(given: dict[str, Any]) -> Change:
+    if (selector := given.get("selector")) not in (None, "all", "target"):
+        raise BadRequest(f"selector: {selector!r} is not offered: there is one model")
     version = given.get("weight_version")
     checksums = given.get("checksums")
     if checksums is not None:
         checksums = {name: string("checksums", value) for name, value in mapping("checksums", checksums).items()}
     return Change(
-        version=None if version is None else string("weight_version", version),
+        version=None if version is None else version_of("weight_version", version),
         flush_cache=_flag(given, "flush_cache", default=True),
         abort_all=_flag(given, "abort_all_requests", default=False),
         keep_pause=_flag(given, "keep_pause", default=False),

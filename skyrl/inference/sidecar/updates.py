@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from skyrl.inference.sidecar.apply_weights import Applied, ApplyWeights
+from skyrl.inference.sidecar.apply_weights import ApplyWeights
 from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, SidecarError
 from skyrl.inference.sidecar.facts import WeightVersion
 from skyrl.inference.sidecar.in_flight import InFlight
@@ -18,7 +18,7 @@ from skyrl.inference.sidecar.pause import Pause
 from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.sidecar.update_requests import Change, FromDisk, FromGroup, FromMemory, NewGroup
 from skyrl.inference.sidecar.vllm import Vllm
-from skyrl.inference.sidecar.vllm_weights import Ranks, VllmWeights, longest
+from skyrl.inference.sidecar.vllm_weights import Ranks, VllmWeights, longest, rank_results
 from skyrl.inference.sidecar.weight_checks import WeightChecks
 from skyrl.inference.sidecar.weight_trouble import WeightTrouble
 
@@ -110,23 +110,16 @@ class Updates:
             if not request.stage_only:
                 self._applying.check_in_flight(change)
             source = (request.model_path, request.base, change.version, change.partial, change.checksums)
-            seconds: dict[str, float] = {}
+            read: Ranks = []
             if request.stage_only or self._staged_from != source:  # a trainer that starts again may write anew
-                seconds = await self._stage(request)
+                read = await self._stage(request)
             if request.stage_only:
                 self._staged_from = source
                 done = "Read and checked; the same request without stage_only applies it."
-                return await self._state(done, seconds, applied=False)
-            self._staged_from = None
-            try:
-                applied = await self._applying.apply(change, from_disk=True)
-            except BadRequest:
-                await self._weights.call("discard")
-                raise
-            return await self._answer(change, applied, seconds)
+                return await self._state(done, read, longest(read), applied=False)
+            return await self._apply(change, longest(read))
 
-    async def _stage(self, request: FromDisk) -> dict[str, float]:
-        """The seconds of its stages."""
+    async def _stage(self, request: FromDisk) -> Ranks:
         self._forget_staged()
         arguments = {
             "directory": request.model_path,
@@ -136,18 +129,18 @@ class Updates:
             "keep": request.keep,
             "base": request.base,
         }
-        return longest(await self._weights.job("read", arguments, self._settings.update_s))
+        return await self._weights.job("read", arguments, self._settings.update_s)
 
     def _forget_staged(self) -> None:
         """Whatever begins now replaces what vLLM has staged."""
         self._unfinished, self._staged_from = None, None
 
-    async def join(self, group: NewGroup) -> None:
+    async def join(self, group: NewGroup) -> Ranks:
         """Form a group with the trainer and the other workers. Raises SidecarError."""
         timeout_s = self._settings.group_s if group.timeout_s is None else group.timeout_s
         async with self.locked():
             self._forget_staged()
-            await self._weights.job(
+            return await self._weights.job(
                 "join_group",
                 {
                     "address": group.address,
@@ -161,31 +154,47 @@ class Updates:
                 2 * timeout_s + self._settings.control_s,
             )
 
-    async def leave(self, name: str) -> None:
+    async def leave(self, name: str) -> Ranks:
         """Raises SidecarError, BadRequest for a group that is not there."""
         async with self.locked():
             self._forget_staged()
-            await self._weights.call("leave_group", {"name": name})
+            return await self._weights.call("leave_group", {"name": name})
 
     async def from_group(self, bucket: FromGroup) -> dict[str, Any]:
         """The answer for one bucket. The last one applies the update. Raises SidecarError; then the whole update must
         be sent again."""
-        change = bucket.change
-        async with self._present():
-            self._forget_staged()
-            received = await self._weights.job(
-                "receive",
-                {
-                    "group": bucket.group,
-                    "names": bucket.names,
-                    "dtypes": bucket.dtypes,
-                    "shapes": bucket.shapes,
-                    "version": change.version,
-                    "checksums": change.checksums,
-                },
-                self._settings.update_s,
-            )
-            return await self._staged(change, received, len(bucket.names))
+        begun = False
+        try:
+            async with self._present():
+                begun = True
+                return await self._receive(bucket)
+        except SidecarError as error:
+            if not begun:
+                await self.fail_group(bucket.group, error.message)
+            raise
+
+    async def _receive(self, bucket: FromGroup) -> dict[str, Any]:
+        self._forget_staged()
+        received = await self._weights.job(
+            "receive",
+            {
+                "group": bucket.group,
+                "names": bucket.names,
+                "dtypes": bucket.dtypes,
+                "shapes": bucket.shapes,
+                "version": bucket.change.version,
+                "checksums": bucket.change.checksums,
+            },
+            self._settings.update_s,
+        )
+        return await self._staged(bucket.change, received, len(bucket.names))
+
+    async def fail_group(self, name: object, why: str) -> None:
+        """A bucket of this group was refused before it was received. What the trainer sends for it would be taken for
+        tensors of the next bucket, so the group cannot be used again."""
+        if isinstance(name, str):
+            with contextlib.suppress(SidecarError):  # of a vLLM that is gone, or cannot be updated
+                await self._weights.call("fail_group", {"name": name, "why": f"a bucket was refused: {why}"})
 
     async def from_memory(self, request: FromMemory) -> dict[str, Any]:
         """The answer for tensors in a trainer's memory, or, without tensors, for all that were staged. Raises
@@ -200,11 +209,11 @@ class Updates:
             given = len(request.found["names"]) if request.found else 0
             return await self._staged(request.change, staged, given, stage_only=request.stage_only)
 
-    async def discard(self) -> None:
+    async def discard(self) -> Ranks:
         """Forget what is staged. Raises SidecarError."""
         async with self.locked():
             self._forget_staged()
-            await self._weights.call("discard")
+            return await self._weights.call("discard")
 
     async def _staged(self, change: Change, received: Ranks, given: int, *, stage_only: bool = False) -> dict[str, Any]:
         """The answer after some tensors were staged: apply the update if it is whole, unless it is `stage_only`."""
@@ -212,15 +221,27 @@ class Updates:
         lacks = max(rank["missing"] for rank in received)
         if not any(rank["new"] for rank in received):
             known = f"received {given} tensors, which the model has already"
-            return await self._state(known, seconds, applied=False)
+            return await self._state(known, received, seconds, applied=False)
         more = f"received {given} tensors; {lacks} are still to come"
         if stage_only:
-            return await self._state(more, seconds, applied=False)
+            return await self._state(more, received, seconds, applied=False)
         if lacks and not change.partial:
             self._unfinished = f"{lacks} tensors of the update are missing, such as {', '.join(received[0]['some'])}"
-            return await self._state(more, seconds, applied=False)
-        applied = await self._applying.apply(change, from_disk=False)
-        return await self._answer(change, applied, seconds)
+            return await self._state(more, received, seconds, applied=False)
+        return await self._apply(change, seconds)
+
+    async def _apply(self, change: Change, seconds: dict[str, float]) -> dict[str, Any]:
+        """The answer after what is staged has become the model. `seconds`: of the stages until now. After a refusal
+        nothing is staged any more."""
+        self._staged_from = None
+        try:
+            applied = await self._applying.apply(change)
+        except BadRequest:
+            await self._weights.call("discard")
+            raise
+        message = f"Succeeded to update model weights. Weight version updated to {applied.version}."
+        state = await self._state(message, applied.ranks, seconds | longest(applied.ranks), applied=True)
+        return state | {"num_paused_requests": applied.frozen}
 
     async def set_version(self, version: str, *, abort_all: bool) -> None:
         """Name the weights that vLLM has. Raises SidecarError."""
@@ -253,14 +274,12 @@ class Updates:
                 raise BadRequest("the memory of the weights is released: call /resume_memory_occupation before")
             yield
 
-    async def _answer(self, change: Change, applied: Applied, seconds: dict[str, float]) -> dict[str, Any]:
-        moved = "" if change.version is None else f" Weight version updated to {change.version}."
-        message, seconds = f"Succeeded to update model weights.{moved}", seconds | applied.seconds
-        return await self._state(message, seconds, applied=True) | {"num_paused_requests": applied.frozen}
-
-    async def _state(self, message: str, seconds: dict[str, float], *, applied: bool) -> dict[str, Any]:
-        version = await self._version.get()
-        rounded = {stage: round(value, 4) for stage, value in seconds.items()}
+    async def _state(self, message: str, ranks: Ranks, seconds: dict[str, float], *, applied: bool) -> dict[str, Any]:
         return {
-            "success": True, "message": message, "applied": applied, "weight_version": version, "seconds": rounded
-        }  # fmt: skip
+            "success": True,
+            "message": message,
+            "applied": applied,
+            "weight_version": await self._version.get(),
+            "seconds": {stage: round(value, 4) for stage, value in seconds.items()},
+            "rank_results": rank_results(ranks),
+        }

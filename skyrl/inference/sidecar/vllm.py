@@ -97,7 +97,7 @@ class Vllm:
         try:
             async with asyncio.timeout(self._settings.control_s):
                 async with await self._send("GET", "/health", None, {}) as response:
-                    return Health(response.status, await self._read(response), response.headers.get(START_HEADER))
+                    return Health(response.status, await self.read(response), response.headers.get(START_HEADER))
         except TimeoutError:
             raise VllmAway(f"vLLM did not answer /health within {self._settings.control_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -114,7 +114,7 @@ class Vllm:
         async with await self._send("POST", path, body, headers) as response:
             try:
                 if response.status != 200:
-                    self._decoded(response.status, await self._read(response))
+                    self._decoded(response.status, await self.read(response))
                     raise VllmBroke(f"vLLM answered a stream with the status {response.status}")
                 async for line in _lines(response.content):
                     if not line.startswith(b"data:"):
@@ -130,7 +130,7 @@ class Vllm:
     async def _exchange(self, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
         async with await self._send(method, path, body, headers) as response:
             try:
-                return response.status, await self._read(response)
+                return response.status, await self.read(response)
             except (aiohttp.ClientError, OSError) as error:
                 raise VllmInterrupted(f"vLLM's answer broke: {_named(error)}") from error
 
@@ -154,7 +154,8 @@ class Vllm:
                 raise VllmBroke(f"vLLM's answer is not HTTP: {_named(error)}") from error
         raise AssertionError("unreachable")
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+        """The whole body. Raises VllmBroke for a larger one than is taken, aiohttp's errors."""
         most, chunks, size = self._settings.max_answer_bytes, [], 0
         async for chunk in response.content.iter_any():
             size += len(chunk)

@@ -128,11 +128,22 @@ def longest(ranks: Ranks) -> dict[str, float]:
     return found
 
 
+def rank_results(ranks: Ranks) -> list[dict[str, Any]]:
+    """The outcome of each rank, for the client: `{"rank", "success", "message", "error"}`, `error` null for success."""
+    errors = [rank.get("broken") if rank.get("ok") is True else str(rank.get("error")) for rank in ranks]
+    return [
+        {"rank": number, "success": error is None, "message": error or "ok", "error": error}
+        for number, error in enumerate(errors)
+    ]
+
+
 def refusal(ranks: Ranks) -> SidecarError | None:
     """The error of the first rank that refused; None if none did."""
     for number, rank in enumerate(ranks):
         if rank.get("ok") is not True:
-            return _refusal(rank, f"rank {number}: " if len(ranks) > 1 else "")
+            error = _refusal(rank, f"rank {number}: " if len(ranks) > 1 else "")
+            error.rank_results = rank_results(ranks)
+            return error
     return None
 
 

@@ -26,12 +26,12 @@ class WeightChecks:
         self._trouble = trouble
         self._update_s = update_s
 
-    async def reset(self) -> None:
+    async def reset(self) -> Ranks:
         """Overwrite the weights with random numbers. Nobody can sample until a full update. Raises SidecarError."""
         async with self._present():
             hold = await self._trouble.enter_hold()
             try:
-                await self._weights.call("reset_tensors")
+                ranks = await self._weights.call("reset_tensors")
             except BaseException as error:
                 if not isinstance(error, (BadRequest, Busy, NotOffered)):  # it may have begun
                     self._trouble.reason = "its tensors were perhaps reset by /weights_checker"
@@ -39,6 +39,7 @@ class WeightChecks:
                 raise
             self._trouble.reason = "its tensors were reset by /weights_checker"
             await self._trouble.leave_hold(hold)
+            return ranks
 
     async def check(self, action: str) -> Ranks:
         """`checksum`, `snapshot` or `compare`, on each rank. Raises SidecarError."""

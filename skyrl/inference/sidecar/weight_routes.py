@@ -6,15 +6,15 @@ beside it, as all other routes here have it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
-from urllib.parse import parse_qsl
 
 from skyrl.inference.sidecar.adapters import Adapters
 from skyrl.inference.sidecar.call import Call
 from skyrl.inference.sidecar.errors import BadRequest, NotOffered, SidecarError, VllmBroke
 from skyrl.inference.sidecar.fields import boolean, integer, string
 from skyrl.inference.sidecar.memory import Memory
+from skyrl.inference.sidecar.parameters import parameters
 from skyrl.inference.sidecar.pause import Pause, PauseMode
 from skyrl.inference.sidecar.update_requests import (
     DEFAULT_GROUP,
@@ -22,9 +22,10 @@ from skyrl.inference.sidecar.update_requests import (
     from_group,
     from_memory,
     new_group,
-    read_body,
+    version_of,
 )
 from skyrl.inference.sidecar.updates import Updates
+from skyrl.inference.sidecar.vllm_weights import Ranks, rank_results
 
 SHOWN = 5
 Route = Callable[[Call], Awaitable[None]]
@@ -57,14 +58,14 @@ class WeightRoutes:
         return routes | own
 
     async def _pause_generation(self, call: Call) -> Any:
-        mode = read_body(await call.body()).get("mode")
+        mode = (await parameters(call)).get("mode")
         if mode is not None and mode not in [*PauseMode]:
             raise BadRequest(f"mode: {mode!r} is not one of {', '.join(PauseMode)}")
         await self._pause.pause(PauseMode(mode or "abort"))
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     async def _continue_generation(self, call: Call) -> Any:
-        await call.body()
+        await parameters(call)
         if self._updates.trouble is not None:
             raise BadRequest(f"generation stays paused: {self._updates.trouble}")
         if self._updates.unfinished is not None:
@@ -76,16 +77,21 @@ class WeightRoutes:
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     async def _from_disk(self, call: Call) -> Any:
-        return await self._updates.from_disk(from_disk(read_body(await call.body())))
+        return await self._updates.from_disk(from_disk(await parameters(call)))
 
     async def _from_distributed(self, call: Call) -> Any:
-        return await self._updates.from_group(from_group(read_body(await call.body())))
+        given = await parameters(call)
+        try:
+            bucket = from_group(given)
+        except BadRequest as error:
+            await self._updates.fail_group(given.get("group_name") or DEFAULT_GROUP, error.message)
+            raise
+        return await self._updates.from_group(bucket)
 
     async def _from_tensor(self, call: Call) -> Any:
-        given = read_body(await call.body())
+        given = await parameters(call)
         if boolean("discard", given.get("discard") or False):
-            await self._updates.discard()
-            return {"success": True, "message": "What was staged is forgotten."}
+            return _done("What was staged is forgotten.", await self._updates.discard())
         if "memory" not in given:
             raise NotOffered(
                 "serialized tensors are not read, because that would run code of the sender's: use `memory`, "
@@ -94,18 +100,16 @@ class WeightRoutes:
         return await self._updates.from_memory(from_memory(given))
 
     async def _init_group(self, call: Call) -> Any:
-        group = new_group(read_body(await call.body()))
-        await self._updates.join(group)
-        return {"success": True, "message": f"The group {group.name!r} is formed."}
+        group = new_group(await parameters(call))
+        return _done(f"The group {group.name!r} is formed.", await self._updates.join(group))
 
     async def _destroy_group(self, call: Call) -> Any:
-        name = string("group_name", read_body(await call.body()).get("group_name") or DEFAULT_GROUP)
-        await self._updates.leave(name)
-        return {"success": True, "message": f"The group {name!r} is destroyed."}
+        name = string("group_name", (await parameters(call)).get("group_name") or DEFAULT_GROUP)
+        return _done(f"The group {name!r} is destroyed.", await self._updates.leave(name))
 
     async def _update_version(self, call: Call) -> Any:
-        given = read_body(await call.body())
-        version = string("new_version", given.get("new_version"))
+        given = await parameters(call)
+        version = version_of("new_version", given.get("new_version"))
         aborts = given.get("abort_all_requests")
         await self._updates.set_version(
             version, abort_all=True if aborts is None else boolean("abort_all_requests", aborts)
@@ -115,36 +119,47 @@ class WeightRoutes:
 
     async def _weights_by_name(self, call: Call) -> Any:
         """The first rows of the tensor, as lists of numbers."""
-        given = dict(parse_qsl(call.query.decode("latin-1"))) | read_body(await call.body())
-        name, most = string("name", given.get("name")), given.get("truncate_size", 100)
-        if isinstance(most, str) and most.isdigit():
-            most = int(most)
-        return await self._updates.checks.rows(name, integer("truncate_size", most, 0))
+        given = await parameters(call)
+        name, most = string("name", given.get("name")), given.get("truncate_size")
+        return await self._updates.checks.rows(name, integer("truncate_size", 100 if most is None else most, 0))
 
     async def _weights_checker(self, call: Call) -> Any:
-        given = read_body(await call.body())
+        given = await parameters(call)
         for field in ("selector", "skip_tensor_list"):
             if given.get(field):
                 raise BadRequest(f"{field}: is not offered; every tensor is checked")
-        match action := given.get("action") or "checksum":
-            case "checksum":
+        match action := given.get("action"):
+            case None | "checksum":
                 ranks = await self._updates.checks.check("checksum")
                 fields = ("checksums", "per_gpu_checksum", "parallelism_info")
                 payload = [{field: rank[field] for field in fields} for rank in ranks]
-                return {"success": True, "message": "Success.", "payload": payload}
+                return _done("Success.", ranks) | {"payload": payload}
             case "snapshot":
-                await self._updates.checks.check("snapshot")
+                return _done("Success.", await self._updates.checks.check("snapshot"))
             case "compare":
-                ranks = await self._updates.checks.check("compare")
-                differing = sorted({name for rank in ranks for name in rank["differing"]})
-                if differing:
-                    shown = ", ".join(differing[:SHOWN])
-                    raise BadRequest(f"{len(differing)} tensors differ from the snapshot, such as {shown}")
+                return _compared(await self._updates.checks.check("compare"))
             case "reset_tensors":
-                await self._updates.checks.reset()
+                return _done("Success.", await self._updates.checks.reset())
             case _:
                 raise BadRequest(f"action: {action!r} is not one of checksum, snapshot, compare, reset_tensors")
-        return {"success": True, "message": "Success."}
+
+
+def _done(message: str, ranks: Ranks) -> dict[str, Any]:
+    return {"success": True, "message": message, "rank_results": rank_results(ranks)}
+
+
+def _compared(ranks: Ranks) -> dict[str, Any]:
+    """Raises BadRequest for tensors that differ from the snapshot."""
+    differ = [rank | {"broken": _difference(rank["differing"]) if rank["differing"] else None} for rank in ranks]
+    if names := sorted({name for rank in ranks for name in rank["differing"]}):
+        error = BadRequest(_difference(names))
+        error.rank_results = rank_results(differ)
+        raise error
+    return _done("Success.", ranks)
+
+
+def _difference(names: Sequence[str]) -> str:
+    return f"{len(names)} tensors differ from the snapshot, such as {', '.join(names[:SHOWN])}"
 
 
 def _answered(answer: Callable[[Call], Awaitable[Any]]) -> Route:

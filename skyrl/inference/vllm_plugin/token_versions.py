@@ -3,9 +3,9 @@
 vLLM knows it, and tells it in `/inference/v1/generate` alone. A list of `{"version", "start", "end"}`: output tokens
 `[start, end)`. In a stream the last event of a choice has it.
 
-`/v1/completions` tells it always. Where TELL_VERSIONS_VARIABLE is "1", `/v1/chat/completions` tells it too, and in a
-stream also an early event of each choice, with the versions until then: so a client knows which weights have begun an
-answer before it shows any of it.
+`/v1/completions` tells it always, `/v1/chat/completions` beside the token ids that it names. Where
+TELL_VERSIONS_VARIABLE is "1", all chats tell it, and in a stream also an early event of each choice, with the versions
+until then: so a client knows which weights have begun an answer before it shows any of it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def tell_versions(*, early: bool = False) -> None:
     _patch_completion_streams(early)
     if early:
         _patch_outputs()
-        _patch_chats()
-        _patch_chat_streams()
+    _patch_chats(early)
+    _patch_chat_streams(early)
 
 
 def _patch_outputs() -> None:
@@ -64,10 +64,12 @@ def _patch_whole_answers() -> None:
     OpenAIServingCompletion.request_output_to_completion_response = patched  # type: ignore[method-assign]
 
 
-def _patch_chats() -> None:
+def _patch_chats(early: bool) -> None:
     original = OpenAIServingChat.chat_completion_full_generator
 
     async def patched(self: Any, request: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any) -> Any:
+        if not (early or request.return_token_ids):
+            return await original(self, request, result_generator, *args, **kwargs)
         spans: dict[int, list[dict[str, Any]]] = {}
         response = await original(self, request, _noting(result_generator, spans), *args, **kwargs)
         for choice in getattr(response, "choices", ()):  # an error has none
@@ -106,15 +108,16 @@ def _patch_completion_streams(early: bool) -> None:
     OpenAIServingCompletion.completion_stream_generator = patched  # type: ignore[method-assign]
 
 
-def _patch_chat_streams() -> None:
+def _patch_chat_streams(early: bool) -> None:
     original = OpenAIServingChat.chat_completion_stream_generator
 
     async def patched(
         self: Any, request: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str]:
         spans: dict[int, list[dict[str, Any]]] = {}
-        events = original(self, request, _noting(result_generator, spans), *args, **kwargs)
-        async for event in _telling(events, spans, True):
+        tells = early or request.return_token_ids
+        results = _noting(result_generator, spans) if tells else result_generator
+        async for event in _telling(original(self, request, results, *args, **kwargs), spans, early):
             yield event
 
     OpenAIServingChat.chat_completion_stream_generator = patched  # type: ignore[method-assign]

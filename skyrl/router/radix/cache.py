@@ -34,7 +34,8 @@ class Prompt:
 
 class RadixCache:
     """`max_bytes` bounds the estimate of the memory in bytes. Samples of the last `kept_versions` weight versions, in
-    the order in which versions first appeared, can be reused."""
+    the order in which versions first appeared, can be reused. Samples whose version is not known stay until memory is
+    needed."""
 
     def __init__(
         self, encode: Callable[[str], list[int]], max_bytes: int = MAX_BYTES, kept_versions: int = KEPT_VERSIONS
@@ -104,9 +105,9 @@ class RadixCache:
             self._count_lookup(final.count, final.count, hit=True)
         return final
 
-    def store(self, prompt: Prompt, sample: Sample, version: str) -> bool:
+    def store(self, prompt: Prompt, sample: Sample, version: str | None) -> bool:
         """Store a sample that continues `prompt`. False if its weight version is already collected."""
-        if not sample.ids or not self._see(version):
+        if not sample.ids or not (version is None or self._see(version)):
             return False
         parent, before = prompt.cut, prompt.tokens
         if parent is not None and parent.trajectory.alive:
@@ -119,7 +120,8 @@ class RadixCache:
         text = prompt.text + sample.text
         self._tree.add(text + sample.tail, len(text), trajectory)
         self._size += trajectory.size
-        self._versions[version][trajectory] = None
+        if version is not None:
+            self._versions[version][trajectory] = None
         self._order[trajectory] = None
         self._touch(trajectory)
         while self.bytes > self._max_bytes and self._order:
@@ -174,7 +176,8 @@ class RadixCache:
         while trajectory is not None:
             self._tree.remove(trajectory)
             self._order.pop(trajectory)
-            self._versions.get(trajectory.version, {}).pop(trajectory, None)
+            if trajectory.version is not None:
+                self._versions.get(trajectory.version, {}).pop(trajectory, None)
             self._size -= trajectory.size
             trajectory.alive = False
             if trajectory.parent is None:

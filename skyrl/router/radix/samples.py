@@ -14,6 +14,8 @@ from tokenizers.decoders import DecodeStream
 
 from skyrl.router.radix.trajectory import Sample
 
+STOP_TOKEN = "stop_token"
+"""What some workers say for "stop" where a token ended the sample."""
 _UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that are not a whole character."""
 
@@ -27,14 +29,17 @@ def is_aborted(answer: Any) -> bool:
     return _finish(answer).get("type") == "abort"
 
 
-def read_sample(answer: Any, tokenizer: Tokenizer) -> tuple[Sample, str]:
-    """The sampled span and its weight version. Raises Unverified."""
+def read_sample(answer: Any, tokenizer: Tokenizer) -> tuple[Sample, str | None]:
+    """The sampled span and its weight version; None if the worker does not tell it. A version that is a number is the
+    same as its text. Raises Unverified."""
     finish = _finish(answer)
     if finish.get("type") not in ("stop", "length"):
         raise Unverified("finish_reason")
     text, ids, meta = answer.get("text"), answer.get("output_ids"), answer["meta_info"]
     version = meta.get("weight_version")
-    if not isinstance(text, str) or not isinstance(version, str):
+    if type(version) is int:
+        version = str(version)
+    if not isinstance(text, str) or not (version is None or isinstance(version, str)):
         raise Unverified("text or weight_version")
     if not isinstance(ids, list) or not all(_is_id(token) for token in ids):
         raise Unverified("output_ids")
@@ -50,7 +55,9 @@ def read_sample(answer: Any, tokenizer: Tokenizer) -> tuple[Sample, str]:
 def _finish(answer: Any) -> dict[str, Any]:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     finish = meta.get("finish_reason") if isinstance(meta, dict) else None
-    return finish if isinstance(finish, dict) else {}
+    if not isinstance(finish, dict):
+        return {}
+    return finish | {"type": "stop"} if finish.get("type") == STOP_TOKEN else finish
 
 
 def _is_id(token: object) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from skyrl.server.sampling.completion import AbortedAnswer, MalformedAnswer
+from skyrl.server.sampling.completion import STOP_TOKEN, AbortedAnswer, MalformedAnswer
 from skyrl.server.sampling.loaded_weights import NOT_TOLD, Span, check_began, spans_in
 
 SHOWN = frozenset(
@@ -21,7 +21,7 @@ SHOWN = frozenset(
 """Fields of an answer that go on to the caller, beside `model`."""
 _TOKEN_ID = re.compile(rb'\{\s*"token_id"\s*:\s*(\d+)')
 """The beginning of a logprob in an answer to `generate`. No text in JSON has it: there a quote has a backslash."""
-_FINISHED = frozenset({None, "function_call", "length", "stop", "tool_calls"})
+_FINISHED = frozenset({None, "function_call", "length", "stop", STOP_TOKEN, "tool_calls"})
 
 _encode = msgspec.json.Encoder().encode
 
@@ -100,17 +100,19 @@ def with_token_names(content: bytes) -> bytes:
     return _TOKEN_ID.sub(rb'{"token":"token_id:\1","token_id":\1', content)
 
 
-def _without_false_calls(fields: dict[str, Any], seen: _Seen, called: Collection[int]) -> None:
-    """vLLM says that an answer which had to call a tool has done so, also where it ended within the thoughts, before
-    any call. Such an answer has stopped. `called` are the indices of choices that had a call earlier."""
-    false = [
-        choice.finish_reason == _CALLED and not choice.calls and choice.index not in called for choice in seen.choices
+def _tell_stops(fields: dict[str, Any], seen: _Seen, called: Collection[int]) -> None:
+    """Change the finish reasons of choices that have stopped, and say something else: a word that OpenAI's clients do
+    not know; or a call, which vLLM says of each answer that had to call a tool, also where it ended within its
+    thoughts. `called` are the indices of choices that had a call earlier."""
+    stopped = [
+        choice.finish_reason == STOP_TOKEN
+        or (choice.finish_reason == _CALLED and not choice.calls and choice.index not in called)
+        for choice in seen.choices
     ]
-    if any(false):
-        choices = _choices(fields["choices"])
+    if any(stopped):
         fields["choices"] = [
-            choice | {"finish_reason": "stop"} if is_false else choice
-            for choice, is_false in zip(choices, false, strict=True)
+            choice | {"finish_reason": "stop"} if has_stopped else choice
+            for choice, has_stopped in zip(_choices(fields["choices"]), stopped, strict=True)
         ]
 
 
@@ -120,7 +122,7 @@ def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[b
     fields, seen = _read(content)
     if version is not None:
         check_began((spans_in(choice.weight_versions) for choice in seen.choices), version)
-    _without_false_calls(fields, seen, ())
+    _tell_stops(fields, seen, ())
     return _encode(fields | {"model": model}), (seen.usage or _Usage()).used()
 
 
@@ -158,7 +160,7 @@ class EventRewriter:
                 self._total = seen.usage.used()
             return _encode(fields | {"model": self._model}) if self._include_usage else None
         self._called.update(choice.index for choice in seen.choices if choice.calls)
-        _without_false_calls(fields, seen, self._called)
+        _tell_stops(fields, seen, self._called)
         if seen.usage is not None:
             for choice in seen.choices:
                 self._prompts[choice.index // self._n] = seen.usage.prompt_tokens

@@ -26,8 +26,10 @@ MINUS_INFINITY = -9999.0
 """vLLM writes this number for minus infinity, which JSON lacks."""
 
 
-ENDED = ("stop", "length")
-"""The `finish_reason` of a whole sequence."""
+STOP_TOKEN = "stop_token"
+"""What some inference servers say for "stop" where a token ended the sequence."""
+ENDED: dict[str | None, Literal["stop", "length"]] = {"stop": "stop", STOP_TOKEN: "stop", "length": "length"}
+"""The `finish_reason` of a whole sequence, and what it is called here."""
 
 
 class MissingLogprobs(MalformedAnswer):
@@ -241,7 +243,7 @@ def _sequence(choice: Choice, job: SampleJob, zero_fill: bool) -> SampledSequenc
         logprobs = [0.0 if value is None else value for value in logprobs]
     topk = _sample_topk(choice, job.topk_sample) if job.topk_sample else None
     return SampledSequence(
-        cast('Literal["stop", "length"]', choice.finish_reason),
+        ENDED[choice.finish_reason],
         choice.token_ids,
         cast("list[float]", logprobs),
         topk,

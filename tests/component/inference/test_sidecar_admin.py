@@ -15,7 +15,7 @@ import pytest
 from skyrl.inference.remote.placement_route import PATH, PlacementRoute
 from skyrl.inference.sidecar.updates import FIRST_WEIGHTS
 from skyrl.runtime.web.admin import AdminKey
-from tests.component.router_world import Exchange, until
+from tests.component.router_world import Exchange, running_router, until
 from tests.component.sidecar_world import FakeVllm, RunningSidecar, answers, choice, completion, sidecar_before
 
 ADMIN = (
@@ -37,7 +37,7 @@ ADMIN = (
 """The sidecar's own admin routes."""
 VLLMS = (
     *("/pause", "/resume", "/sleep", "/wake_up", "/collective_rpc", "/abort_requests", "/reset_prefix_cache"),
-    *("/update_weights", "/start_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/unknown"),
+    *("/start_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/unknown"),
     *("//pause", "/pause/", "/v1", "/V1/models"),
 )
 """Paths of vLLM that pass through with the key alone."""
@@ -83,8 +83,53 @@ async def test_the_key_opens_the_admin_routes_and_all_others_are_open() -> None:
             status, _ = await sidecar.post(path, b"[]", headers={"Authorization": "Bearer secret"})
             assert status not in (401, 403), path
         for path in OPEN:
-            status, _ = await sidecar.post(path, {"input_ids": [5, 6, 7], "prompt": "a"})
+            status, _ = await sidecar.post(path, {"input_ids": [5, 6, 7]} if path == "/generate" else {"prompt": "a"})
             assert status == 200, path
+
+
+SENT = {"names": ["model.norm.weight"], "dtype_names": ["bfloat16"], "shapes": [[64]]}
+JOINED = {"master_address": "10.0.0.1", "master_port": 51216, "rank_offset": 1, "world_size": 2, "packed": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/init_weight_transfer_engine", {"init_info": JOINED}),
+        ("/start_weight_update", {}),
+        ("/start_weight_update", {"is_checkpoint_format": True}),
+        ("/start_draft_weight_update", {}),
+        ("/update_weights", {"update_info": SENT}),
+        ("/finish_weight_update", {}),
+        ("/finish_weight_update", None),
+        ("/shutdown_weight_transfer_engine", None),
+    ],
+)
+async def test_vllms_own_weight_transfer_is_refused_with_the_routes_to_use(path: str, body: Any) -> None:
+    """trl 1.16 makes these calls. It shows the body of an answer that is not 200, and tries 500, 502 and 503 again."""
+    vllm = sampling()
+    vllm.answer |= {path: answers({"message": "done"}), "/health": answers({})}
+    async with sidecar_before(vllm) as sidecar:
+        async with running_router(workers=(sidecar.url,)) as router:
+            await until(lambda: router.app.status()["routable"] == 1)
+            for url, method in ((sidecar.url, "POST"), (sidecar.url, "GET"), (router.url, "POST")):
+                async with sidecar.session.request(method, url + path, json=body) as answer:
+                    message = (await answer.json())["error"]["message"]
+                assert (answer.status, message.partition(":")[0]) == (501, path)
+                assert "/update_weights_from_disk" in message
+                assert "/init_weights_update_group" in message
+        assert path not in [one.path for one in vllm.received]
+
+
+async def test_vllms_form_of_server_info_is_refused_and_names_the_routes_for_new_weights() -> None:
+    """trl 1.16 looks there first for the weight transfer of vLLM."""
+    async with sidecar_before(sampling()) as sidecar:
+        for query in ("?config_format=json", "?config_format="):
+            async with sidecar.session.get(f"{sidecar.url}/server_info{query}") as answer:
+                message = (await answer.json())["error"]["message"]
+                assert (answer.status, message.partition(":")[0]) == (501, "config_format")
+                assert "/update_weights_from_disk" in message
+        async with sidecar.session.get(f"{sidecar.url}/server_info") as answer:
+            assert (answer.status, (await answer.json())["internal_states"]) == (200, [])
 
 
 async def test_all_own_routes_are_listed_here() -> None:

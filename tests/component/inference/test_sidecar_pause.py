@@ -205,12 +205,12 @@ async def test_what_waits_can_be_aborted() -> None:
         assert vllm.bodies == []
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-async def test_a_client_that_leaves_while_it_waits_is_forgotten(path: str) -> None:
+@pytest.mark.parametrize(("path", "prompt"), [("/generate", "input_ids"), ("/v1/completions", "prompt")])
+async def test_a_client_that_leaves_while_it_waits_is_forgotten(path: str, prompt: str) -> None:
     vllm = PausableVllm()
     async with sidecar_before(vllm) as sidecar:
         await pause(sidecar, "retract")
-        asked = asyncio.create_task(sidecar.post(path, {"input_ids": [5], "prompt": [5]}))
+        asked = asyncio.create_task(sidecar.post(path, {prompt: [5]}))
         await until_loads(sidecar, 0, 1)
         asked.cancel()
         await until_loads(sidecar, 0, 0)

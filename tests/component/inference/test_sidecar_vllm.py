@@ -373,6 +373,92 @@ async def test_what_the_server_is(served: Served) -> None:
             assert answer.status == 200, path
 
 
+async def chatted(served: Served, **body: Any) -> Any:
+    asked = {"messages": [{"role": "user", "content": "Not this."}], "temperature": 0, "max_tokens": 12} | body
+    async with served.session.post(f"{served.url}/v1/chat/completions", json=asked) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_a_chat_after_ids_samples_what_generate_samples(served: Served) -> None:
+    """As a session server of a trainer sends it at every turn. vLLM alone would render the messages."""
+    own = await served.sampled(return_logprob=True)
+    asked = {"input_ids": PROMPT, "return_meta_info": True, "logprobs": True, "no_stop_trim": False}
+    status, answer = await chatted(served, **asked)
+    assert status == 200, answer
+    choice, meta = answer["choices"][0], answer["choices"][0]["meta_info"]
+    assert [one[1] for one in meta["output_token_logprobs"]] == own["output_ids"]
+    logprobs = [one[0] for one in own["meta_info"]["output_token_logprobs"]]
+    assert [one[0] for one in meta["output_token_logprobs"]] == pytest.approx(logprobs, abs=1e-4)
+    assert choice["message"]["content"] == own["text"]
+    same = ("finish_reason", "prompt_tokens", "completion_tokens", "weight_version", "weight_versions")
+    assert [meta[name] for name in same] == [own["meta_info"][name] for name in same]
+    status, plain = await chatted(served)
+    assert plain["choices"][0]["message"]["content"] != own["text"]
+    status, several = await chatted(served, **asked, n=2, temperature=1.0, seed=5)
+    metas = [one["meta_info"] for one in several["choices"]]
+    assert [meta["prompt_tokens"] for meta in metas] == [len(PROMPT)] * 2
+    assert len({meta["id"] for meta in metas}) == 2
+
+
+async def test_a_stream_of_a_chat_after_ids_tells_them(served: Served) -> None:
+    own = await served.sampled()
+    asked = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 12, "stream": True}
+    body = asked | {"input_ids": PROMPT}
+    async with served.session.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200
+        *lines, done, _ = (await answer.text()).split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert (done, chunks[0]["prompt_token_ids"]) == ("data: [DONE]", PROMPT)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [token for choice in choices for token in choice.get("token_ids") or []] == own["output_ids"]
+    assert choices[-1]["weight_versions"] == [{"version": "default", "start": 0, "end": 12}]
+
+
+async def test_a_completion_has_sglangs_fields(served: Served) -> None:
+    own = await served.sampled(return_logprob=True)
+
+    async def completed(**body: Any) -> Any:
+        asked = {"input_ids": PROMPT, "temperature": 0, "max_tokens": 12} | body
+        async with served.session.post(f"{served.url}/v1/completions", json=asked) as answer:
+            assert answer.status == 200, await answer.text()
+            return (await answer.json())["choices"][0]
+
+    choice = await completed(return_meta_info=True, logprobs=0)
+    ours, theirs = (one["meta_info"]["output_token_logprobs"] for one in (choice, own))
+    assert [one[1] for one in ours] == [one[1] for one in theirs]
+    assert (await completed(regex="(horse|mouse)", max_tokens=20))["text"] in ("horse", "mouse")
+    assert (await completed(input_ids=None, prompt="a", ebnf='root ::= "cat"'))["text"] == "cat"
+    whole = await completed(stop=[own["text"][3:5]], no_stop_trim=True)
+    assert whole["text"] == own["text"][:5]
+
+
+async def test_what_vllm_would_ignore_or_refuse_names_the_clients_field(served: Served) -> None:
+    for body, words in (
+        ({"input_ids": [512]}, "Token id 512 is out of vocabulary (parameter=input_ids)"),
+        ({"input_ids": [5] * CONTEXT}, f"longer than the model's context length ({CONTEXT} tokens)"),
+        ({"sampling_seed": 5}, "sampling_seed: is not supported at /v1/chat/completions; give seed"),
+        ({"guided_regex": "a"}, "guided_regex: "),
+        ({"top_kk": 5}, "top_kk: is not a field of vLLM's /v1/chat/completions"),
+        ({"lora_path": "unknown"}, "The model `unknown` does not exist"),
+    ):
+        status, answer = await chatted(served, **body)
+        assert status in (400, 404), answer
+        assert words in answer["error"]["message"]
+    status, answer = await chatted(served, metadata={"a": "b"}, separate_reasoning=True, return_hidden_states=False)
+    assert status == 200
+
+
+async def test_an_aborted_chat_answers_with_the_meta_info_of_what_it_has(served: Served) -> None:
+    asked = {"input_ids": PROMPT, "return_meta_info": True, "logprobs": True, "max_tokens": 3_500, "ignore_eos": True}
+    running = asyncio.create_task(chatted(served, **asked))
+    await until_running(served, 1)
+    await served.post("/abort_request?abort_all=true")
+    _, answer = await running
+    meta = answer["choices"][0]["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 3_500
+
+
 async def test_a_new_version_is_in_the_next_answer(served: Served) -> None:
     headers = {"Content-Type": "application/json"}
     for version in ("7", "default"):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import runpy
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -30,6 +34,7 @@ from skyrl.rollout.strategies import PlainStrategy
 from skyrl.router.context import RouterContext
 from tests.component.router_world import Exchange, FakeWorker, running_router, until
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "text_rollouts.py"
 REQUEST = RolloutRequest(input_ids=[1, 2], params=SamplingParams(max_new_tokens=5, min_new_tokens=3))
 Reply = dict[str, Any]
 
@@ -126,6 +131,58 @@ async def test_a_sample_and_its_routing_key() -> None:
     assert (answer.tokens, answer.logprobs, answer.finish_reason) == ((7, 8), (-0.875, -1.0), "stop")
     assert engine.received[-1].header(ROUTING_KEY) == ["s1"]
     assert client.counters.answered == 1
+
+
+def sessions(engine: Engine) -> list[str]:
+    """The routing key of each request for a sample; every one has one."""
+    keys = [one.header(ROUTING_KEY) for one in engine.received if one.path == "/generate"]
+    assert all(len(key) == 1 and key[0] for key in keys)
+    return [key[0] for key in keys]
+
+
+async def test_the_parts_of_a_sample_have_one_session_and_each_member_of_a_group_its_own() -> None:
+    engine = Engine(reply([3], "abort"), reply([4]), *(reply([5]) for _ in range(4)))
+    async with client_of(engine) as client:
+        await client.generate(REQUEST)
+        await client.generate_group(REQUEST, 3)
+        await client.generate(REQUEST)
+    first, continued, *group, last = sessions(engine)
+    assert first == continued
+    assert len({first, *group, last}) == 5
+
+
+@pytest.mark.parametrize("strategy", ["plain", "radix"])
+async def test_the_turns_of_a_trajectory_stay_at_one_of_two_workers(strategy: str) -> None:
+    tokenizer = RouterContext(tokenizer_dir=model_path(), options={}).tokenizer
+    ids: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    engines = [Engine(*[reply(ids("a"), "length", text="a")] * 72) for _ in range(2)]
+    router = {"middleware": ("radix",), "tokenizer": model_path()}
+    async with client_of(*engines, router=router, rollout_strategy=strategy) as client:
+        turns = make_strategy(client, ids)
+        trajectories = [Trajectory() for _ in range(24)]
+        for text in ("one", " two", " three"):
+            for number, trajectory in enumerate(trajectories):
+                await turns.turn(trajectory, f"{number} {text}", SamplingParams())
+    seen = [sessions(engine) for engine in engines]
+    assert [len(keys) % 3 for keys in seen] == [0, 0]
+    assert all(seen)
+    assert not set(seen[0]) & set(seen[1])
+    assert sorted(one.session_id or "" for one in trajectories) == sorted({*seen[0], *seen[1]})
+
+
+async def test_the_example_keeps_each_conversation_at_one_worker() -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    engines = [Engine(*[reply([5], "length", text="a")] * 48) for _ in range(2)]
+    task = example["TASKS"]["count"]
+    questions = [task.prompt(random.Random(seed)) for seed in (1, 2)]
+    async with running_router(*engines) as router, aiohttp.ClientSession() as session:
+        plane = example["Plane"](router.url, session)
+        for seed in range(24):
+            await example["converse"](plane, task, questions, seed)
+    seen = [sessions(engine) for engine in engines]
+    assert all(seen)
+    assert not set(seen[0]) & set(seen[1])
+    assert list(Counter(seen[0] + seen[1]).values()) == [2] * 24
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
@@ -461,12 +518,12 @@ async def test_turns_of_the_radix_strategy_get_exact_tokens_from_the_router() ->
         engine.replies = [reply(odd, "length", text="not what the tokens say")]
         with pytest.raises(BadAnswer, match="does not hold this sample"):
             await strategy.turn(trajectory, "C", SamplingParams())
-        unversioned = reply(ids("!"), "length", text="!")
-        del unversioned["meta_info"]["weight_version"]  # so it is not stored, and its tokens have the mask 0
-        engine.replies = [unversioned]
-        with pytest.raises(BadAnswer, match="does not hold this sample"):
-            await strategy.turn(trajectory, "C", SamplingParams())
         assert trajectory.text == "B india and!"
+        unversioned = reply(ids("!"), "length", text="!")
+        del unversioned["meta_info"]["weight_version"]  # stored all the same
+        engine.replies = [unversioned]
+        await strategy.turn(trajectory, "C", SamplingParams())
+        assert (trajectory.text, trajectory.loss_mask[-1]) == ("B india and!C!", 1)
 
 
 async def test_sglang_is_registered_at_the_router_by_url_and_removed() -> None:

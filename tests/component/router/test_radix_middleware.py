@@ -107,6 +107,15 @@ async def test_turns_reuse_sampled_tokens_exactly(router: Router) -> None:
     assert got["token_length"] == got["loss_mask_length"] == len(got["tokens"])
 
 
+async def test_a_stop_by_a_token_is_stored_as_a_stop(router: Router) -> None:
+    ended = answer("x", [*router.ids("x"), EOS], "stop")
+    ended["meta_info"]["finish_reason"]["type"] = "stop_token"
+    await router.generate("B ", ended)
+    got = await router.retrieve("B x")
+    assert got["tokens"] == [*router.ids("B "), *router.ids("x"), EOS]
+    assert got["loss_mask"][-2:] == [1, 1]
+
+
 async def test_a_stored_prompt_does_not_change_another_one(router: Router) -> None:
     await router.generate("B india", answer("x", router.ids("x")))
     sent, _ = await router.generate("B alpha", answer("x", router.ids("x")))
@@ -178,7 +187,7 @@ def _broken(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         _broken(lambda reply: reply["meta_info"]["output_token_logprobs"].pop()),
         _broken(lambda reply: reply["meta_info"]["output_token_logprobs"][0].__setitem__(0, None)),
         _broken(lambda reply: reply["meta_info"]["output_token_logprobs"][0].__setitem__(1, 70)),
-        _broken(lambda reply: reply["meta_info"].pop("weight_version")),
+        _broken(lambda reply: reply["meta_info"].update(weight_version=1.5)),
         _broken(lambda reply: reply["meta_info"].update(completion_tokens=3)),
         _broken(lambda reply: reply["meta_info"].update(finish_reason=None)),
         _broken(lambda reply: reply.update(output_ids=[69, 10**6])),
@@ -195,6 +204,20 @@ async def test_an_answer_that_does_not_agree_is_not_stored(router: Router, reply
 async def test_the_answer_that_the_broken_ones_come_from_is_stored(router: Router) -> None:
     await router.generate("q", _broken(lambda reply: None))
     assert router.plugin.stats()["entries"] == 1
+
+
+async def test_samples_of_workers_that_count_or_tell_no_version_are_stored() -> None:
+    """A number is the version of its text. Samples without a version are of no old one."""
+    router = Router(radix_kept_versions="2")
+    for number, version in enumerate((None, 1, "1", 2, "3", None)):
+        reply = answer("ab", [69, 70], weight_version=version)
+        if version is None:
+            del reply["meta_info"]["weight_version"]
+        await router.generate(f"q{number}", reply)
+    stats = router.plugin.stats()
+    assert (stats["unverified"], stats["collected"], stats["entries"]) == (0, 2, 4)
+    for number, kept in enumerate((True, False, False, True, True, True)):
+        assert (1 in (await router.retrieve(f"q{number}ab"))["loss_mask"]) is kept
 
 
 @pytest.mark.parametrize("status", [400, 500, 503])

@@ -413,12 +413,15 @@ async def test_a_worker_that_was_dead_during_an_update_stays_out_until_it_has_it
         assert await sampled(router) == {"first", "second"}
 
 
-async def test_a_worker_that_is_registered_during_an_update_has_missed_it() -> None:
+@pytest.mark.parametrize("named", ["2", None])
+async def test_a_worker_that_is_registered_during_an_update_has_missed_it(named: str | None) -> None:
+    """Of an update without a version, the workers tell which one it has."""
     async with two() as (router, first, second):
+        first.answers[DISK] = (200, {"success": True, "applied": True, "weight_version": "2"})
         async with router.session.delete(f"{router.url}/workers/{worker_id(router, second)}") as answer:
             assert answer.status == 202
         first.go.clear()
-        updating = asyncio.create_task(post(router, DISK, {"weight_version": "2"}))
+        updating = asyncio.create_task(post(router, DISK, {"weight_version": named}))
         await until(lambda: bool(first.bodies(DISK)))
         await post(router, "/workers", {"url": second.url, "starting": True})
         await until(lambda: listed(router, second)["state"] == "healthy")

@@ -8,9 +8,14 @@ import io
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.responses import JSONResponse
 
+from skyrl.base.tiny import model_path
+from skyrl.router.context import RouterContext
 from skyrl.router.messages import Request, Response
 from skyrl.router.middleware import CallNext, RouterMiddleware
 from skyrl.router.plugins import ALIASES, RADIX, PluginError, load
@@ -19,6 +24,7 @@ from tests.component.router_world import Exchange, FakeWorker, running_router, u
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "middleware"
 HERE = __name__
+HF = model_path()
 
 
 class Marks(RouterMiddleware):
@@ -116,6 +122,34 @@ class Upper(RouterMiddleware):
         return response
 
 
+class OfSlime(BaseHTTPMiddleware):
+    """Built as those that slime's router of March 2026 loads, and reads of the router what these read."""
+
+    def __init__(self, app, *, router) -> None:
+        super().__init__(app)
+        self.router = router
+        self.args = router.args
+        self.most = self.args.most_at_a_worker
+        self.router.trajectories = self  # slime's keeps its cache there
+
+    async def dispatch(self, request, call_next):
+        if request.url.path != "/generate":
+            return await call_next(request)
+        body = await request.json()
+        counts = {url: n for url, n in self.router.worker_request_counts.items() if url not in self.router.dead_workers}
+        if min(counts.values()) >= self.most:
+            return JSONResponse({"busy": counts, "failed": self.router.worker_failure_counts}, status_code=429)
+        answer = {}
+        for _ in range(5):
+            response: Any = await call_next(request)
+            answer = json.loads(b"".join([chunk async for chunk in response.body_iterator]))
+            if answer["meta_info"]["finish_reason"]["type"] != "abort":
+                break
+        if getattr(self.router, "verbose", False):
+            print(answer)
+        return JSONResponse(answer | {"asked": body, "checkpoint": self.args.hf_checkpoint})
+
+
 async def test_middleware_runs_in_order_and_its_changes_reach_worker_and_client() -> None:
     worker = FakeWorker()
     async with (
@@ -174,6 +208,93 @@ async def test_plain_asgi_middleware_works() -> None:
         router.session.post(f"{router.url}/x", data=b"1") as answer,
     ):
         assert answer.headers["x-pure"] == "yes"
+
+
+class Replaces(RouterMiddleware):
+    """Gives each call a body of its own."""
+
+    calls = 0
+
+    async def handle(self, request: Request, call_next: CallNext) -> Response:
+        Replaces.calls += 1
+        request.set_body(b"%d" % Replaces.calls)
+        return await call_next(request)
+
+
+class Passes(BaseHTTPMiddleware):
+    """Starlette's, with Starlette's `__init__` but for the router."""
+
+    def __init__(self, app, *, router) -> None:
+        super().__init__(app)
+
+    async def dispatch(self, request, call_next):
+        return await call_next(request)
+
+
+class TwiceOfStarlette(Passes):
+    async def dispatch(self, request, call_next):
+        await request.body()
+        answers = []
+        for _ in range(2):
+            response: Any = await call_next(request)
+            answers.append(b"".join([chunk async for chunk in response.body_iterator]).decode())
+        return JSONResponse(answers)
+
+
+async def test_a_second_call_of_starlettes_middleware_has_the_body_that_the_middleware_behind_it_gives() -> None:
+    for chain, asked in (
+        (("TwiceOfStarlette", "Passes"), [b"same"] * 2),
+        (("TwiceOfStarlette", "Replaces", "Passes"), [b"1", b"2"]),
+    ):
+        paths = tuple(f"{HERE}.{name}" for name in chain)
+        async with (
+            running_router(worker := FakeWorker(), middleware=paths) as router,
+            router.session.post(f"{router.url}/x", data=b"same") as answer,
+        ):
+            assert await answer.json() == [one.decode() for one in asked]
+        assert [one.body for one in worker.received] == asked
+
+
+async def test_middleware_written_for_slimes_router_reads_its_arguments_and_the_workers_counts() -> None:
+    held, ends = asyncio.Event(), ["abort", "abort", "stop"]
+
+    async def worker(exchange: Exchange) -> None:
+        if exchange.request.path == "/slow":
+            await held.wait()
+        kind = ends.pop(0) if ends else "length"
+        await exchange.answer(json.dumps({"text": "a", "meta_info": {"finish_reason": {"type": kind}}}).encode())
+
+    first, second = FakeWorker(worker), FakeWorker(worker)
+    options = {"middleware": (f"{HERE}.OfSlime",), "middleware_options": {"most_at_a_worker": 1}, "tokenizer": HF}
+    async with running_router(first, second, **options) as router:
+        async with router.session.post(f"{router.url}/generate", json={"text": "b"}) as answer:
+            found = await answer.json()
+        assert (found["meta_info"]["finish_reason"], ends) == ({"type": "stop"}, [])
+        assert (found["asked"], found["checkpoint"]) == ({"text": "b"}, str(HF))
+        bodies = [one.body for one in [*first.received, *second.received] if one.path == "/generate"]
+        assert bodies == [b'{"text": "b"}'] * 3
+        slow = [asyncio.create_task(router.session.post(f"{router.url}/slow").__aenter__()) for _ in range(2)]
+        await until(lambda: sum(one["in_flight"] for one in router.app.status()["workers"]) == 2)  # type: ignore
+        async with router.session.post(f"{router.url}/generate", json={"text": "b"}) as answer:
+            busy = {"busy": {first.url: 1, second.url: 1}, "failed": {first.url: 0, second.url: 0}}
+            assert (answer.status, await answer.json()) == (429, busy)
+        held.set()
+        for one in await asyncio.gather(*slow):
+            assert one.status == 200
+            one.release()
+
+
+def test_what_slimes_middleware_cannot_have_is_told_with_what_to_do() -> None:
+    context = RouterContext(options={"partial_rollout": False}, args={"sglang_router_port": 3000})
+    assert (context.args.partial_rollout, context.args.sglang_router_port) == (False, 3000)
+    assert context.args.hf_checkpoint is None
+    with pytest.raises(AttributeError, match=r"router\.args has no n_samples.*--middleware-options '\{\"n_samples\": "):
+        _ = context.args.n_samples  # type: ignore[attr-defined]
+    for name in ("_use_url", "_finish_url", "client"):
+        with pytest.raises(AttributeError, match=f"router has no {name}: the router chooses a worker.*in call_next"):
+            getattr(context, name)
+    assert not hasattr(context, "anything")
+    assert getattr(context.args, "slime_router_timeout", None) is None
 
 
 async def test_a_stream_passes_middleware_piece_by_piece() -> None:
@@ -251,6 +372,14 @@ async def test_the_example_that_caps_tokens() -> None:
     free = await bench.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 100}})
     assert free.headers.get("x-capped-tokens") is None
     assert bench.plugin.stats() == {"capped": 1}
+
+
+async def test_the_test_kit_gives_starlettes_middleware_the_body_again() -> None:
+    async def worker(request: Request) -> Response:
+        return Response.of_json(200, await request.json())
+
+    bench = MiddlewareBench(TwiceOfStarlette, worker)
+    assert await (await bench.post("/x", 7)).json() == ["7", "7"]
 
 
 async def test_the_example_that_asks_again() -> None:

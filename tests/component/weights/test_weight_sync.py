@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -25,8 +26,9 @@ from skyrl.runtime.processes.supervision import dies_with_parent
 from skyrl.weights import process_group
 from skyrl.weights.adapters import AdapterFiles
 from skyrl.weights.changes_on_disk import ChangesOnDisk
-from skyrl.weights.digests import digest
+from skyrl.weights.digests import digest, dtype_name
 from skyrl.weights.disk import CheckpointOnDisk
+from skyrl.weights.dtypes import FLOATS, INTEGERS
 from skyrl.weights.group import NotApplied, TrainerGroup
 from skyrl.weights.process_group import Group, GroupError
 from skyrl.weights.protocol import WeightUpdate, publish, push
@@ -37,6 +39,20 @@ from tests.component.weight_worker import SHAPES
 from tests.weight_media import World, check
 
 TIMEOUT_S = 20.0
+ALL_DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
+TAKEN = FLOATS + INTEGERS
+
+
+def of_dtype(dtype: torch.dtype, *shape: int, first: int = 1) -> torch.Tensor:
+    """A tensor with different bytes, none of which is part of a NaN."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to drop quantized tensors
+        tensor = torch.empty(shape, dtype=dtype)
+    if tensor.is_quantized:  # its bytes cannot be written so
+        return tensor
+    raw = tensor.reshape(-1).view(torch.uint8)
+    raw.copy_(torch.arange(first, first + len(raw)) % (2 if dtype is torch.bool else 50))
+    return tensor
 
 
 @pytest.fixture(scope="module")
@@ -312,21 +328,42 @@ def umask() -> int:
         torch.tensor(2.5),
         torch.empty(0, 3),
         torch.arange(6.0).reshape(2, 3).t(),
-        torch.arange(3, dtype=torch.int16),
         torch.tensor([True, False]),
-        torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
-        torch.arange(3).to(torch.bfloat16),
+        *(one for dtype in ALL_DTYPES if not (one := of_dtype(dtype, 3)).is_quantized),
     ],
-    ids=str,
+    ids=lambda tensor: f"{dtype_name(tensor.dtype)}{list(tensor.shape)}",
 )
 def test_every_kind_of_tensor_arrives_as_it_was_sent(tensor: torch.Tensor, pair: tuple[Group, Group]) -> None:
     trainer, server = pair
-    arrived = torch.empty(tensor.shape, dtype=tensor.dtype)
+    arrived = of_dtype(tensor.dtype, *tensor.shape, first=7)
     with ThreadPoolExecutor(1) as thread:
         sending = thread.submit(trainer.broadcast, tensor)
         server.broadcast(arrived)
         sending.result(TIMEOUT_S)
     assert digest("t", arrived) == digest("t", tensor)
+
+
+@pytest.mark.parametrize("medium", ["disk", "group", "memory", "changes"])
+async def test_a_tensor_of_any_dtype_arrives_or_is_refused_before_it_is_announced(
+    medium: str, workers: Workers, tmp_path: Path
+) -> None:
+    refused = set()
+    for dtype in ALL_DTYPES:
+        before, version = await workers.versions(), f"{medium} {dtype}"
+        update = WeightUpdate(media(workers, tmp_path)[medium])
+        await update.begin(version)
+        await update.send({"a": of_dtype(dtype if dtype in TAKEN else torch.float32, 4, 3)})
+        if dtype in TAKEN:
+            await update.send({"b": of_dtype(dtype, 5, first=9)})
+            await update.finish()
+            assert set((await workers.versions()).values()) == {version}
+            continue
+        refused.add(dtype)
+        with pytest.raises(ValueError, match=f"b is {dtype_name(dtype)}, which servers do not take"):
+            await update.send({"b": of_dtype(dtype, 5)})
+        assert await workers.versions() == before
+    assert {torch.complex64, torch.float4_e2m1fn_x2, torch.quint8} <= refused
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_server_that_stops_in_the_middle_still_gets_the_tensors_that_are_on_their_way(

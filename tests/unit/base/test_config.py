@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -314,6 +314,35 @@ def test_a_bad_option_is_refused_in_one_line_that_names_it(flags: dict[str, Any]
         load_config(flags)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
+
+
+OPTIONAL = sorted(
+    name
+    for name, field in ServerConfig.model_fields.items()
+    if type(None) in get_args(field.annotation) and name != "base_model"
+)
+
+
+@pytest.mark.parametrize("word", ["None", "none", "null", "NULL"])
+@pytest.mark.parametrize("key", OPTIONAL)
+def test_a_key_that_may_have_no_value_takes_it_as_a_word_from_every_source(
+    key: str, word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert getattr(load_config({key: word}), key) is getattr(load_config({}), key)
+    file = tmp_path / "skyrl.toml"
+    file.write_text(f'{key} = "{word}"')
+    assert getattr(load_config({}, file), key) is getattr(load_config({}), key)
+    monkeypatch.setenv(f"SKYRL_{key.upper()}", word)
+    assert getattr(load_config({}), key) is getattr(ServerConfig.of({}), key)
+
+
+def test_no_value_as_a_flag_takes_a_variables_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_FORWARDING_INFERENCE_MAX_CONNECTIONS", "64")
+    assert load_config({}).forwarding_inference_max_connections == 64
+    assert load_config({"forwarding_inference_max_connections": "None"}).forwarding_inference_max_connections is None
+    assert load_config({"backend": "fsdp", "base_model": "none"}).base_model == "none"
+    with pytest.raises(ConfigError, match="port: Input should be a valid integer"):
+        load_config({"port": "None"})
 
 
 def test_full_finetuning_may_have_several_ranks() -> None:

@@ -14,6 +14,7 @@ from sqlalchemy import text
 from typer.testing import CliRunner
 
 from skyrl import __version__
+from skyrl.base.config.server import ServerConfig
 from skyrl.cli.main import app
 from skyrl.runtime.processes.ports import free_port
 from skyrl.storage.db.database import Database
@@ -78,6 +79,26 @@ def test_a_bad_value_is_refused_in_one_line_that_names_it(tmp_path: Path, argume
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"skyrl serve: {message}")
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(("word", "bound"), [("None", None), ("none", None), ("null", None), ("3", 3)])
+def test_a_bound_may_be_taken_away_as_operators_type_it(
+    word: str, bound: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[ServerConfig] = []
+    monkeypatch.setattr("skyrl.cli.launcher.main.serve", configs.append)
+    monkeypatch.setenv("SKYRL_FORWARDING_INFERENCE_MAX_CONNECTIONS", "64")
+    flags = ["--state-dir", str(tmp_path), "--forwarding-inference-max-connections", word]
+    done = CliRunner().invoke(app, ["serve", *flags])
+    assert (done.exit_code, done.output) == (0, "")
+    assert configs[0].forwarding_inference_max_connections == bound
+
+
+def test_a_bound_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    flags = ["--state-dir", str(tmp_path / "state"), "--forwarding-inference-max-connections", "many"]
+    done = CliRunner().invoke(app, ["serve", *flags])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("skyrl serve: forwarding_inference_max_connections: Input should be a valid integer")
 
 
 def test_a_bad_database_url_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.weights.dtypes import FLOATS, INTEGERS
 
 KINDS = {
     "scalar": torch.tensor(2.5),
     "empty": torch.empty(0, 4),
     "half": torch.arange(6).reshape(2, 3).to(torch.bfloat16),
-    "small": torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
     "flags": torch.tensor([True, False, True]),
-    "numbers": torch.arange(4, dtype=torch.int16),
+    **{str(dtype): torch.tensor([0.5, 1, 2, 4]).to(dtype) for dtype in FLOATS + INTEGERS},
 }
 
 

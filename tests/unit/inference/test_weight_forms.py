@@ -139,6 +139,9 @@ class Convolution(torch.nn.Module):
         self.weight.data = ops.causal_conv1d_weight_pack(self._cpu_unpacked_conv_weight)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.ops._C, "causal_conv1d_weight_pack"), reason="vLLM packs convolutions only where a CPU has AVX-512"
+)
 def test_a_packed_convolution_is_replaced_with_its_plain_copy() -> None:
     layer, wanted = Convolution(), Convolution()
     new, plain_new = wanted.weight.detach().clone(), wanted.weight.view(64, 4).clone()

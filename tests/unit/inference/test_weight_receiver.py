@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import save_file
 from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, served, tensors
 
+from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 from skyrl.inference.vllm_plugin.weights.groups import MOST_GROUPS
 from skyrl.inference.vllm_plugin.weights.receiver import Receiver
-from skyrl.inference.vllm_plugin.weights.staging import Staged
+from skyrl.inference.vllm_plugin.weights.staging import Needed, Staged
 from skyrl.weights.deltas import delta
-from skyrl.weights.digests import digest
+from skyrl.weights.digests import digest, dtype_name
+from skyrl.weights.dtypes import COMPLEX, FLOATS, INTEGERS
 from skyrl.weights.kept_memory import KeptMemory
 from skyrl.weights.segments import Segment, places_of
 
@@ -358,10 +360,42 @@ def test_a_tensor_that_does_not_fit_is_received_and_refused(world: World) -> Non
     assert world.receive(tensors(2.0))["missing"] == 0
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_model_takes_floats_of_every_dtype(dtype: torch.dtype, world: World) -> None:
+    world.join()
+    new = {name: torch.ones_like(tensor).to(dtype) for name, tensor in tensors(2.0).items()}
+    assert world.receive(new | {HEAD: new[EMBED].clone()})["missing"] == 0
+    assert world.call("apply", partial=False)["broken"] is None
+    assert torch.equal(world.model.attn.qk.weight, torch.ones(6, 4))
+    other = {EMBED: new[EMBED], HEAD: torch.full(new[EMBED].shape, 2.0).to(dtype)}
+    assert "tied to another tensor" in world.receive(other)["error"]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [*INTEGERS, *COMPLEX], ids=str)
+def test_a_dtype_of_another_kind_is_received_and_refused(dtype: torch.dtype, world: World) -> None:
+    group = world.join()
+    wrong = world.receive({KEY: torch.ones(2, 4, dtype=dtype)})
+    assert wrong["error"] == f"dtypes: {KEY} is {dtype_name(dtype)}, the model has a floating-point tensor"
+    assert not group.closed
+    assert world.receive(tensors(2.0))["missing"] == 0
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
+def test_a_number_for_an_integer_is_refused(dtype: torch.dtype) -> None:
+    needed = Needed({"steps": (1,)}, {"steps": False}, frozenset())
+    with pytest.raises(WeightsError, match="the model has an integer tensor"):
+        needed.check("steps", (1,), dtype)
+    for integer in INTEGERS:
+        needed.check("steps", (1,), integer)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtypes": ["float4"]}, "dtypes: 'float4'"),
+        ({"dtypes": ["float4"]}, "dtypes: 'float4', of attn.k.weight, is not one of float64"),
+        ({"dtypes": ["float4_e2m1fn_x2"]}, "dtypes: 'float4_e2m1fn_x2'"),
+        ({"dtypes": ["nn"]}, "dtypes: 'nn'"),
         ({"dtypes": []}, "the numbers must be equal"),
         ({"shapes": [[1 << 40]]}, "more than this model can have"),
         ({"names": [KEY, KEY], "dtypes": ["int8"] * 2, "shapes": [[1]] * 2}, "occurs twice"),

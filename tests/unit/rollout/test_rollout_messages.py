@@ -78,6 +78,18 @@ def test_an_answer_is_read() -> None:
     assert (answer.cached_tokens, answer.routed_experts, answer.parts) == (1, "AAAA", (GOOD,))
 
 
+def test_a_stop_by_a_token_is_a_stop() -> None:
+    given = copy.deepcopy(GOOD)
+    given["meta_info"]["finish_reason"]["type"] = "stop_token"
+    assert read_answer(REQUEST, given).finish_reason == "stop"
+
+
+def test_a_version_that_is_a_number_is_its_text() -> None:
+    given = copy.deepcopy(GOOD)
+    given["meta_info"]["weight_version"] = 3
+    assert read_answer(REQUEST, given).weight_versions == ("3", "3")
+
+
 def test_what_a_server_does_not_report_is_none() -> None:
     given = copy.deepcopy(GOOD)
     for name in ("weight_version", "cached_tokens", "completion_tokens", "routed_experts"):
@@ -115,7 +127,7 @@ MISSING = object()
         ("finish_reason", None),
         ("finish_reason", {"type": "content_filter"}),
         ("completion_tokens", 3),
-        ("weight_version", 3),
+        ("weight_version", 1.5),
         ("cached_tokens", "1"),
     ],
 )

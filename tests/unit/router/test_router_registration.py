@@ -106,6 +106,34 @@ async def test_fields_of_the_query_and_of_the_body_are_both_taken(call: Caller) 
     assert call.pool.workers[0].labels == {"zone": "a", "rack": 2}
 
 
+async def test_fields_of_the_body_count_beside_a_url_in_the_query(call: Caller) -> None:
+    body = {"url": None, "zone": "a", "revive": "registration"}
+    assert (await call("POST", f"/add_worker?url={URL}&zone=a", body))[0] == 200
+    assert call.pool.workers[0].labels == {"zone": "a", "revive": "registration"}
+    assert (await call("POST", "/add_worker?url=", {"url": URL}))[0] == 200
+    for path, wrong in (
+        (f"/workers?url={URL}&zone=a", {"zone": "b"}),
+        (f"/workers?url={URL}", {"url": URL + "0"}),
+        (f"/remove_worker?url={URL}&ended=true", {"ended": False}),
+    ):
+        status, answer = await call("POST", path, wrong)
+        assert (status, "differs in query and body" in answer["error"]["message"]) == (400, True)
+    assert call.urls() == [URL]
+
+
+async def test_a_query_sets_a_worker_out_of_routing_and_removes_none(call: Caller) -> None:
+    worker = call.pool.add(URL)
+    status, answer = await call("PUT", f"/workers/{worker.id}?disabled=true&reason=mine")
+    assert (status, answer["worker"]["disabled_reason"]) == (200, "mine")
+    assert (await call("PUT", f"/workers/{worker.id}?disabled=false", {"is_dead": True}))[0] == 200
+    assert (worker.disabled, worker.is_dead) == (None, True)
+    for query in ("disabled=no", "disbaled=true", "is_dead=1"):
+        assert (await call("PUT", f"/workers/{worker.id}?{query}", {"disabled": True}))[0] == 400
+    status, answer = await call("DELETE", f"/workers/{worker.id}?ended=true")
+    assert (status, answer["error"]["message"].partition(":")[0]) == (400, "ended=true")
+    assert call.urls() == [URL]
+
+
 async def test_a_list_has_the_fields_of_every_dialect(call: Caller) -> None:
     worker = call.pool.add(URL)
     call.pool.begin(worker)

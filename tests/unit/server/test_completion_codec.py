@@ -372,6 +372,11 @@ def test_rows_of_best_tokens_are_not_read_when_nobody_asked_for_them() -> None:
 # Refusals
 
 
+def test_a_stop_by_a_token_is_a_stop() -> None:
+    (sequence,) = read(answer(choice([1, 2], finish_reason="stop_token")), job()).sequences
+    assert (sequence.stop_reason, sequence.tokens) == ("stop", [1, 2])
+
+
 @pytest.mark.parametrize("reason", ["abort", None, "error", ""])
 def test_any_other_finish_reason_is_an_abort(reason: str | None) -> None:
     with pytest.raises(AbortedAnswer, match=f"finish_reason {reason!r}"):

@@ -152,6 +152,11 @@ def test_sequences_come_in_the_order_of_their_index_with_their_counts() -> None:
     assert result.prompt_cache_hit_tokens == 2
 
 
+def test_a_stop_by_a_token_is_a_stop() -> None:
+    (sequence,) = read(answer(ONE | {"finish_reason": "stop_token"})).sequences
+    assert (sequence.stop_reason, sequence.tokens) == ("stop", [4])
+
+
 def test_a_large_answer_is_read_as_a_small_one() -> None:
     content = [sampled(token, -0.5) for token in range(4000)]
     body = answer(choice(*content), choice(*content, index=1))

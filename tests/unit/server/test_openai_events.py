@@ -141,6 +141,19 @@ def test_a_refusal_that_names_an_option_of_vllm_names_the_key_of_this_server(tol
     assert f'"generator.inference_engine.engine_init_kwargs": {{"{key}_parser"' in refusal.message
 
 
+def test_a_stop_by_a_token_is_told_as_a_stop() -> None:
+    """OpenAI's clients, and all that reads the answer here, know no other word for it."""
+    choices = [
+        {"index": 0, "text": "\u00e9", "finish_reason": "stop_token", "stop_reason": 2, "logprobs": {"a": -0.1}},
+        {"index": 1, "text": "stop_token", "finish_reason": "length"},
+    ]
+    content = json.dumps({"model": "secret", "choices": choices}).encode()
+    told = [choices[0] | {"finish_reason": "stop"}, choices[1]]
+    assert json.loads(rewritten(content, "mine")[0]) == {"model": "mine", "choices": told}
+    rewriter = EventRewriter("mine", 2, include_usage=False, continuous_usage=False)
+    assert json.loads(rewriter.rewrite(content) or b"") == {"model": "mine", "choices": told}
+
+
 @pytest.mark.parametrize(
     ("content", "status"),
     [

@@ -157,7 +157,7 @@ def test_a_later_system_message_does_not_fork_a_session(templates: Mapping[str, 
     for name, template in templates.items():
         tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
         tokenizer.add_special_tokens([*ENDS])
-        ends = frozenset(tokenizer.token_to_id(end) for end in ENDS)
+        ends = frozenset(token for end in ENDS if (token := tokenizer.token_to_id(end)) is not None)
         sampled = np.array([5, tokenizer.token_to_id(ENDS[0])], np.int32)
         tails = Tails(template, tokenizer, ends)
         kept = [message for message in new if message["content"] != LATER]

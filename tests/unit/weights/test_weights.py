@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, parse_weights
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, next_version, parse_weights
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,24 @@ def test_an_adapter_version_is_named_by_its_model_and_its_number() -> None:
     assert AdapterVersion.of("a@b", 1).model_id == "a@b"
     with pytest.raises(ValueError, match="invalid literal"):
         _ = AdapterVersion("s1:train:3").number
+
+
+@pytest.mark.parametrize(
+    ("version", "following"),
+    [
+        ("default", "1"),
+        ("1", "2"),
+        ("099", "100"),
+        ("step-7", "step-7+1"),
+        ("step-7+1", "step-7+2"),
+        ("a+9", "a+10"),
+        ("m@3", "m@3+1"),
+        ("-1", "-1+1"),
+        ("1.5", "1.5+1"),
+        ("+", "++1"),
+        ("\n", "\n+1"),
+        ("9" * 19, "9" * 19 + "+1"),
+    ],
+)
+def test_a_version_that_nobody_names_is_told_from_the_one_before(version: str, following: str) -> None:
+    assert next_version(version) == following

@@ -69,6 +69,12 @@ class FromGroups:
         self.groups.leave(name)
         return {}
 
+    def fail_group(self, name: str, why: str) -> dict[str, Any]:
+        """The caller has refused a bucket that the trainer may be sending: it would be taken for the next one. Does
+        nothing for a group that is not there."""
+        self.groups.fail(name, why)
+        return {}
+
     def receive(self, group: str, **bucket: Any) -> dict[str, Any]:
         """Stage one bucket: rank 0 broadcasts each tensor in this order. The job ends with `missing`, the number of
         tensors that a full update still needs, the names of some, and the `seconds` of each stage. After an error the

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-
-FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
+from skyrl.weights.dtypes import NAMED
 
 
 def plan_of(
@@ -22,10 +20,9 @@ def plan_of(
         raise WeightsError("names: a name occurs twice")
     plan = []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        short = dtype.removeprefix("torch.")
-        if short not in FLOATS + INTEGERS:
-            raise WeightsError(f"dtypes: {dtype!r} is not a dtype of torch")
-        kind: torch.dtype = getattr(torch, short)
+        kind = NAMED.get(dtype.removeprefix("torch."))
+        if kind is None:
+            raise WeightsError(f"dtypes: {dtype!r}, of {name}, is not one of {', '.join(NAMED)}")
         plan.append((name, kind, tuple(shape), elements(shape) * kind.itemsize))
     return plan
 

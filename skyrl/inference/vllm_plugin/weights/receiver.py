@@ -58,6 +58,7 @@ class Receiver:
             "read": FromDisk(model, self._area, self._jobs).read,
             "join_group": self._groups.join_group,
             "leave_group": self._groups.leave_group,
+            "fail_group": self._groups.fail_group,
             "receive": self._groups.receive,
             "map": FromMemory(model, self._area, self._jobs).map,
             "staged": self.staged,

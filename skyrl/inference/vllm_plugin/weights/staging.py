@@ -11,6 +11,7 @@ import torch
 
 from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 from skyrl.weights.digests import digest, dtype_name
+from skyrl.weights.dtypes import FLOATS, INTEGERS
 
 SHOWN = 5
 """How many names an error shows."""
@@ -35,7 +36,7 @@ class Needed:
             raise WeightsError(f"names: the model has no {name}")
         if shape != wanted:
             raise WeightsError(f"shapes: {name} has the shape {list(shape)}, the model's is {list(wanted)}")
-        if dtype.is_floating_point != self.floats[name]:
+        if dtype not in (FLOATS if self.floats[name] else INTEGERS):
             kind = "a floating-point" if self.floats[name] else "an integer"
             raise WeightsError(f"dtypes: {name} is {dtype_name(dtype)}, the model has {kind} tensor")
 

@@ -1,0 +1,166 @@
+"""New weights by every medium: what samples in flight make of an update, and how its version is named.
+
+The vLLM is a fake with the worker extension's own calls behind it; tests/plane has real vLLMs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.component.router_world import running_router
+from tests.component.sidecar_world import answers, sidecar_before
+from tests.component.updated_vllm import DISK, GROUP, Trainer, UpdatedVllm, described, in_flight, part_of
+
+MEDIA = ("disk", "group", "memory")
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> UpdatedVllm:
+    return UpdatedVllm(tmp_path / "first")
+
+
+@pytest.mark.parametrize("staged_idle", [False, True])
+@pytest.mark.parametrize("medium", MEDIA)
+async def test_samples_in_flight_refuse_an_update_by_every_medium(
+    medium: str, staged_idle: bool, vllm: UpdatedVllm, tmp_path: Path
+) -> None:
+    """Also where nothing was in flight while it was staged. The whole update can be sent again."""
+    async with sidecar_before(vllm) as sidecar:
+        trainer = Trainer(medium, sidecar, vllm, tmp_path / "new")
+        if staged_idle:
+            await trainer.stage(2.0, weight_version="2")
+        asked = await in_flight(sidecar, vllm)
+        if not staged_idle:
+            await trainer.stage(2.0, weight_version="2")
+        for fields in ({"flush_cache": False}, {}):
+            status, answer = await trainer.apply(2.0, weight_version="2", **fields)
+            assert (status, answer["success"]) == (400, False), answer
+            assert answer["message"].startswith("1 requests are in flight: set abort_all_requests")
+            assert (vllm.version, vllm.first) == ("default", 0.0)
+            await trainer.stage(2.0, weight_version="2", **fields)
+        vllm.end.set()
+        assert (await asked)[0] == 200
+        status, answer = await trainer.update(2.0, weight_version="2")
+        assert (status, answer["applied"], vllm.version, vllm.first) == (200, True, "2", 2.0)
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+async def test_a_pause_says_what_becomes_of_samples_in_flight(medium: str, vllm: UpdatedVllm, tmp_path: Path) -> None:
+    async with sidecar_before(vllm) as sidecar:
+        trainer = Trainer(medium, sidecar, vllm, tmp_path / "new")
+        asked = await in_flight(sidecar, vllm)
+        for value, mode, flush_cache, flushes in (
+            (1.0, "in_place", True, None),
+            (2.0, "in_place", False, []),
+            (3.0, "retract", True, ["reset_running_requests=true"]),
+        ):
+            await sidecar.post("/pause_generation", {"mode": mode})
+            before, vllm.flushed = vllm.first, []
+            status, answer = await trainer.update(value, flush_cache=flush_cache)
+            refused = flushes is None
+            assert status == (400 if refused else 200), answer
+            assert vllm.first == (before if refused else value)
+            assert vllm.flushed == (flushes or [])
+            assert refused or answer["num_paused_requests"] == 1
+            assert (await sidecar.post("/continue_generation"))[0] == 200
+        vllm.end.set()
+        assert (await asked)[0] == 200
+
+
+async def test_samples_that_a_failed_update_has_frozen_compute_their_cache_again(
+    vllm: UpdatedVllm, tmp_path: Path
+) -> None:
+    """Also where the next update, as some trainers' buckets, says that no cache is to be flushed."""
+    async with sidecar_before(vllm) as sidecar:
+        trainer = Trainer("group", sidecar, vllm, tmp_path / "new")
+        asked = await in_flight(sidecar, vllm)
+        assert (await sidecar.post("/weights_checker", {"action": "reset_tensors"}))[0] == 200
+        status, answer = await trainer.update(3.0, flush_cache=False)
+        assert (status, vllm.first) == (200, 3.0), answer
+        assert vllm.flushed == ["reset_running_requests=true"]
+        vllm.end.set()
+        assert (await asked)[0] == 200
+
+
+@pytest.mark.parametrize("path", [DISK, GROUP])
+async def test_through_the_router_as_at_a_sidecar(path: str, tmp_path: Path) -> None:
+    one, other = UpdatedVllm(tmp_path / "one"), UpdatedVllm(tmp_path / "other")
+    async with sidecar_before(one) as first, sidecar_before(other) as second, running_router() as router:
+        for sidecar in (first, second):
+            await router.session.post(f"{router.url}/add_worker", json={"url": sidecar.url})
+        body: dict[str, Any] = {"model_path": str(tmp_path / "one"), "weight_version": 2}
+        if path == GROUP:
+            for sidecar, vllm in ((first, one), (second, other)):
+                await Trainer("group", sidecar, vllm, tmp_path)._join()
+                vllm.group.sent += part_of(2.0).values()
+            body = described(part_of(2.0)) | {"weight_version": 2}
+        asked = [await in_flight(first, one), await in_flight(second, other)]
+        async with router.session.post(router.url + path, json=body) as answer:
+            refused = await answer.json()
+            assert answer.status == 400, refused
+        assert refused["message"].startswith("1 requests are in flight")
+        for vllm in (one, other):
+            assert (vllm.version, vllm.first) == ("default", 0.0)
+            vllm.end.set()
+        assert [(await task)[0] for task in asked] == [200, 200]
+
+
+async def test_an_update_without_a_version_is_told_from_the_one_before(vllm: UpdatedVllm, tmp_path: Path) -> None:
+    async with sidecar_before(vllm) as sidecar:
+        found = []
+        for medium in MEDIA:
+            trainer = Trainer(medium, sidecar, vllm, tmp_path / "new")
+            for version in (None, None, 7, None, "step-7", None, None, "default"):
+                status, answer = await trainer.update(1.0, weight_version=version)
+                assert status == 200, answer
+                assert answer["message"].endswith(f"Weight version updated to {vllm.version}.")
+                assert answer["weight_version"] == vllm.version
+                found.append(vllm.version)
+        assert found == ["1", "2", "7", "8", "step-7", "step-7+1", "step-7+2", "default"] * 3
+
+
+async def test_a_part_of_an_update_moves_no_version(vllm: UpdatedVllm, tmp_path: Path) -> None:
+    async with sidecar_before(vllm) as sidecar:
+        for medium in MEDIA:
+            trainer, before = Trainer(medium, sidecar, vllm, tmp_path / "new"), vllm.version
+            await trainer.stage(1.0)
+            assert vllm.version == before
+            await trainer.apply(1.0)
+        assert vllm.version == "3"
+        part = {"partial": True}
+        assert (await Trainer("group", sidecar, vllm, tmp_path)._bucket(part_of(1.0, last=True), **part))[0] == 200
+        assert vllm.version == "4"
+
+
+async def test_versions_go_on_after_vllm_was_started_again(vllm: UpdatedVllm, tmp_path: Path) -> None:
+    """It then says `default`. Its next weights must not be named as earlier ones were."""
+    async with sidecar_before(vllm) as sidecar:
+        trainer = Trainer("disk", sidecar, vllm, tmp_path / "new")
+        for _ in range(2):
+            assert (await trainer.update(1.0))[0] == 200
+        vllm.version = "default"
+        assert (await trainer.update(2.0))[1]["weight_version"] == "3"
+
+
+async def test_a_version_is_a_text_or_a_number(vllm: UpdatedVllm, tmp_path: Path) -> None:
+    async with sidecar_before(vllm) as sidecar:
+        status, answer = await sidecar.post("/update_weight_version", {"new_version": 12})
+        assert (status, answer["new_version"], vllm.version) == (200, "12", "12")
+        assert (await sidecar.post("/weight_version"))[1] == {"weight_version": "12"}
+        for path, field in ((DISK, "weight_version"), ("/update_weight_version", "new_version")):
+            for wrong in (True, 1.5, "", ["1"]):
+                status, answer = await sidecar.post(path, {"model_path": str(tmp_path), field: wrong})
+                assert (status, answer["message"].partition(":")[0]) == (400, field), answer
+
+
+async def test_without_a_version_of_vllms_an_update_without_one_is_no_success(
+    vllm: UpdatedVllm, tmp_path: Path
+) -> None:
+    async with sidecar_before(vllm) as sidecar:
+        vllm.answer["/weight_info"] = answers({}, "500 Internal Server Error")
+        status, answer = await Trainer("disk", sidecar, vllm, tmp_path / "new").update(1.0)
+        assert (status, answer["success"]) == (400, False)
+        assert (await sidecar.post("/health"))[0] == 503
