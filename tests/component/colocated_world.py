@@ -25,13 +25,13 @@ from skyrl.server.pictures.files import StoredPictureFiles
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
+from skyrl.server.sampling.job import ContextLimits
 from skyrl.storage.db.picture_files import PictureFiles
 from skyrl.storage.db.samplers import Sampler, Samplers
-from skyrl.training.backends.base import ModelLimits
 from skyrl.training.engine.sampling import ColocatedSampler
 
 NEVER_S = 1000.0
-LIMITS = ModelLimits(1000, 100)
+LIMITS = ContextLimits(1000, 100)
 TEXT_ONLY = Blind("it is a model of text")
 
 

@@ -21,12 +21,19 @@ from .reference import Reference
 
 pytestmark = pytest.mark.vllm
 
+CONTEXT = 2048
+"""The model itself takes 4,096 tokens."""
+
 
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     with ready(
         DemoServer(
-            tmp_path_factory.mktemp("colocated"), backend_config={"trainer": {"placement": {"colocate_all": True}}}
+            tmp_path_factory.mktemp("colocated"),
+            backend_config={
+                "trainer": {"placement": {"colocate_all": True}},
+                "generator": {"inference_engine": {"max_model_len": CONTEXT}},
+            },
         )
     ) as running:
         yield running
@@ -70,6 +77,15 @@ def test_the_engine_scores_prompts(colocated: DemoServer) -> None:
     np.testing.assert_allclose(answer.target_prompt_logprobs.to_numpy(), expected, atol=1e-4)
     assert answer.prompt_alt_tokens is not None
     assert (answer.prompt_alt_tokens.tokens.to_numpy() == logprobs.argmax(1)[:, None]).all()
+
+
+def test_a_full_context_is_told_with_the_key_that_bounds_it(colocated: DemoServer) -> None:
+    with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        assert len(greedy(sampler, [5] * (CONTEXT - 1), 1)) == 1
+        with pytest.raises(tinker.BadRequestError, match="max_model_len") as refused:
+            greedy(sampler, [5] * CONTEXT, 1)
+    assert "the model itself takes 4096" in str(refused.value)
 
 
 def test_a_sample_waits_for_the_running_pass(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:

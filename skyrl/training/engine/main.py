@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
+from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.config.sight import sight_of
 from skyrl.base.types.weights import AdapterVersion
@@ -35,6 +36,7 @@ from skyrl.server.pictures.files import StoredPictureFiles
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
+from skyrl.server.sampling.job import ContextLimits
 from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.checkpoint_store.registry import open_store
@@ -80,6 +82,7 @@ def _colocated_sampler(
         return None
     assert group is not None
     assert runtime.inference_url is not None
+    limits, model = _sampling_limits(runtime, backend.limits), model_config(runtime.config.base_model_path)
     import torch
 
     client = ForwardingClient(
@@ -95,7 +98,7 @@ def _colocated_sampler(
         database,
         client,
         group,
-        backend.limits,
+        ContextLimits(limits.vocab_size, limits.max_context, model_context=model.get("max_position_embeddings")),
         runtime.config.served_names[0],
         sight=sight_of(runtime.config),
         # On a CPU, vLLM's sleep frees no memory and would cost two calls around every batch.

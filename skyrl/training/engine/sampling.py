@@ -26,7 +26,6 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.samplers import find_sampler
 from skyrl.storage.db.usage import UsageKey
-from skyrl.training.backends.base import ModelLimits
 from skyrl.training.engine.failures import failed
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class ColocatedSampler:
         database: Database,
         client: ForwardingClient,
         group: EngineGroup,
-        limits: ModelLimits,
+        limits: ContextLimits,
         base_name: str,
         *,
         sight: Sight | Blind,
@@ -67,7 +66,7 @@ class ColocatedSampler:
         self._database = database
         self._client = client
         self._group = group
-        self._limits = ContextLimits(limits.vocab_size, limits.max_context)
+        self._limits = limits
         self._base_name = base_name
         self._sight = sight
         self._sleeps = sleeps
