@@ -74,10 +74,8 @@ def test_an_answer_that_ends_before_its_call_has_called_nothing(
     with_tools: DemoServer, stream: bool, in_session: bool
 ) -> None:
     with httpx.Client(base_url=with_tools.url, headers={"X-API-Key": "tml-a"}, trust_env=False, timeout=60) as client:
-        key = "tml-a"
-        if in_session:
-            made = client.post("/api/v1/agent_sessions", json={"model": "tiny"}).raise_for_status().json()
-            key = made["key"]
+        made = client.post("/api/v1/agent_sessions", json={"model": "tiny"}).raise_for_status().json()
+        key = made["key"] if in_session else "tml-a"
         openai = OpenAI(base_url=f"{with_tools.url}/v1", api_key=key, max_retries=0)
         function: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
         asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Add."}], "stop": ['"name"']}

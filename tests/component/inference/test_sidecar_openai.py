@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_requests import annotated
+from vllm_sources import annotated
 
 from skyrl.inference.sidecar.openai_fields import CHAT, COMPLETIONS, OF_VLLM, REFUSED, SERVED, WITHOUT_EFFECT
 from tests.component.router_world import Exchange

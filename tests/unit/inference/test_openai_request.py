@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_requests import fields_of
+from vllm_sources import fields_of
 
 from skyrl.inference.sidecar.errors import BadRequest
 from skyrl.inference.sidecar.openai_fields import (

@@ -140,7 +140,7 @@ class Convolution(torch.nn.Module):
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.ops._C, "causal_conv1d_weight_pack"), reason="vLLM packs convolutions only where a CPU has AVX-512"
+    not hasattr(torch.ops._C, "causal_conv1d_weight_pack"), reason="vLLM packs convolutions only with AVX-512"
 )
 def test_a_packed_convolution_is_replaced_with_its_plain_copy() -> None:
     layer, wanted = Convolution(), Convolution()
