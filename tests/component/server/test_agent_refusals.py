@@ -12,6 +12,7 @@ from agent_world import CHAT, Agent, Server, agent_server, user
 from api_harness import Serve
 from fake_upstream import FakeUpstream
 
+from skyrl.server.api.agent_chats import RETRY_COUNT
 from skyrl.storage.db.database import Database
 
 NOON = {"role": "system", "content": "It is noon."}
@@ -62,3 +63,10 @@ async def test_a_tool_with_an_integer_of_more_than_64_bits_is_stored_and_continu
     await agent.say([*begun, user("on")], tools=tools)
     assert server.vllm.was_given, "the second turn continues the first one"
     assert (await agent.get("/turns"))["rows"][0]["setting"] == {"tools": tools}
+
+
+@pytest.mark.parametrize("count", ["\u00b2", "9" * 5000, "-1", "x", ""])
+async def test_a_count_of_tries_that_is_no_number_fails_no_turn(agent: Agent, count: str) -> None:
+    headers = {"Authorization": f"Bearer {agent.key}", RETRY_COUNT: count.encode("latin-1")}
+    answer = await agent.http.post(CHAT, json={"messages": [user("go")]}, headers=headers)
+    assert answer.status_code == 200, answer.text
