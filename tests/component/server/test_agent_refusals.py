@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import CHAT, Agent, Server, agent_server, user
+from agent_world import CHAT, RESPONSES, Agent, Server, agent_server, user
 from api_harness import Serve
 from fake_upstream import FakeUpstream
 
@@ -70,3 +70,13 @@ async def test_a_count_of_tries_that_is_no_number_fails_no_turn(agent: Agent, co
     headers = {"Authorization": f"Bearer {agent.key}", RETRY_COUNT: count.encode("latin-1")}
     answer = await agent.http.post(CHAT, json={"messages": [user("go")]}, headers=headers)
     assert answer.status_code == 200, answer.text
+
+
+async def test_a_response_continues_a_chat_with_a_result_that_names_no_call(agent: Agent) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    await agent.say([user("go"), called, {"role": "tool", "content": "3"}])
+    [turn] = (await agent.get("/turns"))["rows"]
+    answer = await agent.ask(RESPONSES, input="on", previous_response_id=f"resp_{turn['id']}")
+    assert answer.status_code == 200, answer.text
+    assert (await agent.get("/turns"))["rows"][1]["parent"] == turn["id"]
