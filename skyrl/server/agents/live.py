@@ -163,7 +163,7 @@ class LiveSessions:
         more. False if it has ended before, or there is none."""
         now = time.time()
         ends = await self._sessions.end(session_id, reason, now)
-        if (live := self._live.get(session_id)) is not None:
+        if (live := await self._in_memory(session_id)) is not None:
             if live.session.end_reason is None:
                 live.session = replace(live.session, ended_at=now, end_reason=reason)
             live.stop_turns()
@@ -173,16 +173,14 @@ class LiveSessions:
         return ends
 
     async def look_again(self, session_id: str) -> None:
-        """Another process may have ended a session: end its running turns here, if there are any."""
-        live = self._live.get(session_id)
-        if live is not None and live.running:
-            await self._read(session_id)
-            live.stop_turns()
+        """Another process may have ended a session: end its running turns here, and begin no others."""
+        if await self._in_memory(session_id) is not None:
+            (await self._read(session_id)).stop_turns()
 
     async def why_ended(self, live: LiveSession) -> RequestError:
         """The refusal of a turn of a session that this or another process has ended."""
         if live.session.end_reason is None:
-            await self._read(live.session.id)
+            await self.look_again(live.session.id)
         return ended(live.session.end_reason or "called")
 
     async def end_over(self) -> None:
@@ -220,6 +218,12 @@ class LiveSessions:
             if live.session.end_reason is None:
                 await self.end_if_over(live)
 
+    async def _in_memory(self, session_id: str) -> LiveSession | None:
+        """The session, if it is in memory. One that is being read, perhaps as it was before now, is awaited."""
+        if (reading := self._loading.get(session_id)) is not None:
+            await asyncio.wait({reading})
+        return self._live.get(session_id)
+
     async def _read(self, session_id: str) -> LiveSession:
         """From the database, once for all requests that wait for it."""
         task = self._loading.get(session_id)
@@ -238,6 +242,7 @@ class LiveSessions:
         turns, live.row = await self._turns.of(session_id, live.row)
         for turn in turns:
             live.tree.add(turn, session.keep_thinking)
+        self._live[session_id] = live
         return live
 
 

@@ -21,6 +21,7 @@ from skyrl.server.agents.tails import TailsOfModels
 from skyrl.server.agents.tree import MESSAGE_BYTES, Place
 from skyrl.server.openai.errors import too_long
 from skyrl.server.openai.generation import Generation, chat
+from skyrl.server.openai.messages import checked_messages
 from skyrl.server.openai.models import ModelNames, Target
 from skyrl.server.openai.service import Asked, OpenAIService
 from skyrl.server.sampling.job import ContextLimits
@@ -207,4 +208,10 @@ class Planner:
 
 
 def _place(live: LiveSession, fields: dict[str, Any]) -> Place:
-    return live.tree.place(setting_of(fields), fields["messages"], live.session.keep_thinking)
+    """Raises RequestError naming the message behind an earlier turn that is not well formed: the tail is made of
+    those."""
+    messages = fields["messages"]
+    place = live.tree.place(setting_of(fields), messages, live.session.keep_thinking)
+    if place.parent is not None and place.new:
+        checked_messages(place.new, len(messages) - len(place.new))
+    return place

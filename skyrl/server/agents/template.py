@@ -93,14 +93,21 @@ class ChatTemplate:
     @property
     def has_system_role(self) -> bool:
         """Whether a system message reaches the model, and stays at the beginning: some templates refuse it, leave it
-        out, or show it beside the newest of the user's messages alone."""
-        user, word = {"role": "user", "content": "Two boats?"}, "Be brief."
-        chat = [user, {"role": "assistant", "content": "Yes."}, user | {"content": "And today?"}]
-        try:
-            text = self.render([{"role": "system", "content": word}, *chat], {})
-        except CannotRender:
-            return not self._renders(chat)
-        return 0 <= text.find(word) < text.find("Two boats?")
+        out, or show it beside the newest of the user's messages alone. Some read contents as lists of parts alone, as
+        vLLM then gives them."""
+        for content in (str, _as_parts):
+            user, said = {"role": "user"}, {"role": "assistant", "content": content("Yes.")}
+            asked, word = "Two boats?", "Be brief."
+            chat = [user | {"content": content(asked)}, said, user | {"content": content("And today?")}]
+            try:
+                text = self.render([{"role": "system", "content": content(word)}, *chat], {})
+            except CannotRender:
+                if self._renders(chat):
+                    return False
+                continue
+            if asked in text or word in text:
+                return 0 <= text.find(word) < text.find(asked)
+        return True
 
     def _renders(self, messages: Sequence[dict[str, Any]]) -> bool:
         try:
@@ -108,6 +115,10 @@ class ChatTemplate:
         except CannotRender:
             return False
         return True
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def has_system_role(base_model: str) -> bool:

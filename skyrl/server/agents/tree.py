@@ -135,8 +135,9 @@ class Tree:
         return Place(None if node is None else node.turn, list(messages[at:]), digests[-1], fork, forked_at)
 
     def answered(self, key: bytes) -> Sequence[AgentTurn]:
-        """The turns that answered requests with this key, oldest first."""
-        return self._by_key.get(key, ())
+        """The turns that answered requests with this key, in the order in which they were asked for, and the choices of
+        one answer in theirs: the database may hold those in another order."""
+        return sorted(self._by_key.get(key, ()), key=lambda turn: turn.attempt)
 
     def has_child(self, turn: AgentTurn) -> bool:
         return self._nodes[turn.id].children > 0

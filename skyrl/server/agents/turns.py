@@ -173,13 +173,12 @@ class Turns:
             turn.fail(turn.stopped or _stopping())
 
     async def _store(self, turns: list[AgentTurn], live: LiveSession) -> list[AgentTurn]:
-        """The turns as they are stored. Raises OpenAIError 403 if the session has ended."""
-        stored: list[AgentTurn] = []
-        for each in turns:
-            if (kept := await self._stored.add(each)) is None:
-                raise await self.live.why_ended(live)
-            stored.append(kept)
-        return stored
+        """The turns as they are stored, all at once: an end or a crash leaves all choices of an answer or none. Raises
+        OpenAIError 403 if the session has ended."""
+        stored = await asyncio.gather(*map(self._stored.add, turns))
+        if len(kept := [each for each in stored if each is not None]) < len(turns):
+            raise await self.live.why_ended(live)
+        return kept
 
     async def _sampled(self, turn: RunningTurn, answers: Answers, plan: Plan) -> tuple[list[bytes], bytes | None]:
         """Sample the answer. Returns what is held back of it: the last chunks, or the whole body."""

@@ -75,6 +75,5 @@ def _session_of(call: Call) -> str:
 
 
 def _asked(call: Call, chat: dict[str, Any], dialect: str, size: int, turn_id: str) -> TurnRequest:
-    repeats = call.received.get(RETRY_COUNT, "0")
-    retried = repeats.isdigit() and int(repeats) > 0
+    retried = call.received.get(RETRY_COUNT, "").lstrip("0").isdecimal()
     return TurnRequest(_session_of(call), call.tenant, chat, dialect, size, call.id, retried, turn_id)

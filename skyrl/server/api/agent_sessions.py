@@ -171,8 +171,12 @@ def router(services: Services) -> Routes:
         return await asyncio.to_thread(page_of_turns, turns, start, limit, is_open=is_open)
 
     async def find(call: Call, session_id: str) -> AgentSession:
+        """A session whose time is over is unknown at once: its turns are deleted in steps, and a part of them is no
+        trajectory."""
         session = await sessions.find(session_id)
         if session is None or session.tenant != call.tenant:
+            raise _unknown()
+        if session.ended_at is not None and session.ended_at + bounds.retention_s < time.time():
             raise _unknown()
         return session
 

@@ -27,4 +27,4 @@ def in_order_of_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sorted(results: list[dict[str, Any]], places: dict[str, int]) -> list[dict[str, Any]]:
-    return sorted(results, key=lambda result: places.get(result["tool_call_id"], len(places)))
+    return sorted(results, key=lambda result: places.get(result.get("tool_call_id", ""), len(places)))

@@ -6,6 +6,7 @@ are in the request itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from skyrl.base.wire.errors import RequestError
@@ -26,13 +27,15 @@ TEMPLATE_KEYS = frozenset(
 """Arguments that have fields of their own, or that the renderer of the template takes instead of the template."""
 
 
-def checked_messages(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[ChatPicture, ...]]:
+def checked_messages(
+    messages: Sequence[dict[str, Any]], first: int = 0
+) -> tuple[list[dict[str, Any]], tuple[ChatPicture, ...]]:
     """The messages without empty keys, which clients send when they repeat an answer, and their pictures, which are not
-    checked yet. Raises RequestError."""
+    checked yet. `first` is the number of the first of them in the request. Raises RequestError."""
     if not messages:
         raise RequestError("must hold at least one message", field="messages")
     pictures: list[ChatPicture] = []
-    checked = [_checked(message, f"messages[{index}]", pictures) for index, message in enumerate(messages)]
+    checked = [_checked(message, f"messages[{index}]", pictures) for index, message in enumerate(messages, first)]
     return checked, tuple(pictures)
 
 

@@ -1,11 +1,12 @@
 """The turns of agent sessions: each is written once, when its answer is complete, and never changed.
 
-The content of a row is MessagePack, compressed with Zstandard if it is long.
+The content of a row is MessagePack, compressed with Zstandard if it is long. What MessagePack cannot hold of a client's
+JSON, integers of more than 64 bits, is in it as JSON.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,10 +44,11 @@ _ADD = RowStatement(
 
 
 class _Content(msgspec.Struct, array_like=True):
-    """What has no column of its own. Arrays are little-endian: int32 ids, float32 logprobs."""
+    """What has no column of its own. Arrays are little-endian: int32 ids, float32 logprobs. `messages` and `setting`
+    are JSON if they are bytes."""
 
-    messages: list[dict[str, Any]]
-    setting: dict[str, Any]
+    messages: list[dict[str, Any]] | bytes
+    setting: dict[str, Any] | bytes
     added: bytes
     sampled: bytes
     logprobs: bytes
@@ -61,6 +63,7 @@ class _Content(msgspec.Struct, array_like=True):
     routed_experts: bytes | None
 
 
+T = TypeVar("T")
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Content).decode
 
 
@@ -114,7 +117,7 @@ class AgentTurns:
 
 
 def _row(turn: AgentTurn) -> dict[str, Any]:
-    content = _encode(
+    content = _packed(
         _Content(
             messages=turn.messages,
             setting=turn.setting,
@@ -147,6 +150,14 @@ def _row(turn: AgentTurn) -> dict[str, Any]:
     }
 
 
+def _packed(content: _Content) -> bytes:
+    try:
+        return _encode(content)
+    except OverflowError:
+        content.messages, content.setting = map(msgspec.json.encode, (content.messages, content.setting))
+        return _encode(content)
+
+
 def _turn(row: Any) -> AgentTurn:
     stored: bytes = row.content
     packed = stored[1:] if stored[:1] == _PLAIN else zstandard.ZstdDecompressor().decompress(stored[1:])
@@ -158,8 +169,8 @@ def _turn(row: Any) -> AgentTurn:
         parent=row.parent,
         key=row.key,
         attempt=row.attempt,
-        messages=content.messages,
-        setting=content.setting,
+        messages=_given(content.messages),
+        setting=_given(content.setting),
         added=np.frombuffer(content.added, "<i4"),
         sampled=np.frombuffer(content.sampled, "<i4"),
         logprobs=np.frombuffer(content.logprobs, "<f4"),
@@ -175,3 +186,7 @@ def _turn(row: Any) -> AgentTurn:
         forked_at=content.forked_at,
         routed_experts=content.routed_experts,
     )
+
+
+def _given(value: T | bytes) -> T:
+    return msgspec.json.decode(value) if isinstance(value, bytes) else value

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from functools import reduce
 from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, Api, Serve
+from api_harness import BASE, LONG_S, Api, Serve
 from one_turn import turn
-from sqlalchemy import insert
+from sqlalchemy import insert, update
 
 from skyrl.base.types.agents import VersionSpan
 from skyrl.base.types.lora import LoraSpec
@@ -17,6 +18,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.requests import MAX_METADATA_BYTES, MAX_METADATA_DEPTH
 from skyrl.server.agents import pages
 from skyrl.server.api.tokens import tenant_of_key
+from skyrl.storage.db import agent_sessions
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database
@@ -279,6 +281,25 @@ async def test_a_page_of_a_live_session_that_is_not_known_any_more_is_refused(ap
         refused = await get(api, f"/{session}/{path}{more}offset={wrong}", 409)
         assert refused["field"] == "offset"
     assert await get(api, f"/{session}/{path}{more}offset={known}")
+
+
+@ON_BOTH
+async def test_a_session_of_which_a_part_is_deleted_has_no_trajectory(
+    serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention deletes in steps, and its steps end at any turn."""
+    monkeypatch.setattr(agent_sessions, "FORGET_TURNS", 2)
+    async with serve(agents={"retention_s": LONG_S}) as api:
+        kept, gone = await forked(api), await forked(api)
+        for session in (kept, gone):
+            await api.post(f"agent_sessions/{session}/end", {})
+        own = agent_sessions.sessions.c.id == gone
+        over = update(agent_sessions.sessions).where(own).values(ended_at=time.time() - 2 * LONG_S)
+        database.write(lambda c: c.execute(over))
+        assert database.write(lambda c: agent_sessions.forget(c, time.time() - LONG_S)) == 2
+        for path in ("/trajectory", "/turns", "/trajectory?format=jsonl", ""):
+            await get(api, f"/{gone}{path}", 404)
+            await get(api, f"/{kept}{path}")
 
 
 async def test_a_page_gives_fewer_rows_than_asked_for_if_they_are_long(

@@ -12,6 +12,8 @@ import pytest
 from api_harness import BASE, Api
 from fake_upstream import FakeUpstream, Reply, after, reply
 
+from skyrl.base.types.agents import AgentTurn
+
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Who watches the river?"}]
 PROMPT = [5, 6, 7]
@@ -48,8 +50,8 @@ class Agent:
         self._key = made["key"]
         self._path = f"/api/v1/agent_sessions/{made['session_id']}"
 
-    async def ask(self) -> httpx.Response:
-        body = {"model": "any", "messages": MESSAGES, "max_tokens": 4}
+    async def ask(self, **fields: Any) -> httpx.Response:
+        body = {"model": "any", "messages": MESSAGES, "max_tokens": 4} | fields
         return await self._api.http.post(CHAT, json=body, headers={"X-API-Key": self._key})
 
     async def turns(self) -> list[dict[str, Any]]:
@@ -121,3 +123,26 @@ async def test_equal_requests_at_the_same_time_are_two_turns_of_one_place(api: A
     turns = await agent.turns()
     assert {turn["fork"] for turn in turns} == {None, "asked_again"}
     assert len({turn["id"] for turn in turns}) == 2
+
+
+def with_two_choices(body: Answer) -> None:
+    body["choices"] += [body["choices"][0] | {"index": 1}]
+    body["usage"]["completion_tokens"] *= 2
+
+
+async def test_an_end_between_two_choices_of_an_answer_leaves_both(
+    api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, kept = await an_agent(api), api.services.agent_turns
+    add = kept.add
+
+    async def add_and_end(turn: AgentTurn) -> AgentTurn | None:
+        stored = await add(turn)
+        await api.services.agents.live.end(turn.session_id, "called")
+        return stored
+
+    monkeypatch.setattr(kept, "add", add_and_end)
+    upstream.controls[CHAT] = answer_of(with_two_choices)
+    answer = await agent.ask(n=2)
+    assert answer.status_code == 200, "a session has all choices of an answer, or none"
+    assert len(await agent.turns()) == 2

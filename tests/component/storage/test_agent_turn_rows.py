@@ -89,6 +89,17 @@ async def test_a_turn_is_read_bit_for_bit_as_it_was_written(kept: AgentTurns, te
     assert fields(read) == fields(written)
 
 
+async def test_integers_of_more_than_64_bits_are_kept(kept: AgentTurns) -> None:
+    """JSON has them, and MessagePack has not."""
+    schema = {"type": "integer", "exclusiveMaximum": 2**64, "default": 1.0}
+    messages = [{"role": "user", "content": "hé", "metadata": {"n": -(2**70)}}]
+    written = turn(2, setting={"tools": [{"type": "function", "function": schema}]}, messages=messages)
+    assert await kept.add(written) is written
+    [read], _ = await kept.of("s1")
+    assert fields(read) == fields(written)
+    assert repr(read.setting) == repr(written.setting)
+
+
 async def test_a_turn_without_tokens_is_kept(kept: AgentTurns) -> None:
     written = turn(0, added=np.array([], np.int32))
     await kept.add(written)

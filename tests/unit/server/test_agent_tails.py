@@ -269,6 +269,19 @@ def test_a_model_whose_chats_vllm_renders_without_the_template_has_no_tails(tmp_
             "{{ m.content }}{% endfor %}",
             False,
         ),
+        # Of models that see, such as SmolVLM: contents are lists of parts.
+        ("{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}", True),
+        (
+            "{% for m in messages if m.role != 'system' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+            "{% endfor %}",
+            False,
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+            "{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}",
+            False,
+        ),
+        ("{% for m in messages %}{{ m.role + m.content[0].text }}{% endfor %}", True),
         ("{% for tool in tools %}{{ tool }}{% endfor %}", True),  # fails without tools: nothing is known
         ("{% for m in messages %}", True),
     ],

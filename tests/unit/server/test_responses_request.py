@@ -300,6 +300,13 @@ def test_what_another_agent_says_is_a_users_message() -> None:
             "completed",
         ),
         (
+            {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a.txt"}},
+            {"type": "apply_patch_call_output", "call_id": "1", "status": "failed", "output": None},
+            "apply_patch",
+            '{"type":"delete_file","path":"a.txt"}',
+            "failed",
+        ),
+        (
             {"type": "tool_search_call", "execution": "client", "arguments": {"query": "files"}},
             {"type": "tool_search_output", "call_id": "1", "execution": "client", "tools": [READ]},
             "tool_search",
@@ -338,7 +345,8 @@ def test_an_item_changes_the_requests_settings() -> None:
     last = {"type": "configuration_update", "reasoning": {"effort": "high"}, "text": shape}
     given = chat(input=[USER, first, last], reasoning={"effort": "medium"})
     assert (given["reasoning_effort"], given["response_format"]) == ("high", {"type": "json_object"})
-    assert refused(input=[{"type": "configuration_update", "reasoning": {"effort": "huge"}}]) == "reasoning.effort"
+    huge = {"type": "configuration_update", "reasoning": {"effort": "huge"}}
+    assert refused(input=[USER, huge], reasoning={"effort": "low"}) == "input[1].reasoning.effort"
 
 
 # Refusals

@@ -13,7 +13,7 @@ import msgspec
 from skyrl.base.wire.decoding import decode_part
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.parts import assistant_message, image_part, joined, needed, text_part, tool_call
-from skyrl.server.dialects.responses.fields import Item, Part, Tool
+from skyrl.server.dialects.responses.fields import Item, Part, Reasoning, TextConfig, Tool
 from skyrl.server.dialects.responses.item_kinds import CLIENT_CALLS, KINDS, LEFT_OUT, REFUSED, RESULTS
 from skyrl.server.dialects.responses.tools import ChatTools, CustomInput
 
@@ -28,8 +28,8 @@ class Conversation:
 
     def __init__(self, tools: ChatTools, left_out: list[str]) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.settings: dict[str, msgspec.Raw] = {}
-        """The fields of the request that items have set, `reasoning` and `text`, undecoded; the last item counts."""
+        self.settings: dict[str, Any] = {}
+        """The fields of the request that items have set, `reasoning` and `text`; the last item counts."""
         self._tools = tools
         self._left_out = left_out
         self._clear()
@@ -63,8 +63,9 @@ class Conversation:
             case "tools":
                 pass  # `tools_in` has read them
             case "setting":
-                given = {"reasoning": item.reasoning, "text": item.text}
-                self.settings |= {name: raw for name, raw in given.items() if bytes(raw) not in (b"", b"null")}
+                for name, kind_of in (("reasoning", Reasoning), ("text", TextConfig)):
+                    if not _is_none(raw := getattr(item, name)):
+                        self.settings[name] = decode_part(kind_of, raw, f"{place}.{name}")
             case "left out":
                 self._left_out.append(f"{place}: an item of the type {kind!r} is left out: {LEFT_OUT[kind]}")
             case "refused":
@@ -97,7 +98,7 @@ class Conversation:
             return  # OpenAI's server ran the search. `tools_in` has read its tools
         if kind in ("function_call_output", "custom_tool_call_output"):
             content = _content(decode_part(str | list[Part], item.output, where), where)
-        elif kind == "apply_patch_call_output" and not bytes(item.output):
+        elif kind == "apply_patch_call_output" and _is_none(item.output):
             content = needed(item.status, where)
         else:
             given = decode_part(Any, getattr(item, field), where)
@@ -166,6 +167,10 @@ def tools_in(items: str | Sequence[Item]) -> list[tuple[str, list[Tool]]]:
         for number, item in enumerate(items)
         if item.type in ("additional_tools", "tool_search_output")
     ]
+
+
+def _is_none(raw: msgspec.Raw) -> bool:
+    return bytes(raw) in (b"", b"null")
 
 
 def _json(value: Any) -> str:

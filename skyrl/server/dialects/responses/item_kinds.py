@@ -1,6 +1,6 @@
 """The kinds of items that a Responses request may hold, and what becomes of each.
 
-The table names every kind of Codex and of OpenAI's SDK; docs/reference/responses.md shows it, and a test compares it
+The table names every kind of Codex and of OpenAI's SDK; docs/reference/agents.md shows it, and a test compares it
 with both programs, so that a new kind is seen. A kind that is not in the table is refused.
 """
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
-from skyrl.base.wire.decoding import decode_json, decode_part
+from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.dialects.dialect import Spoken
 from skyrl.server.dialects.responses.conversation import Conversation, tools_in
-from skyrl.server.dialects.responses.fields import Echo, Reasoning, ResponsesRequest, TextConfig, TextFormat
+from skyrl.server.dialects.responses.fields import Echo, ResponsesRequest, TextFormat
 from skyrl.server.dialects.responses.speaker import ResponsesSpeaker
 from skyrl.server.dialects.responses.tools import ChatTools
 from skyrl.server.dialects.results import in_order_of_calls
@@ -43,7 +43,7 @@ def to_chat(body: bytes, previous: Sequence[dict[str, Any]] | None, new_id: str)
     tools = ChatTools(given.tools or (), left_out, tools_in(given.input))
     conversation = Conversation(tools, left_out)
     conversation.add(given.input)
-    given = _with_settings(given, conversation.settings)
+    given = structs.replace(given, **conversation.settings)
     messages = in_order_of_calls([*_continued(previous or (), given.instructions), *conversation.messages])
     if not messages:
         raise RequestError("must hold at least one item", field="input")
@@ -71,12 +71,6 @@ def _check_supported(given: ResponsesRequest) -> None:
     for name in ("conversation", "prompt"):
         if getattr(given, name) is not None:
             raise RequestError("is not supported: send the messages in input", field=name)
-
-
-def _with_settings(given: ResponsesRequest, settings: Mapping[str, msgspec.Raw]) -> ResponsesRequest:
-    """The request with what its items have set. Raises RequestError."""
-    kinds = {"reasoning": Reasoning, "text": TextConfig}
-    return structs.replace(given, **{name: decode_part(kinds[name], raw, name) for name, raw in settings.items()})
 
 
 def _continued(previous: Sequence[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:

@@ -48,8 +48,10 @@ class Named:
     namespace: str | None = None
     custom: bool = False
 
-    def is_same(self, other: Named) -> bool:
-        return (self.name, self.namespace) == (other.name, other.namespace)
+    @property
+    def full(self) -> tuple[str, str | None]:
+        """The same for two definitions of one tool."""
+        return self.name, self.namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,10 @@ class ChatTools:
         self, tools: Sequence[Tool], left_out: list[str], added: Sequence[tuple[str, Sequence[Tool]]] = ()
     ) -> None:
         placed = list(_placed(tools, left_out))
+        places = {each.named.full: at for at, each in reversed(list(enumerate(placed)))}
         for place, more in added:
             for new in _placed(more, left_out, place):
-                at = next((at for at, old in enumerate(placed) if old.named.is_same(new.named)), len(placed))
+                at = places.setdefault(new.named.full, len(placed))
                 placed[at : at + 1] = [new]
         count = Counter(each.named.name for each in placed)
         self.chat: list[dict[str, Any]] = []
@@ -82,7 +85,7 @@ class ChatTools:
             if named.namespace is not None and count[name] > 1:
                 name = f"{named.namespace.rstrip('_')}__{name.lstrip('_')}"
             self._named[name] = named
-            self._chat_names[named.name, named.namespace] = name
+            self._chat_names[named.full] = name
             self.chat.append({"type": "function", "function": _function(each, name)})
 
     def named(self, chat_name: str) -> Named:
