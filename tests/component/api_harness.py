@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from engine_harness import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl.base.wire import tinker_pb2 as pb
@@ -78,6 +79,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Api]]
 async def scrape(api: Api) -> dict[str, float]:
     """What the process shows of itself now, by series without its own label."""
     metrics = api.services.metrics
+    await until(lambda: api.services.published_metrics.prepared is not None)
     MetricsWriter(api.services.published_metrics, "api-0", metrics.registry, more=metrics.labelled).write()
     api.services.published_metrics.prepare()
     answer = await api.http.get("/metrics")

@@ -328,7 +328,7 @@ def test_verifiers_finds_token_ids_and_logprobs_at_vllms_route_for_token_ids(
         ({"extra_body": {"frequenzy_penalty": 1}}, "frequenzy_penalty", None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
          "messages[0].content[0].image_url", None),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, None, None),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools", None),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages", "context_length_exceeded"),
         ({"temperature": -1.0}, "temperature", None),
     ],

@@ -249,8 +249,3 @@ def bare(message: dict[str, Any]) -> dict[str, Any]:
         "role": "assistant",
         "content": message.get("content"),
     }
-
-
-def first_version(versions: tuple[VersionSpan, ...], known: str) -> tuple[VersionSpan, ...]:
-    """The versions that the inference server told; where it tells none, all tokens are of the `known` one."""
-    return versions or (VersionSpan(0, known),)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from skyrl.base.types.agent_reasons import ForkReason
-from skyrl.base.types.agents import AgentTurn
+from skyrl.base.types.agents import AgentTurn, VersionSpan
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.runtime.metrics.agents import AgentMetrics
 from skyrl.runtime.processes.log_format import about_request
 from skyrl.server.agents import repeating
-from skyrl.server.agents.answers import Answers, bare, first_version
+from skyrl.server.agents.answers import Answers, bare
 from skyrl.server.agents.canonical import request_key
 from skyrl.server.agents.live import LiveSession, LiveSessions
 from skyrl.server.agents.planning import Plan, Planner, TurnRequest
@@ -229,7 +229,7 @@ class Turns:
                     added=added,
                     sampled=ids,
                     logprobs=logprobs,
-                    versions=first_version(choice.versions, _version(plan.asked.target)),
+                    versions=_versions(plan.asked.target, choice.versions),
                     answer=bare(choice.message),
                     finish_reason=choice.ended,
                     stop_reason=choice.stop_reason,
@@ -275,11 +275,13 @@ def _fork(live: LiveSession, plan: Plan, attempt: int) -> ForkReason | None:
     return plan.fork
 
 
-def _version(target: Target) -> str:
+def _versions(target: Target, told: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+    """Which weights sampled which tokens. What the inference server tells is of its own weights, not of an adapter on
+    them, which never changes. Where it tells nothing, all tokens are of the weights that were asked for."""
     match target.weights:
         case AdapterVersion(name):
-            return name
+            return (VersionSpan(0, name),)
         case BaseWeights():
-            return "base"
+            return told or (VersionSpan(0, "base"),)
         case weights:
-            return weights.version
+            return told or (VersionSpan(0, weights.version),)

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, Counter
 from two_models import JUDGE, STUDENT, TEACHER
 
 from skyrl import __version__
-from skyrl.runtime.metrics import files
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.runtime.metrics.samples import EVENTS
 from skyrl.storage.db import keys as key_rows
@@ -167,6 +166,7 @@ async def test_whichever_process_answers_the_counters_of_all_are_there(api: Api,
     writer = MetricsWriter(MetricsDirectory(tmp_path / "metrics"), "api-1", other)
     counter.inc(5)
     writer.write()
+    await until(lambda: api.services.published_metrics.prepared is not None)
     MetricsWriter(api.services.published_metrics, "api-0", api.services.metrics.registry).write()
     api.services.published_metrics.prepare()
     text = (await api.http.get("/metrics")).text
@@ -177,9 +177,9 @@ async def test_whichever_process_answers_the_counters_of_all_are_there(api: Api,
     )
 
 
-async def test_a_scrape_reads_no_file(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for a thread, and that thread for a full event loop at each file."""
-    monkeypatch.setattr(files, "PERIOD_S", 1000.0)  # the process prepares one answer, and no other
+async def test_a_scrape_reads_no_file(serve: Serve, tmp_path: Path) -> None:
+    """It would wait for a thread, and that thread for a full event loop at each file. The process prepares one answer,
+    and no other (conftest.py)."""
     counter = Counter("ends", "Ends.", registry=(other := CollectorRegistry()))
     counter.inc(5)
     elsewhere = MetricsDirectory(tmp_path / "metrics")

@@ -50,7 +50,8 @@ LENGTHS = (7, 31, 1, 18)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
 HYBRIDS = ("qwen3-next", "qwen3.5-moe", "qwen3.5-moe that sees", "kimi-linear")
 """transformers computes their delta rule in float32, whatever the model's dtype. Its gradients are up to 2e-5 from
-those of a delta rule in float64, and ours up to 4e-5."""
+those of a delta rule in float64, and ours up to 4e-5. Its logprobs depend on the CPU's instructions, too: with AVX2
+alone they are up to 2.3e-5 from ours, with AVX-512 less than 2e-5."""
 TRIED: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in MIXTURES},
     "gpt-oss": ("gpt-oss", {"swiglu_limit": 1.5}),
@@ -160,7 +161,7 @@ def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path,
         _follow(routing, datum)
         given = {"input_ids": torch.from_numpy(datum.tokens)[None], "use_cache": False}
         lp = _logprobs(functional_call(stock, parameters, kwargs=given).logits[0], datum)
-        np.testing.assert_allclose(logprobs, lp.detach(), atol=LOGPROB_BOUND)
+        np.testing.assert_allclose(logprobs, lp.detach(), atol=LOGPROB_BOUND * (2 if family in HYBRIDS else 1))
         largest = max(largest, float(np.abs(logprobs - lp.detach().numpy()).max()))
         inputs = {name: torch.from_numpy(value) for name, value in datum.loss_inputs.items()}
         loss = loss - ((lp - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
