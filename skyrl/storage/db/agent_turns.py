@@ -189,4 +189,7 @@ def _turn(row: Any) -> AgentTurn:
 
 
 def _given(value: T | bytes) -> T:
-    return msgspec.json.decode(value) if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        given: T = msgspec.json.decode(value)
+        return given
+    return value
