@@ -210,9 +210,8 @@ class ServerKeys(BaseSettings):
     @classmethod
     def _reads_no_value(cls, value: object, info: ValidationInfo) -> object:
         name = info.field_name or ""
-        may_lack = (
-            NoneType in get_args(cls.model_fields[name].annotation) and name != "base_model"
-        )  # a directory's name
+        # A directory may be called "none", so that is a base model
+        may_lack = name != "base_model" and NoneType in get_args(cls.model_fields[name].annotation)
         return None if may_lack and isinstance(value, str) and value.lower() in NO_VALUE else value
 
     @field_validator("base_models", mode="before")

@@ -2,7 +2,8 @@
 
 vLLM ignores a field that it does not know, and samples as if the client had not sent it. So each field of SGLang's
 dialect, of OpenAI's, and of earlier versions of vLLM is one of three: served, refused by name, or without an effect on
-what is sampled. At completions and chat completions a field that is none of them is refused, too. Knows no HTTP.
+what is sampled. At completions and chat completions a field that is none of them is refused, too; so is one of vLLM's
+that it honours by half. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ RESPONSES, MESSAGES, GENERATE = "/v1/responses", "/v1/messages", "/inference/v1/
 
 _SAMPLING = frozenset(
     {
-        *("add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "ec_transfer_params", "echo"),
+        *("add_special_tokens", "allowed_token_ids", "cache_salt", "ec_transfer_params", "echo"),
         *("frequency_penalty", "ignore_eos", "include_stop_str_in_output", "kv_transfer_params", "length_penalty"),
         *("logit_bias", "logprob_token_ids", "logprobs", "max_tokens", "min_p", "min_tokens", "mm_payload", "model"),
         *("n", "presence_penalty", "priority", "prompt_logprobs", "repetition_detection", "repetition_penalty"),
@@ -66,7 +67,8 @@ OF_VLLM: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-"""The fields of vLLM 0.32's requests. A batch passes fields of single chats on to them."""
+"""The fields of vLLM 0.32's requests, without those that it takes and honours by half. A batch passes fields of single
+chats on to them."""
 
 SERVED = frozenset(
     {
@@ -92,6 +94,7 @@ _PICTURES = "give mm_processor_kwargs"
 _NO_EQUIVALENT = "vLLM has no equivalent"
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), _NO_EQUIVALENT),
+    "bad_words": ((), "vLLM bans the spelling at the beginning of a text alone; give stop, or logit_bias with -100"),
     "beam_width": ((1,), "give n and temperature for several samples"),
     "best_of": ((1,), "give n and temperature for several samples"),
     "bootstrap_host": ((), _NO_EQUIVALENT),

@@ -26,6 +26,8 @@ from skyrl.inference.sidecar.openai_fields import (
 from skyrl.inference.sidecar.openai_request import OpenaiRequest, read_openai
 
 IDS = [5, 6, 7]
+BY_HALF = {"bad_words"}
+"""Fields of vLLM that are refused, because it honours them by half."""
 OF_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 REQUESTS = {
     COMPLETIONS: "vllm.entrypoints.openai.completion.protocol.CompletionRequest",
@@ -56,9 +58,9 @@ def test_the_fields_of_vllm_are_those_of_its_requests(path: str) -> None:
     """A new version of vLLM may have new ones: then they are looked at, and may pass."""
     if path == BATCH:
         batch = fields_of("vllm.entrypoints.openai.chat_completion.protocol.BatchChatCompletionRequest")
-        assert OF_VLLM[BATCH] == batch | OF_VLLM[CHAT]
+        assert OF_VLLM[BATCH] == (batch | OF_VLLM[CHAT]) - BY_HALF
     else:
-        assert OF_VLLM[path] == fields_of(REQUESTS[path])
+        assert OF_VLLM[path] == fields_of(REQUESTS[path]) - BY_HALF
 
 
 def test_each_field_is_one_of_four() -> None:

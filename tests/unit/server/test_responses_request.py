@@ -268,9 +268,9 @@ def test_tools_that_an_item_adds_stand_behind_the_requests_own() -> None:
 
 def test_what_another_agent_says_is_a_users_message() -> None:
     parts = [text("Done: 3 files."), {"type": "encrypted_content", "encrypted_content": "gAAAA"}]
-    item = {"type": "agent_message", "author": "/root/tests", "recipient": "/root", "content": parts}
+    item = {"type": "agent_message", "author": "/lead/tests", "recipient": "/lead", "content": parts}
     given = spoken(input=[USER, item])
-    told = {"role": "user", "content": "Message from /root/tests to /root:\nDone: 3 files."}
+    told = {"role": "user", "content": "Message from /lead/tests to /lead:\nDone: 3 files."}
     assert given.chat["messages"] == [USER, told]
     assert given.left_out == ("input[1].content[1]: only another server can read it, so it is left out",)
 
