@@ -25,12 +25,14 @@ class Row:
     0 where the mask is False) have the same shape [n], n at least 2. The first token is never trained.
 
     `routed_experts` (int64 [n - 1, columns], packed) are the experts of a mixture that the sampler used, if the session
-    kept them; see docs/howto/mixtures-of-experts.md."""
+    kept them; see docs/howto/mixtures-of-experts.md. `template_note` says how the model's template writes a part of the
+    row otherwise, in a session with `thinking="keep"`; None if the row is as the template writes it."""
 
     tokens: NDArray[np.int64]
     mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     routed_experts: NDArray[np.int64] | None = None
+    template_note: str | None = None
 
     def datum(self, advantage: float) -> types.Datum:
         """For the losses `importance_sampling`, `ppo` and `cispo`: position i of the inputs is about token i + 1."""
@@ -74,6 +76,7 @@ class _Datum(msgspec.Struct):
 
     model_input: _Input
     loss_fn_inputs: _LossInputs
+    template_note: str | None = None
 
 
 def rows_of(data: Iterable[dict[str, Any]]) -> list[Row]:
@@ -98,4 +101,4 @@ def _row(datum: dict[str, Any]) -> Row:
         packed = None if experts is None else np.array(experts.data, np.int64).reshape(len(before), -1)
     except ValueError:
         raise BadAnswer("a row of a trajectory has routed experts for another number of tokens") from None
-    return Row(tokens, mask, np.where(mask, logprobs, np.float32(0)), packed)
+    return Row(tokens, mask, np.where(mask, logprobs, np.float32(0)), packed, read.template_note)

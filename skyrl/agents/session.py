@@ -42,8 +42,9 @@ class SessionOptions(TypedDict, total=False):
     (`tinker://<run>`: its newest sampler weights). With `follows="newest"` each turn is sampled from the weights that
     the model then has, otherwise all turns from those that it had at the creation. `sampling` are fields of a chat
     completion that hold where a request has none, such as `{"temperature": 1.0, "max_tokens": 512}`. With
-    `keep_thinking` an agent that drops the thinking of earlier answers continues them all the same. `routed_experts`
-    keeps the experts of a mixture for the trainer.
+    `thinking="keep"` earlier answers are continued with their thinking, though the agent or the model's template drops
+    it; with `"template"`, the default, such a turn forks. `routed_experts` keeps the experts of a mixture for the
+    trainer.
     """
 
     model: Required[str]
@@ -52,7 +53,7 @@ class SessionOptions(TypedDict, total=False):
     limits: Limits
     sampling: Mapping[str, Any]
     metadata: Mapping[str, Any]
-    keep_thinking: bool
+    thinking: Literal["template", "keep"]
     routed_experts: bool
 
 

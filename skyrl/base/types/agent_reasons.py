@@ -19,8 +19,10 @@ ForkReason = Literal[
     "tools_changed",
     "branch",
     "asked_again",
+    "template_rewrites",
     "not_extendable",
 ]
-"""Why a turn does not continue the newest turn before it. All but the last three name the first message that differs.
+"""Why a turn does not continue the newest turn before it. All but the last four name the first message that differs.
 `branch`: an earlier turn was continued a second time. `asked_again`: the same request, after its answer had been
-delivered. `not_extendable`: the model's template gives no tokens that can follow the earlier turn's."""
+delivered. `template_rewrites`: the model's template writes an earlier part of the conversation otherwise now, as when
+it drops thoughts. `not_extendable`: it gives no tokens that can follow the earlier turn's."""

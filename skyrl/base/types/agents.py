@@ -37,9 +37,9 @@ class AgentSession:
 
     `model` is the name that its creator gave: a served name, a checkpoint's path or a run's (`tinker://<run>`), of
     which the newest sampler weights count. `base_model` and `weights` are what that was at the creation. `sampling` are
-    fields of a chat completion that hold where a request has none. With `keep_thinking` a client that drops the
-    thinking of earlier answers continues them all the same. With `routed_experts` the rows of the experts are kept.
-    `reward` is None until it is given.
+    fields of a chat completion that hold where a request has none. With `keep_thinking` earlier answers are
+    continued with their thinking, though the client or the model's template drops it. With `routed_experts` the rows of
+    the experts are kept. `reward` is None until it is given.
     """
 
     id: str
@@ -59,6 +59,11 @@ class AgentSession:
     ended_at: float | None = None
     end_reason: EndReason | None = None
     reward: float | None = None
+
+    @property
+    def thinking(self) -> Literal["template", "keep"]:
+        """What becomes of the thoughts of earlier answers, as clients name it."""
+        return "keep" if self.keep_thinking else "template"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,9 @@ class AgentTurn:
     `key` is the same for two requests with the same messages, tools and options; `attempt` counts those that were
     answered apart. `setting` are the tools and the fields that the template reads, of a turn without parent. `answer`
     is the assistant's message. `fork` is why the turn does not continue the newest one; `forked_at` is the number of
-    the first message that differs. `usage` are numbers of tokens: `prompt`, `cached`, `sampled`.
+    the first message that differs. `template_note` says how the model's template writes the conversation otherwise than
+    the tokens have it: why a turn forked, or what was kept all the same; None if it does not. `usage` are numbers of
+    tokens: `prompt`, `cached`, `sampled`.
     """
 
     id: str
@@ -106,5 +113,6 @@ class AgentTurn:
     ended_at: float
     fork: ForkReason | None = None
     forked_at: int | None = None
+    template_note: str | None = None
     routed_experts: bytes | None = None
     """As vLLM sends them: NumPy's file format, uint8 or int16 [tokens, layers, experts per token]."""

@@ -29,7 +29,7 @@ class About:
 def datum(row: Row, about: About) -> dict[str, Any]:
     """A Datum for `importance_sampling` and `ppo`: position i of the inputs is about token i + 1. `mask` says which
     positions are trained; take it out before `forward_backward`, which knows them by their advantages. With
-    `routed_experts`, packed, if the session kept them."""
+    `routed_experts`, packed, if the session kept them, and with the row's `template_note`, if it has one."""
     mask = row.mask[1:]
     inputs = {
         "target_tokens": _tensor(row.tokens[1:], "int64"),
@@ -40,7 +40,8 @@ def datum(row: Row, about: About) -> dict[str, Any]:
     if about.experts is not None and (replayed := about.experts.replayed(row)) is not None:
         inputs["routed_experts"] = _tensor(replayed, "int64")
     chunk = {"type": "encoded_text", "tokens": row.tokens[:-1].tolist()}
-    return {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": inputs}
+    note = {} if row.template_note is None else {"template_note": row.template_note}
+    return {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": inputs} | note
 
 
 def sample(row: Row, about: About) -> dict[str, Any]:
@@ -56,7 +57,8 @@ def sample(row: Row, about: About) -> dict[str, Any]:
         "weight_versions": row.versions,
         "reward": session.reward,
         "status": "truncated" if last.finish_reason == "length" else "completed",
-        "metadata": {**session.metadata, "session_id": session.id, "turns": [each.turn.id for each in row.turns]},
+        "metadata": {**session.metadata, "session_id": session.id, "turns": [each.turn.id for each in row.turns]}
+        | {"template_note": row.template_note},
     }
 
 
@@ -74,6 +76,7 @@ def verl(row: Row, about: About) -> dict[str, Any]:
         "advantages": [about.advantage if trained else 0.0 for trained in row.mask[row.prompt :].tolist()],
         "reward": about.session.reward,
         "uid": about.session.id,
+        "template_note": row.template_note,
     }
 
 
@@ -92,6 +95,7 @@ def line(turn: AgentTurn) -> dict[str, Any]:
         "parent": turn.parent,
         "fork": turn.fork,
         "forked_at": turn.forked_at,
+        "template_note": turn.template_note,
         "dialect": turn.dialect,
         "messages": turn.messages,
         "answer": turn.answer,

@@ -11,6 +11,7 @@ from skyrl.base.types.agent_reasons import EndReason
 from skyrl.base.types.agents import AgentSession, AgentTurn
 from skyrl.base.wire.errors import RequestError
 from skyrl.runtime.metrics.agents import AgentMetrics
+from skyrl.server.agents.rendering.continuation import Kept
 from skyrl.server.agents.running import RunningTurn
 from skyrl.server.agents.tree import Tree
 from skyrl.server.openai.errors import OpenAIError
@@ -44,6 +45,8 @@ class LiveSession:
         """The key of each running turn, by its id."""
         self.delivered: set[str] = set()
         """Turns whose answer has reached its client whole."""
+        self.kept = Kept()
+        """Renderings that the next turns begin with."""
         self.last_request_bytes = 0
         """About what the tree remembers of the request that was placed last, in memory: it may never become a turn."""
         self.used_at = session.used_at

@@ -16,8 +16,10 @@ from skyrl.base.types.agents import AgentTurn
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.agents.answers import ASKED, Shown
 from skyrl.server.agents.canonical import setting_of
+from skyrl.server.agents.continuations import ModelContinuations
 from skyrl.server.agents.live import LiveSession, over_budget
-from skyrl.server.agents.tails import TailsOfModels
+from skyrl.server.agents.rendering.continuation import Fork, Step
+from skyrl.server.agents.rendering.renderer import Setting
 from skyrl.server.agents.tree import MESSAGE_BYTES, Place
 from skyrl.server.openai.errors import too_long
 from skyrl.server.openai.generation import Generation, chat
@@ -61,16 +63,30 @@ class SamplingModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """`tokens` are all ids of a turn's prompt; None if the inference server renders it. `fork`, `forked_at` and
+    `template_note` are as in `AgentTurn`."""
+
+    tokens: NDArray[np.int32] | None
+    fork: ForkReason | None = None
+    forked_at: int | None = None
+    template_note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A turn before it is sampled. `tokens` are all ids of its prompt; None if the inference server renders it."""
+    """A turn before it is sampled."""
 
     request: TurnRequest
     place: Place
     fields: dict[str, Any]
-    tokens: NDArray[np.int32] | None
-    fork: ForkReason | None
+    prompt: Prompt
     asked: Asked
     shown: Shown
+
+    @property
+    def tokens(self) -> NDArray[np.int32] | None:
+        return self.prompt.tokens
 
     @property
     def parent(self) -> AgentTurn | None:
@@ -95,18 +111,23 @@ class Planner:
     """`models` are the server's base models, by their numbers."""
 
     def __init__(
-        self, models: Sequence[SamplingModel], names: ModelNames, tails: TailsOfModels, *, grammars: bool
+        self,
+        models: Sequence[SamplingModel],
+        names: ModelNames,
+        continuations: ModelContinuations,
+        *,
+        grammars: bool,
     ) -> None:
         self.models = models
         self._names = names
-        self._tails = tails
+        self._continuations = continuations
         self._grammars = grammars
 
     async def place(self, live: LiveSession, request: TurnRequest) -> tuple[Place, dict[str, Any]]:
         """Where a request belongs, and its fields with the session's defaults. Raises RequestError."""
         if wrong := [name for name in REFUSED if request.chat.get(name)]:
             raise RequestError("is not accepted in an agent session", field=wrong[0])
-        fields = live.session.sampling | request.chat
+        fields = _with_defaults(request.chat, live.session.sampling)
         messages = fields.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
             raise RequestError("must be a list of at least one message", field="messages")
@@ -119,7 +140,7 @@ class Planner:
         """How many tokens the prompt of a request has. Raises RequestError."""
         place, fields = await self.place(live, request)
         target = await self._target(live, request)
-        if (tokens := await self._tokens(live, place, fields, target)) is not None:
+        if (tokens := (await self._prompt(live, place, fields, target, request.turn_id)).tokens) is not None:
             return len(tokens)
         asked = Asked(
             await self._checked(fields, target, request.size), target, request.tenant, request.id, request.size
@@ -129,7 +150,8 @@ class Planner:
     async def plan(self, live: LiveSession, request: TurnRequest, place: Place, fields: dict[str, Any]) -> Plan:
         """Raises RequestError."""
         target = await self._target(live, request)
-        tokens = await self._tokens(live, place, fields, target)
+        prompt = await self._prompt(live, place, fields, target, request.turn_id)
+        tokens = prompt.tokens
         shown = Shown(
             logprobs=bool(fields.get("logprobs")),
             token_ids=bool(fields.get("return_token_ids")),
@@ -148,9 +170,8 @@ class Planner:
         if generation.pictures:
             raise RequestError("an agent session takes text alone", field="messages")
         asked = Asked(generation, target, request.tenant, request.id, request.size, live.session.id)
-        fork: ForkReason | None = "not_extendable" if tokens is None and place.parent is not None else place.fork
         asked = await self._fitted(asked, live, place, tokens)
-        return Plan(request, place, fields, tokens, fork, asked, shown)
+        return Plan(request, place, fields, prompt, asked, shown)
 
     async def _target(self, live: LiveSession, request: TurnRequest) -> Target:
         session = live.session
@@ -158,19 +179,24 @@ class Planner:
             return await self._names.newest(session.model, session.tenant)
         return await self._names.of_weights(session.base_model, session.weights, request.model)
 
-    async def _tokens(
-        self, live: LiveSession, place: Place, fields: dict[str, Any], target: Target
-    ) -> NDArray[np.int32] | None:
-        """All tokens of the prompt; None if the inference server must render the messages."""
+    async def _prompt(
+        self, live: LiveSession, place: Place, fields: dict[str, Any], target: Target, turn_id: str
+    ) -> Prompt:
+        own = Prompt(None, place.fork, place.forked_at)
         if place.parent is None:
-            return None
+            return own
         before = live.tree.tokens_of(place.parent)
         if not place.new:
-            return before
-        if fields.get("continue_final_message") or fields.get("add_generation_prompt") is False:
-            return None
-        tail = await self._tails.tail(target.number, place.parent, place.new, fields)
-        return None if tail is None else np.concatenate([before, np.array(tail, np.int32)])
+            return replace(own, tokens=before)
+        for name, continues in (("continue_final_message", True), ("add_generation_prompt", False)):
+            if fields.get(name) is continues:
+                return Prompt(None, "not_extendable", place.forked_at, f"the request has {name}")
+        step = _step(live, place.parent, place.new, fields, turn_id)
+        done = await self._continuations.continued(target.number, step, live.kept)
+        if isinstance(done, Fork):
+            return Prompt(None, done.reason, done.message, done.note)
+        tokens = np.concatenate([before, np.array(done.ids, np.int32)])
+        return Prompt(tokens, place.fork, place.forked_at, done.note)
 
     async def _checked(self, fields: dict[str, Any], target: Target, size: int) -> Generation:
         limits = self.models[target.number].limits()
@@ -205,6 +231,45 @@ class Planner:
         most = min(bound for bound in bounds if bound is not None)
         known = before - 1 if live.session.routed_experts else 0  # the last token sampled so far has no record yet
         return replace(asked, request=request.with_prompt(tokens.tolist(), most, experts_from=known))
+
+
+def _step(
+    live: LiveSession, parent: AgentTurn, new: list[dict[str, Any]], fields: dict[str, Any], turn_id: str
+) -> Step:
+    before: list[dict[str, Any]] = []
+    said: list[bool] = []
+    joined: int | None = None
+    path = live.tree.path(parent)
+    for turn in path:
+        before += turn.messages
+        said += [False for message in turn.messages if message["role"] == "assistant"]
+        if turn.parent is not None and not turn.messages:
+            joined = len(before)
+        if turn is not parent:
+            before.append(turn.answer)
+            said.append(True)
+    return Step(
+        id=parent.id,
+        next_id=turn_id,
+        before=before,
+        said=said,
+        answer=parent.answer,
+        new=new,
+        prompt=parent.added,
+        sampled=parent.sampled,
+        setting=Setting.of(fields, path[0].created_at),
+        keep=live.session.keep_thinking,
+        joined=joined,
+    )
+
+
+def _with_defaults(chat: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A request with the session's fields where it has none of its own; arguments of the template likewise."""
+    fields = defaults | chat
+    own, given = defaults.get("chat_template_kwargs"), chat.get("chat_template_kwargs")
+    if isinstance(own, dict) and isinstance(given, dict):
+        fields["chat_template_kwargs"] = own | given
+    return fields
 
 
 def _place(live: LiveSession, fields: dict[str, Any]) -> Place:

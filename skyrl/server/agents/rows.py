@@ -43,6 +43,11 @@ class Row:
         return self.turns[0].start
 
     @property
+    def template_note(self) -> str | None:
+        """How the model's template writes a part of the row otherwise; None if the row is as it writes it."""
+        return next((each.turn.template_note for each in self.turns[1:] if each.turn.template_note), None)
+
+    @property
     def versions(self) -> list[str]:
         """The weights of each token after the prompt; empty for tokens that were not sampled."""
         versions = [""] * (len(self.tokens) - self.prompt)

@@ -238,7 +238,8 @@ class Turns:
                     created_at=began,
                     ended_at=time.time(),
                     fork=_fork(live, plan, attempt + number),
-                    forked_at=plan.place.forked_at,
+                    forked_at=plan.prompt.forked_at,
+                    template_note=plan.prompt.template_note,
                     routed_experts=choice.experts,
                 )
             )
@@ -270,9 +271,8 @@ def _fork(live: LiveSession, plan: Plan, attempt: int) -> ForkReason | None:
     """Why a turn that ends now does not continue the newest turn: another one may have ended before it."""
     if attempt:
         return "asked_again"
-    if plan.fork is None and plan.parent is not None and live.is_continued(plan.parent):
-        return "branch"
-    return plan.fork
+    fork = plan.prompt.fork
+    return "branch" if fork is None and plan.parent is not None and live.is_continued(plan.parent) else fork
 
 
 def _versions(target: Target, told: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:

@@ -20,6 +20,7 @@ from skyrl.base.wire.requests import check_metadata
 from skyrl.server.agents.experts import Experts
 from skyrl.server.agents.export import About
 from skyrl.server.agents.pages import PageStart, page_of_rows, page_of_turns
+from skyrl.server.agents.rendering.habits import Habits
 from skyrl.server.api.call import Call
 from skyrl.server.api.reply import reply
 from skyrl.server.api.routes import API, Routes
@@ -42,7 +43,9 @@ class Limits(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CreateAgentSession(msgspec.Struct):
-    """See `skyrl.base.types.agents.AgentSession`."""
+    """See `skyrl.base.types.agents.AgentSession`. `thinking` says what becomes of the thoughts of earlier answers:
+    with `template` a turn forks where the client or the model's template drops them, with `keep` it goes on.
+    `keep_thinking` is an older name for `keep`."""
 
     model: str
     name: str = ""
@@ -50,6 +53,7 @@ class CreateAgentSession(msgspec.Struct):
     limits: Limits = msgspec.field(default_factory=Limits)
     sampling: dict[str, Any] = msgspec.field(default_factory=dict)
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    thinking: Literal["template", "keep"] | None = None
     keep_thinking: bool = False
     routed_experts: bool = False
 
@@ -72,6 +76,7 @@ def router(services: Services) -> Routes:
             raise RequestError(error.message, field=error.field, status=error.status) from error
         if services.served[target.number].openai is None:
             raise RequestError("this server samples between two turns of training and has no agent sessions")
+        habits = await services.agent_continuations.habits(target.number)
         now = time.time()
         session = AgentSession(
             id=new_request_id(),
@@ -84,16 +89,17 @@ def router(services: Services) -> Routes:
             limits=_limits(body.limits, bounds),
             created_at=now,
             used_at=now,
-            sampling=body.sampling,
+            sampling=_with_switches(body.sampling, habits),
             metadata=body.metadata,
-            keep_thinking=body.keep_thinking,
+            keep_thinking=body.keep_thinking or body.thinking == "keep",
             routed_experts=body.routed_experts,
         )
         if not await sessions.create(session, bounds.sessions):
             raise RequestError(f"there are {bounds.sessions} open agent sessions; end some of them", status=429)
         key = services.access.agent_keys.issue(session.id, session.tenant)
         origin = services.config.public_url or str(call.request.base_url)
-        return reply({"session_id": session.id, "key": key, "base_url": origin.rstrip("/")})
+        created = {"session_id": session.id, "key": key, "base_url": origin.rstrip("/")}
+        return reply(created | {"thinking": session.thinking} | habits.description)
 
     @routes.get("", scope="sample")
     async def listed(
@@ -187,6 +193,8 @@ def _check(body: CreateAgentSession) -> None:
     """Raises RequestError naming the field."""
     if len(body.name) > MAX_NAME:
         raise RequestError(f"must have at most {MAX_NAME} characters", field="name")
+    if body.keep_thinking and body.thinking == "template":
+        raise RequestError('contradicts thinking: "template"', field="keep_thinking")
     check_metadata("metadata", body.metadata)
     check_metadata("sampling", body.sampling)
     known = set(ChatFields.__struct_fields__) - _SET_BY_REQUESTS
@@ -197,6 +205,13 @@ def _check(body: CreateAgentSession) -> None:
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
         raise RequestError(problem, field=f"sampling{path.rstrip('`')}") from error
+
+
+def _with_switches(sampling: dict[str, Any], habits: Habits) -> dict[str, Any]:
+    """The session's own fields, with the switches of the template with which its turns can be continued."""
+    if not habits.switches:
+        return sampling
+    return sampling | {"chat_template_kwargs": habits.switches | (sampling.get("chat_template_kwargs") or {})}
 
 
 def _limits(asked: Limits, bounds: AgentsConfig) -> AgentLimits:
@@ -211,8 +226,9 @@ def _limits(asked: Limits, bounds: AgentsConfig) -> AgentLimits:
 
 
 def _shown(session: AgentSession, counts: Counts) -> dict[str, Any]:
-    hidden = ("tenant", "weights")
+    hidden = ("tenant", "weights", "keep_thinking")
     fields = {name: value for name, value in asdict(session).items() if name not in hidden}
+    fields["thinking"] = session.thinking
     state = "open" if session.ended_at is None else "ended"
     return fields | {"session_id": fields.pop("id"), "weights": str(session.weights), "state": state} | asdict(counts)
 

@@ -18,9 +18,9 @@ from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.metrics.readiness import ReadinessMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.tracing.opening import open_spans
+from skyrl.server.agents.continuations import ModelContinuations
 from skyrl.server.agents.live import LiveSessions
 from skyrl.server.agents.planning import Planner, SamplingModel
-from skyrl.server.agents.tails import TailsOfModels
 from skyrl.server.agents.turns import Turns
 from skyrl.server.api.access import Access
 from skyrl.server.api.build_model import Shared, build_model
@@ -204,7 +204,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
     )
     openai_models = ModelNames([_base_of(model) for model in built], checkpoints)
     agent_sessions, agent_turns = AgentSessions(database, writer), AgentTurns(database, writer)
-    tails = TailsOfModels([model.config.tokenizer_id or model.config.base_model_path for model in built])
+    continuations = ModelContinuations([model.config.tokenizer_id or model.config.base_model_path for model in built])
     return Services(
         config=config,
         process_id=runtime.process_id,
@@ -262,20 +262,22 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
                 most_bytes=config.agents.bytes,
             ),
             agent_turns,
-            _planner(built, openai_models, tails, config),
+            _planner(built, openai_models, continuations, config),
             base.metrics.agents,
         ),
         agent_sessions=agent_sessions,
         agent_turns=agent_turns,
-        agent_tails=tails,
+        agent_continuations=continuations,
         adapter_uses=uses,
         spans=open_spans(config.otlp_endpoint, f"api-{runtime.slot}"),
     )
 
 
-def _planner(built: Sequence[ServedModel], names: ModelNames, tails: TailsOfModels, config: ServerConfig) -> Planner:
+def _planner(
+    built: Sequence[ServedModel], names: ModelNames, continuations: ModelContinuations, config: ServerConfig
+) -> Planner:
     models = [SamplingModel(model.openai, model.watch.limits) for model in built if model.openai is not None]
-    return Planner(models, names, tails, grammars=config.openai_grammars)
+    return Planner(models, names, continuations, grammars=config.openai_grammars)
 
 
 def _base_of(model: ServedModel) -> OpenAIBase:

@@ -14,7 +14,7 @@ from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedD
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.metrics.processes import ApiMetrics, ModelMetrics
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.agents.template import has_system_role
+from skyrl.server.agents.rendering.renderers import has_system_role
 from skyrl.server.api.readiness import EngineWatch
 from skyrl.server.api.ready_reasons import ReadyReasons
 from skyrl.server.api.served import ServedModel

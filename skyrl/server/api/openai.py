@@ -3,6 +3,8 @@ usual one."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.responses import Response
 
 from skyrl.server.api.call import Call
@@ -35,14 +37,22 @@ def router(services: Services) -> Routes:
     models, generating = services.openai_models, Generating(services)
 
     async def list_models(call: Call) -> Response:
-        """An agent's key shows the base models alone."""
+        """An agent's key shows the base models alone. Each base model tells what its agent sessions do."""
         agent = call.caller.agent_session is not None
-        return reply({"object": "list", "data": models.served() if agent else await models.listed(call.tenant)})
+        listed = models.served() if agent else await models.listed(call.tenant)
+        return reply({"object": "list", "data": [await with_habits(each) for each in listed]})
+
+    async def with_habits(model: dict[str, Any]) -> dict[str, Any]:
+        number = services.served.number_of(model["id"]) if "parent" not in model else None
+        if number is None or services.served[number].openai is None:
+            return model
+        habits = await services.agent_continuations.habits(number)
+        return model | {"agent_sessions": habits.description}
 
     async def get_model(call: Call, model: str) -> Response:
         if call.caller.agent_session is not None:
             return reply(models.any_name(model))
-        return reply((await models.find(model, call.tenant)).description)
+        return reply(await with_habits((await models.find(model, call.tenant)).description))
 
     async def completions(call: Call, body: bytes) -> Response:
         return await generating.answer(call, body, completion, ChatSpeaker())

@@ -137,7 +137,7 @@ class Overview:
             raise NotFound("no such turn", field="agent_turn")
         number = self._services.served.number_of(session.base_model)
         ids = turn.sampled[:MAX_TOKENS].tolist()
-        return shown_tokens(turn, await self._services.agent_tails.texts(number, ids))
+        return shown_tokens(turn, await self._services.agent_continuations.texts(number, ids))
 
     async def _agent_session(self, session_id: str) -> AgentSession:
         session = await self._services.agent_sessions.find(session_id)

@@ -8,7 +8,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.tracing.spans import Spans
-from skyrl.server.agents.tails import TailsOfModels
+from skyrl.server.agents.continuations import ModelContinuations
 from skyrl.server.agents.turns import Turns
 from skyrl.server.api.access import Access
 from skyrl.server.api.ready_reasons import ServerReadiness
@@ -79,7 +79,7 @@ class Services:
     agents: Turns
     agent_sessions: AgentSessions
     agent_turns: AgentTurns
-    agent_tails: TailsOfModels
+    agent_continuations: ModelContinuations
     adapter_uses: AdapterUses
     spans: Spans | None
     """None if nothing is traced."""

@@ -61,6 +61,7 @@ class _Content(msgspec.Struct, array_like=True):
     created_at: float
     forked_at: int | None
     routed_experts: bytes | None
+    template_note: str | None = None
 
 
 T = TypeVar("T")
@@ -133,6 +134,7 @@ def _row(turn: AgentTurn) -> dict[str, Any]:
             created_at=turn.created_at,
             forked_at=turn.forked_at,
             routed_experts=turn.routed_experts,
+            template_note=turn.template_note,
         )
     )
     long = len(content) > COMPRESSED_BYTES
@@ -185,6 +187,7 @@ def _turn(row: Any) -> AgentTurn:
         fork=fork,
         forked_at=content.forked_at,
         routed_experts=content.routed_experts,
+        template_note=content.template_note,
     )
 
 
