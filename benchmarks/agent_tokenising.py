@@ -1,7 +1,8 @@
-"""What an agent's turn costs before it is sampled: finding its place in the tree, and tokenising what is new.
+"""What an agent's turn costs before it is sampled: finding its place in the tree, rendering the conversation, and
+tokenising what is new.
 
-A conversation of TURNS turns has TOKENS tokens in the end. A turn near its end must cost at most twice what the second
-one costs. Beside it: tokenising the whole conversation, as a server does that keeps no tokens.
+A conversation of TURNS turns has TOKENS tokens in the end. A turn near its end must cost at most three times what the
+second one costs. Beside it: tokenising the whole conversation, as a server does that keeps no tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from benchmarks.table import Row, Target
 from skyrl.base.tiny import model_path
 from skyrl.base.types.agents import AgentTurn, VersionSpan
 from skyrl.server.agents.canonical import request_key
-from skyrl.server.agents.tail import Tails
+from skyrl.server.agents.continuations import load
+from skyrl.server.agents.rendering.continuation import Continuations, Continued, Kept, Step
+from skyrl.server.agents.rendering.renderer import Setting
 from skyrl.server.agents.tree import Tree
 
 TURNS, TOKENS = 200, 64_000
@@ -28,21 +31,21 @@ EARLY, LATE = 2, TURNS
 SAMPLED = 60
 WORDS_PER_TOKEN = 0.4
 ROUNDS, QUICK_ROUNDS = 200, 20
-RATIO = 2.0
+RATIO = 3.0
 WORDS = "the river is watched by an old keeper who counts the boats and writes each of them into a book"
 
 
 def compare(stage: Stage) -> list[Row]:
     """ "direct" is the early turn, and then the whole conversation."""
-    tails = Tails.load(str(model_path()))
-    assert tails is not None, "the tiny model has a template and a tokenizer"
+    model = load(str(model_path())).continuations
+    assert model is not None, "the tiny model has a template and a tokenizer"
     rounds = QUICK_ROUNDS if stage.quick else ROUNDS
-    tree, early, late = _grown(tails)
+    tree, kept, early, late = _grown(model)
 
     def turn_ms(messages: list[dict[str, Any]]) -> float:
         again = msgspec.json.decode(msgspec.json.encode(messages))
         return _milliseconds(
-            lambda: _continue(tails, tree, again), rounds, before=lambda: tree.place({}, messages[:-2], False)
+            lambda: _continue(model, tree, kept, again), rounds, before=lambda: tree.place({}, messages[:-2], False)
         )
 
     early_ms, late_ms = turn_ms(early), turn_ms(late)
@@ -65,9 +68,10 @@ def compare(stage: Stage) -> list[Row]:
     ]
 
 
-def _grown(tails: Tails) -> tuple[Tree, list[dict[str, Any]], list[dict[str, Any]]]:
-    """A session with all its turns but the last, and the messages of the early and of the late turn."""
-    tree, messages, early = Tree(), list[dict[str, Any]](), list[dict[str, Any]]()
+def _grown(model: Continuations) -> tuple[Tree, Kept, list[dict[str, Any]], list[dict[str, Any]]]:
+    """A session with all its turns but the last, what it remembers of its renderings, and the messages of the early and
+    of the late turn."""
+    tree, kept, messages, early = Tree(), Kept(), list[dict[str, Any]](), list[dict[str, Any]]()
     words, size = WORDS.split(), int(WORDS_PER_TOKEN * (TOKENS / TURNS - SAMPLED))
     for number in range(1, TURNS + 1):
         text = " ".join(words[(number + at) % len(words)] for at in range(size))
@@ -77,24 +81,41 @@ def _grown(tails: Tails) -> tuple[Tree, list[dict[str, Any]], list[dict[str, Any
         if number == TURNS:
             break
         answer = {"role": "assistant", "content": f"answer {number}"}
-        tree.add(_turn(tails, tree, messages, answer), False)
+        tree.add(_turn(model, tree, kept, messages, answer), False)
         messages.append(answer)
-    return tree, early, messages
+    return tree, kept, early, messages
 
 
-def _continue(tails: Tails, tree: Tree, messages: list[dict[str, Any]]) -> tuple[AgentTurn | None, np.ndarray, bytes]:
+def _continue(
+    model: Continuations, tree: Tree, kept: Kept, messages: list[dict[str, Any]]
+) -> tuple[AgentTurn | None, np.ndarray, bytes]:
     """A request's parent, its prompt's token ids, and its key."""
     place = tree.place({}, messages, False)
     key = request_key(place.prefix, {})
     if place.parent is None:
         return None, np.arange(TOKENS // TURNS, dtype=np.int32), key
-    tail = tails.tail(place.parent.answer, place.new, place.parent.sampled, {})
-    assert tail is not None, "the tiny model's template goes on"
-    return place.parent, np.concatenate([tree.tokens_of(place.parent), np.array(tail, np.int32)]), key
+    path = tree.path(place.parent)
+    step = Step(
+        id=place.parent.id,
+        next_id=f"t{len(path)}",
+        before=tree.messages_of(place.parent),
+        said=[True] * (len(path) - 1),
+        answer=place.parent.answer,
+        new=place.new,
+        prompt=place.parent.added[:0],
+        sampled=place.parent.sampled,
+        setting=Setting(),
+        keep=False,
+    )
+    done = model.continued(step, kept)
+    assert isinstance(done, Continued), "the tiny model's template goes on"
+    return place.parent, np.concatenate([tree.tokens_of(place.parent), np.array(done.ids, np.int32)]), key
 
 
-def _turn(tails: Tails, tree: Tree, messages: list[dict[str, Any]], answer: dict[str, Any]) -> AgentTurn:
-    parent, tokens, key = _continue(tails, tree, messages)
+def _turn(
+    model: Continuations, tree: Tree, kept: Kept, messages: list[dict[str, Any]], answer: dict[str, Any]
+) -> AgentTurn:
+    parent, tokens, key = _continue(model, tree, kept, messages)
     return AgentTurn(
         id=f"t{len(tree)}",
         session_id="s",

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from skyrl.base.tiny import model_path
-from skyrl.server.agents.tail import Tails
+from skyrl.server.agents.rendering.tokens import FileTokens
 
 
 @pytest.fixture(scope="module")
@@ -18,18 +18,16 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def tails() -> Tails:
-    found = Tails.load(str(model_path()))
-    assert found is not None
-    return found
+def tokens(tokenizer: Tokenizer) -> FileTokens:
+    return FileTokens(tokenizer)
 
 
 def test_the_texts_of_tokens_are_the_text_and_a_character_of_several_tokens_is_the_last_ones(
-    tails: Tails, tokenizer: Tokenizer
+    tokens: FileTokens, tokenizer: Tokenizer
 ) -> None:
     text = "Höhe 🎉 of\n the  hill<|im_end|>"
     encoded = tokenizer.encode(text)
-    texts = tails.texts(encoded.ids)
+    texts = tokens.texts(encoded.ids)
     assert "".join(texts) == text
     assert len(texts) == len(encoded.ids)
     at = texts.index("🎉")
@@ -37,13 +35,13 @@ def test_the_texts_of_tokens_are_the_text_and_a_character_of_several_tokens_is_t
     assert texts[-1] == "<|im_end|>"
 
 
-def test_tokens_that_are_no_text_have_a_text_and_take_no_longer(tails: Tails, tokenizer: Tokenizer) -> None:
+def test_tokens_that_are_no_text_have_a_text_and_take_no_longer(tokens: FileTokens, tokenizer: Tokenizer) -> None:
     """A model that is new may sample any bytes."""
     [first_byte, *_] = tokenizer.encode("🎉").ids
-    assert tails.texts([first_byte] * 8) == ["", "", "", "\ufffd"] * 2
+    assert tokens.texts([first_byte] * 8) == ["", "", "", "\ufffd"] * 2
     began = time.perf_counter()
-    assert len(tails.texts([first_byte] * 2_000)) == 2_000
+    assert len(tokens.texts([first_byte] * 2_000)) == 2_000
     assert time.perf_counter() - began < 1.0
     some = random.Random(1).choices(range(tokenizer.get_vocab_size()), k=500)
-    assert len(tails.texts(some)) == 500
-    assert tails.texts([]) == []
+    assert len(tokens.texts(some)) == 500
+    assert tokens.texts([]) == []

@@ -5,13 +5,17 @@ was asked for, and with its answer and what came after it. The tail is what the 
 only if the second begins with the first, has all parts of the answer, and ends it with the token that was sampled last;
 then the tokens are those of a rendering of the whole, but for the answers, which stay as they were sampled. Answers are
 masked, so only what a renderer writes around them is compared. Only the tail is tokenised.
+
+A rendering takes time for each message. So a long conversation is rendered whole when it has grown by a half, and when
+something comes that it has not had, such as the user's second message; in between, its beginning and its newest
+messages stand for it, if both gave the same tail when the whole was rendered.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -19,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl.base.types.agent_reasons import ForkReason
-from skyrl.server.agents.rendering.masks import MASK, Kind, Masked, Part, masked, shown, word
+from skyrl.server.agents.canonical import functions_of, text_of
+from skyrl.server.agents.rendering.masks import MASK, TAGS, Kind, Masked, Part, masked, shown, word
 from skyrl.server.agents.rendering.renderer import CannotRender, Renderer, Setting
 from skyrl.server.openai import system_messages
 
@@ -27,10 +32,18 @@ MAX_CHECKED = 1000
 MAX_KEPT = 8
 """Renderings of a session that are remembered, by their digests: those of its newest turns."""
 NOTE_CHARACTERS = 300
+SHORT, NEWEST, GROWTH = 24, 6, 1.5
+"""Of a conversation's messages: so many are always rendered; so many stand for a longer one, with its beginning; and by
+how much it grows until it is rendered whole again."""
+MAX_STEPS = 16
+"""Kinds of steps that a session remembers."""
 _EXCERPT = 40
 _END_TOKENS, _END_CHARACTERS = 8, 400
 """Of a prompt, compared with its rendering."""
 _NAMES: dict[Kind, str] = {"thinking": "thinking", "text": "text", "call": "tool call"}
+
+
+StepKind = tuple[tuple[str, ...], int, bool, bool, tuple[str, ...], int | None]
 
 
 class TextTokens(Protocol):
@@ -69,6 +82,26 @@ class Step:
     def whole(self) -> list[dict[str, Any]]:
         return [*self.before, self.answer, *self.new]
 
+    @property
+    def kind(self) -> StepKind:
+        """What decides how a renderer continues: two steps of one session with the same kind are alike to it."""
+        answer, calls = self.answer, len(functions_of(self.answer))
+        thought = bool(answer.get("reasoning") or answer.get("reasoning_content"))
+        said = text_of(answer.get("content")).strip()
+        last = int(self.sampled[-1]) if len(self.sampled) else None
+        roles = tuple(message["role"] for message in self.new)
+        return roles, calls, thought, bool(said), tuple(TAGS.findall(said)), last
+
+    def shortened(self) -> Step:
+        """The same step after the conversation's beginning and its newest messages alone."""
+        answers = [at for at, message in enumerate(self.before) if message["role"] == "assistant"]
+        if not answers:
+            return self
+        newest = len(self.before) - NEWEST
+        kept = next((number for number, at in enumerate(answers) if at >= newest), len(answers) - 1)
+        before = [*self.before[: answers[0]], *self.before[answers[kept] :]]
+        return replace(self, before=before, said=self.said[kept:])
+
 
 @dataclass(frozen=True, slots=True)
 class Continued:
@@ -105,11 +138,31 @@ class _Printed:
         return len(text) >= self.length and _Printed.of(text[: self.length]).digest == self.digest
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A step of `messages` messages that was rendered whole, with this `note`, and shortened to the same end."""
+
+    messages: int
+    note: str | None
+
+
 @dataclass(slots=True)
 class Kept:
-    """The renderings of one session that its next turns begin with, by the id of the turn whose prompt each is."""
+    """What a session remembers: the renderings that its next turns begin with, by the id of the turn whose prompt each
+    is; and for each kind of step the newest one that was rendered whole."""
 
     renderings: OrderedDict[tuple[str, bool], _Printed] = field(default_factory=OrderedDict)
+    steps: OrderedDict[StepKind, _Whole] = field(default_factory=OrderedDict)
+
+    def stands(self, step: Step) -> _Whole | None:
+        """The step by which this one can be told without rendering the whole."""
+        known = self.steps.get(step.kind)
+        return known if known is not None and len(step.before) <= GROWTH * known.messages else None
+
+    def put_step(self, step: Step, note: str | None) -> None:
+        self.steps[step.kind] = _Whole(len(step.before), note)
+        while len(self.steps) > MAX_STEPS:
+            self.steps.popitem(last=False)
 
     def put(self, turn_id: str, thinking: bool, text: str) -> None:
         self.renderings[turn_id, thinking] = _Printed.of(text)
@@ -141,6 +194,20 @@ class Continuations:
     def continued(self, step: Step, kept: Kept | None = None) -> Continued | Fork:
         """The tokens that follow a turn's, or why there are none. `kept` is the session's, and is added to."""
         kept = Kept() if kept is None else kept
+        if len(step.before) <= SHORT or step.joined is not None:
+            return self._whole(step, kept)
+        if (known := kept.stands(step)) is not None:
+            done = self._whole(step.shortened(), Kept())
+            if isinstance(done, Continued) and (done.note is None) == (known.note is None):
+                return replace(done, note=known.note)
+        done = self._whole(step, kept)
+        if isinstance(done, Continued):
+            short = self._whole(step.shortened(), Kept())
+            if isinstance(short, Continued) and short.ids == done.ids:
+                kept.put_step(step, done.note)
+        return done
+
+    def _whole(self, step: Step, kept: Kept) -> Continued | Fork:
         try:
             try:
                 return self._continued(step, kept, thinking=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from skyrl.server.agents.canonical import functions_of, text_of
 
 _SECRET = secrets.token_hex(8)
-_TAGS = re.compile(
+TAGS = re.compile(
     r"(</?(?:seed:|mm:)?think(?:ing)?>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>|<\|(?:begin|end)_of_thought\|>)"
 )
 """Marks of thoughts. Where vLLM has no parser for them, they stay in an answer's text; templates read them there."""
@@ -84,7 +84,7 @@ def _masked(message: Mapping[str, Any], at: int, thinking: bool) -> tuple[dict[s
     if thinking and (message.get("reasoning") or message.get("reasoning_content")):
         made["reasoning"] = mask("thinking")
     text = ""
-    pieces = _TAGS.split(text_of(message.get("content")))
+    pieces = TAGS.split(text_of(message.get("content")))
     ends = max((number for number, piece in enumerate(pieces) if _CLOSING.match(piece)), default=-1)
     for number, piece in enumerate(pieces):
         if number < ends:
