@@ -99,7 +99,7 @@ async def agent_server(
         url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
         try:
             async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
-                yield Server(api, ChattingUpstream(upstream, END), http, str(directory))
+                yield Server(api, ChattingUpstream(upstream, END, str(directory)), http, str(directory))
         finally:
             running.should_exit = True
             await serving

@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fake_upstream import FakeUpstream, Received, reply
+from tokenizers import Tokenizer
+
+from skyrl.server.agents.rendering.renderer import Setting
+from skyrl.server.agents.rendering.renderers import renderer_of
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 SAMPLED = 3
 """Tokens of each answer."""
 FIRST, MANY = 100, 100
 """The ids that are sampled are MANY from FIRST on, and the one that ends an answer."""
-CHARACTERS = 40
-"""Of a rendered prompt that make one token."""
+CHARACTERS, END = 40, 100
+"""Of a rendered prompt: so many make one token, and the last ones are those of the template."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,12 @@ class Sampled:
 
 @dataclass
 class ChattingUpstream:
-    """`end` is the id of the token that ends an answer."""
+    """`end` is the id of the token that ends an answer. Prompts end as the template of `model`, a directory, ends
+    them."""
 
     upstream: FakeUpstream
     end: int
+    model: str
     answers: list[Sampled] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
     """The ids of the prompt of the last answer."""
@@ -47,17 +53,25 @@ class ChattingUpstream:
     """A stream waits for this after its first token, and a whole answer before it is sent. It is set at first."""
 
     def __post_init__(self) -> None:
+        self._tokenizer = Tokenizer.from_file(f"{self.model}/tokenizer.json")
+        self._renderer = renderer_of(self.model)
         self.go_on.set()
         self.upstream.controls[CHAT] = self._chat
         self.upstream.controls[TOKENIZE] = self._count
 
+    def _rendered(self, asked: dict[str, Any]) -> list[int]:
+        assert self._renderer is not None
+        text = self._renderer.render(asked["messages"], Setting.of(asked, at=0.0))
+        end = self._tokenizer.encode(text[-END:], add_special_tokens=False).ids
+        return [1] * (len(str([asked.get("tools"), asked["messages"]])) // CHARACTERS + 1) + end
+
     async def _count(self, request: Received, writer: asyncio.StreamWriter) -> None:
-        await reply(200, {"count": len(_rendered(request.json))})(request, writer)
+        await reply(200, {"count": len(self._rendered(request.json))})(request, writer)
 
     async def _chat(self, request: Received, writer: asyncio.StreamWriter) -> None:
         asked = request.json
         given = (asked.get("kv_transfer_params") or {}).get("prompt_token_ids")
-        self.prompt, self.was_given = (_rendered(asked), False) if given is None else (given, True)
+        self.prompt, self.was_given = (self._rendered(asked), False) if given is None else (given, True)
         number, length = len(self.answers), len(self.prompt)
         ids = [*(FIRST + (number + place) % MANY for place in range(SAMPLED - 1)), self.end]
         sampled = Sampled(ids, [-(SAMPLED * number + place + 1) / 1024 for place in range(SAMPLED)])
@@ -93,11 +107,6 @@ class ChattingUpstream:
         writer.write(f"data: {json.dumps(total)}\n\ndata: [DONE]\n\n".encode())
         await writer.drain()
         writer.close()
-
-
-def _rendered(asked: dict[str, Any]) -> list[int]:
-    text = str([asked.get("tools"), asked["messages"]])
-    return [1] * (len(text) // CHARACTERS + 1)
 
 
 def _usage(prompt: int, sampled: int) -> dict[str, int]:

@@ -27,6 +27,7 @@ const FORKS = {
   tools_changed: "the tools differ",
   branch: "continues an earlier turn again",
   asked_again: "the same request again",
+  template_rewrites: "the template writes an earlier part otherwise now",
   not_extendable: "the template cannot continue the turn before it",
 };
 

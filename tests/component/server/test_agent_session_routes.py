@@ -83,7 +83,7 @@ async def test_a_session_has_what_was_asked_for_and_the_configured_limits(serve:
             "limits": {"turns": 5, "idle_s": 1.5},
             "sampling": {"temperature": 0.5, "stop": ["\n"], "chat_template_kwargs": {"enable_thinking": False}},
             "metadata": {"task": [7]},
-            "keep_thinking": True,
+            "thinking": "keep",
         }
         shown = await get(api, f"/{await create(api, asked)}")
         assert {name: shown[name] for name in asked if name != "limits"} == {
@@ -94,6 +94,24 @@ async def test_a_session_has_what_was_asked_for_and_the_configured_limits(serve:
         assert [shown[name] for name in ("turns", "sampled", "reward", "end_reason")] == [0, 0, None, None]
         assert "tenant" not in shown
         assert "key" not in shown, "only its creation gives the key"
+
+
+async def test_a_session_says_at_its_creation_what_becomes_of_thoughts(serve: Serve) -> None:
+    async with serve() as api:
+        made = (await api.post("agent_sessions", {"model": BASE})).json()
+        assert {name: made[name] for name in ("thinking", "chat_template_kwargs", "user_turns", "tool_loops")} == {
+            "thinking": "template",
+            "chat_template_kwargs": {},
+            "user_turns": "the model has no tokenizer.json on this machine",
+            "tool_loops": "the model has no tokenizer.json on this machine",
+        }
+        kept = (await api.post("agent_sessions", {"model": BASE, "keep_thinking": True})).json()
+        assert kept["thinking"] == "keep", "its older name"
+        refused = await api.post("agent_sessions", {"model": BASE, "keep_thinking": True, "thinking": "template"})
+        assert (refused.status_code, refused.json()["detail"]) == (
+            400,
+            'keep_thinking: contradicts thinking: "template"',
+        )
 
 
 async def test_an_agent_is_told_the_public_address_or_the_one_that_was_asked(serve: Serve) -> None:
