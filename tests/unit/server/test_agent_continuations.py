@@ -309,6 +309,19 @@ def test_the_systems_message_stays_where_it_was(tmp_path: Path) -> None:
     assert fork.reason == "template_rewrites", "without that the system's message would be lost, silently"
 
 
+def test_a_note_does_not_tell_the_words_that_stand_for_answers(tmp_path: Path) -> None:
+    """Whoever knew them could write an answer that ends where its author wants."""
+    template = (
+        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{ '<a>' ~ m.content ~ '<|im_end|>' }}"
+        "{%- elif loop.last %}{{ '<u>' ~ m.content }}{%- else %}<u>{%- endif %}{%- endfor %}"
+    )
+    hiding = Model(write_model(tmp_path, Family(template)), Family(template))
+    for messages in ([USER], [USER, SAID, AGAIN]):
+        fork = hiding.fork(step(messages, SAID, [USER]))
+        assert fork.reason == "template_rewrites"
+        assert "x" not in fork.note.replace("How many boats?", ""), fork.note
+
+
 def test_roles_that_a_template_refuses_fork(model: Any) -> None:
     refused = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
     assert model("mistral").fork(step([USER], SAID, refused)).reason == "not_extendable"

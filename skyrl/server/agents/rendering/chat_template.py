@@ -69,6 +69,10 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         return self._plain.variables | self._with_tools.variables
 
+    def text_for(self, *, tools: bool) -> str:
+        """The template of chats with or without tools."""
+        return (self._with_tools if tools else self._plain).text
+
     def render(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> str:
         compiled = self._with_tools if setting.tools else self._plain
         given = self._tokens | {"documents": None} | dict(setting.arguments)
@@ -115,6 +119,7 @@ class _Compiled:
             self.template = environment.from_string(text)
         except jinja2.TemplateError as error:
             raise CannotRender(str(error)) from error
+        self.text = text
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.reads_parts = reads_parts(tree)
 

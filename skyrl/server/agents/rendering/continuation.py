@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from skyrl.base.types.agent_reasons import ForkReason
 from skyrl.server.agents.canonical import functions_of, text_of
-from skyrl.server.agents.rendering.masks import MASK, TAGS, Kind, Masked, Part, masked, shown, word
+from skyrl.server.agents.rendering.masks import MASK, TAGS, Kind, Masked, Part, excerpt, masked, shown, word
 from skyrl.server.agents.rendering.renderer import CannotRender, Renderer, Setting
 from skyrl.server.openai import system_messages
 
@@ -354,7 +354,7 @@ def _difference(earlier: str, text: str, parts: Sequence[Part], numbers: dict[in
     at = _same(earlier, text)
     before = [part for part in parts if 0 <= earlier.find(part.word) < at]
     where = f"behind message {numbers[before[-1].message]}" if before else "before the first answer"
-    was, now = (shown(each[max(0, at - _EXCERPT // 4) : at + _EXCERPT]) for each in (earlier, text))
+    was, now = (excerpt(each, at, _EXCERPT // 4, _EXCERPT) for each in (earlier, text))
     number = numbers[before[-1].message] + 1 if before else 0
     return _Differs(f"{where}: the template writes {now!r}, and wrote {was!r}", number)
 

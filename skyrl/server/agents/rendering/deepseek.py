@@ -4,14 +4,12 @@ import nothing of vLLM. What vLLM puts around that code is here.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl.server.agents.rendering.chat_template import prepared
 from skyrl.server.agents.rendering.renderer import CannotRender, Setting
+from skyrl.server.agents.rendering.vllm_files import module_of
 
 _FILES = {
     "deepseek_v32": "deepseek_v32_encoding",
@@ -32,7 +30,7 @@ class DeepSeek:
     def __init__(self, kind: str) -> None:
         """Raises CannotRender if vLLM is not on this machine."""
         self._kind = kind
-        self._encode = _encoder(_FILES[kind])
+        self._encode = module_of(f"tokenizers/{_FILES[kind]}.py").encode_messages
 
     @property
     def variables(self) -> frozenset[str]:
@@ -78,17 +76,3 @@ def _v32(messages: list[dict[str, Any]], given: Mapping[str, Any], tools: Any) -
         "thinking_mode": "thinking" if thinking else "chat",
         "drop_thinking": messages[-1]["role"] == "user",
     }
-
-
-@cache
-def _encoder(name: str) -> Callable[..., str]:
-    """Raises CannotRender."""
-    found = importlib.util.find_spec("vllm")
-    places = [] if found is None else found.submodule_search_locations or []
-    file = next((path for each in places if (path := Path(each) / "tokenizers" / f"{name}.py").is_file()), None)
-    spec = None if file is None else importlib.util.spec_from_file_location(f"skyrl_{name}", file)
-    if spec is None or spec.loader is None:
-        raise CannotRender(f"vLLM's {name}.py is not on this machine")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.encode_messages

@@ -68,8 +68,17 @@ def word(message: int, part: int) -> str:
     return f"x{_SECRET}m{message}p{part}x"
 
 
+def excerpt(text: str, at: int, before: int, after: int) -> str:
+    """A piece of a rendering for a reader, around the character `at`: without the words, which are a secret."""
+    word = text.rfind(f"x{_SECRET}m", 0, at)
+    found = _WORD.match(text, word) if word >= 0 else None
+    if found is not None and found.end() > at:
+        at = found.start()
+    return shown(text[:at])[-before:] + shown(text[at:])[:after]
+
+
 def shown(text: str) -> str:
-    """A rendering for a reader: without the words."""
+    """A rendering without the words."""
     return _WORD.sub(MASK, text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from skyrl.base.config.mixtures import whole_config
 from skyrl.base.model_files import file_of, json_of, template_of
 from skyrl.inference.parsers import RENDERED_BY_VLLM
-from skyrl.server.agents.rendering import deepseek, harmony
+from skyrl.server.agents.rendering import deepseek, harmony, inkling
 from skyrl.server.agents.rendering.chat_template import ChatTemplate
 from skyrl.server.agents.rendering.renderer import CannotRender, Renderer
 from skyrl.server.agents.rendering.tokens import special_tokens
@@ -22,6 +22,8 @@ def renderer_of(base_model: str) -> Renderer | None:
         return harmony.Harmony()
     if kind in deepseek.KINDS:
         return deepseek.DeepSeek(kind)
+    if kind in inkling.KINDS:
+        return inkling.Inkling()
     if kind in RENDERED_BY_VLLM or ((own := file_of(base_model, _MISTRAL)) is not None and own.is_file()):
         return None
     text = template_of(base_model)
