@@ -6,6 +6,7 @@ Equal inputs give an equal page. Measures nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from tests.families import FAMILIES, MIXTURES
 
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 TEMPLATE = Path(__file__).with_name("page.md")
+SESSIONS = ROOT / "tests" / "released_sessions" / "cookbook.json"
+"""What `python -m tests.released_sessions.cookbook` has measured."""
 TRIED = FAMILIES | MIXTURES
 REFUSED = "refused"
 """In the figures: what the trainer says of the architectures that it refuses, by `model_type`."""
@@ -47,11 +50,13 @@ class Verdict:
 def render(figures: Figures, cookbook: Cookbook) -> str:
     """The whole page."""
     measured = {family: figures[family] for family in TRIED if family in figures}
-    found = verdicts(figures, cookbook)
+    found, sessions = verdicts(figures, cookbook), json.loads(SESSIONS.read_text())
     parts = {
         "families": _families(measured),
         "adapted": _adapted(measured),
-        "cookbook": _cookbook(found),
+        "cookbook": _cookbook(found, sessions),
+        "loops": _exact(sessions, "tool_loops"),
+        "turns": _exact(sessions, "user_turns"),
         "release": cookbook.version,
         "models": str(len(found)),
         "trained": str(sum(verdict.trains for verdict in found)),
@@ -135,12 +140,31 @@ def _adapted(measured: Figures) -> str:
     return _table(["families", "`train_attn`", "`train_mlp`"], rows)
 
 
-def _cookbook(found: Sequence[Verdict]) -> str:
+def _cookbook(found: Sequence[Verdict], sessions: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
-        [f"`{each.model}`", f"`{each.model_type}`" if each.model_type else "?", f"`{each.renderer}`", _answer(each)]
+        [
+            f"`{each.model}`",
+            f"`{each.model_type}`" if each.model_type else "?",
+            f"`{each.renderer}`",
+            _answer(each),
+            *_sessions(sessions.get(each.model, {})),
+        ]
         for each in found
     ]
-    return _table(["model", "`model_type`", "renderer", "trains"], rows)
+    return _table(["model", "`model_type`", "renderer", "trains", "chats", "loops of tools", "user's turns"], rows)
+
+
+def _sessions(each: Mapping[str, Any]) -> list[str]:
+    """Where a model's chats come from, and what becomes of turns of its agent sessions."""
+    if not each:
+        return ["not tried", "?", "?"]
+    switches = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in each.get("switches", {}).items())
+    chats = "; ".join(part for part in (each["source"], f"with {switches}" if switches else "") if part)
+    return [chats or "–", each["tool_loops"], each["user_turns"].replace("message 2: ", "")]
+
+
+def _exact(sessions: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    return str(sum(each[name] == "exact" for each in sessions.values()))
 
 
 def _answer(verdict: Verdict) -> str:

@@ -23,5 +23,6 @@ for file in sorted(released_templates().glob("*.jinja")):
         for turn in [t for t in turns if t.outcome == outcome][:3]:
             print("   ", outcome, turn.script.name, turn.number, turn.note)
     if only:
-        for turn in turns: print("   ", turn.outcome, turn.script.name, turn.number, turn.note)
+        for turn in turns:
+            print("   ", turn.outcome, turn.script.name, turn.number, turn.note)
 print(total)

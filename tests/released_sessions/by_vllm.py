@@ -8,11 +8,6 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from transformers.utils.chat_template_utils import _compile_jinja_template
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
-from vllm.renderers.chat_utils import _parse_chat_message_content, _postprocess_messages
-from vllm.renderers.hf import _detect_content_format, resolve_chat_template_kwargs
-
 
 class Refused(Exception):
     """The template refuses a conversation, or fails on it."""
@@ -20,6 +15,9 @@ class Refused(Exception):
 
 @cache
 def compiled(template: str) -> tuple[Any, Any]:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+    from vllm.renderers.hf import _detect_content_format
+
     return _compile_jinja_template(template), _detect_content_format(template, default="string")
 
 
@@ -33,10 +31,12 @@ def render(
     begins: bool = True,
 ) -> str:
     """Raises Refused."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    from vllm.renderers.chat_utils import _parse_chat_message_content, _postprocess_messages
+    from vllm.renderers.hf import resolve_chat_template_kwargs  # torch, which takes seconds that skipped tests need not
+
     made, form = compiled(template)
-    parser = SimpleNamespace(
-        mm_placeholder_storage=dict, model_config=SimpleNamespace(enable_prompt_embeds=False)
-    )
+    parser = SimpleNamespace(mm_placeholder_storage=dict, model_config=SimpleNamespace(enable_prompt_embeds=False))
     tracker: Any = SimpleNamespace(create_parser=lambda **_: parser)
     parsed: list[Any] = []
     for message in copy.deepcopy(list(messages)):
@@ -47,8 +47,6 @@ def render(
     given = None if tools is None else [ChatCompletionToolsParam(**tool).model_dump() for tool in tools]
     kept = resolve_chat_template_kwargs(SimpleNamespace(apply_chat_template=lambda: None), template, dict(arguments))  # type: ignore[arg-type]
     try:
-        return made.render(
-            messages=parsed, tools=given, documents=None, add_generation_prompt=begins, **tokens, **kept
-        )
+        return made.render(messages=parsed, tools=given, documents=None, add_generation_prompt=begins, **tokens, **kept)
     except Exception as error:  # templates are programs: they fail with any error
         raise Refused(str(error)) from error

@@ -24,7 +24,7 @@ ENDS = (
     *("[e~[", "<|assistant_end|>", "<｜end▁of▁sentence｜>", "<|end_of_text|>", "<seed:eos>", "<|user_end|>"),
     *("<|observation|>", "<|user|>", "<|call|>", "<|calls|>", "<eos>", "<|role_end|>", "</assistant>", "<|eot|>"),
     *("<end_of_sentence>", "<|end_of_msg|>", "<｜hy_eos:opensource｜>", "<|tool_response>", "<|eom_id|>"),
-    *("<|content_model_end_sampling|>", "<|tools_suffix|>", "<|endoftext|>"),
+    *("<|content_model_end_sampling|>", "<|tools_suffix|>", "<|endoftext|>", "<|message_sep|>"),
 )
 """Tokens that end an answer of one model or another."""
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -47,12 +47,12 @@ class Model:
     """A template, or vLLM's own code for a kind of models, with the tiny model's tokenizer and the tokens that end
     answers."""
 
-    def __init__(self, renderer: Renderer, *, thinks: bool, stops: Sequence[str] = ()) -> None:
+    def __init__(self, renderer: Renderer, *, thinks: bool, stops: Sequence[str] = (), by_vllm: bool = True) -> None:
         tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
         tokenizer.add_special_tokens([*ENDS])
         self.tokens = FileTokens(tokenizer)
         self.renderer = renderer
-        self._text = getattr(renderer, "text", None)
+        self._by_vllm = by_vllm and isinstance(renderer, ChatTemplate)
         found = stops or _stops(renderer)
         self.stops = {end: token for end in found if (token := self.tokens.id_of(end)) is not None}
         self.continuations = Continuations(renderer, self.tokens, self.stops)
@@ -67,7 +67,7 @@ class Model:
         placed = system_messages.for_template(messages)
         if not self.renderer.has_system_role:
             placed = system_messages.without_the_role(placed)
-        if isinstance(self.renderer, ChatTemplate):
+        if self._by_vllm and isinstance(self.renderer, ChatTemplate):
             given = TOOLS if tools else None
             text = self.renderer.text_for(tools=tools)
             return by_vllm.render(text, SPECIAL, placed, given, self.habits.switches, begins=begins)
@@ -102,7 +102,10 @@ class Model:
                 text, tokens = whole, self.tokens.encode(whole)
                 added = tokens
             else:
-                said, sampled = self._answer(before[:-1], before[-1], text, script.tools)
+                answered = self._answer(before[:-1], before[-1], script.tools)
+                if answered is None:
+                    return [*played, Turn(script, number, "refused", "the model's answer ends before that")]
+                said, sampled = answered
                 step = self._step(script, before, new, added, sampled, number, keep)
                 done = self.continuations.continued(step, kept)
                 began = text + said
@@ -130,12 +133,15 @@ class Model:
         return "other form of the answer" if whole.endswith(tail) and not whole.startswith(began) else "wrong"
 
     def _answer(
-        self, before: Sequence[dict[str, Any]], answer: dict[str, Any], prompt: str, tools: bool
-    ) -> tuple[str, list[int]]:
-        """The answer as the model would have sampled it: as the template writes it, up to the token that ends it."""
-        follower = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "x"} if answer.get(
-            "tool_calls"
-        ) else {"role": "user", "content": "x"}
+        self, before: Sequence[dict[str, Any]], answer: dict[str, Any], tools: bool
+    ) -> tuple[str, list[int]] | None:
+        """The answer as the model would have sampled it: as the template writes it, up to the token that ends it. None
+        if that token comes before its end: gpt-oss cannot call two tools at once."""
+        follower = (
+            {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "x"}
+            if answer.get("tool_calls")
+            else {"role": "user", "content": "x"}
+        )
         for messages, begins in (([*before, answer], False), ([*before, answer, follower], True)):
             try:
                 text = self.whole(messages, tools, begins)
@@ -148,7 +154,7 @@ class Model:
             ends = [at + len(end) for end in self.stops if (at := rest.find(end)) >= 0]
             if ends and all(part in rest for part in _parts(answer)):
                 said = rest[: min(ends)]
-                return said, self.tokens.encode(said)
+                return (said, self.tokens.encode(said)) if all(part in said for part in _parts(answer)) else None
         end = next(iter(self.stops))
         said = " ".join(_parts(answer)) + end
         return said, self.tokens.encode(said)

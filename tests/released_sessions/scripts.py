@@ -61,7 +61,7 @@ def called(number: int, thinks: bool, calls: int = 1, text: str = "") -> dict[st
 
 
 def result(number: int, place: int = 0, parts: bool = False) -> dict[str, Any]:
-    text = f"{number + place} boats <at> the \"pier\""
+    text = f'{number + place} boats <at> the "pier"'
     content: Any = [{"type": "text", "text": text}, {"type": "text", "text": "and no more"}] if parts else text
     return {"role": "tool", "tool_call_id": _id(number, place), "content": content}
 

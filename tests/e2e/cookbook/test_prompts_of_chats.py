@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.server.agents.template import ChatTemplate, prepared
+from skyrl.server.agents.rendering.chat_template import ChatTemplate
+from skyrl.server.agents.rendering.renderer import Setting
 from skyrl.server.openai.renderers import GPT_OSS, LLAMA, QWEN3, difference
 from tests.environments import ROOT, environment
 from tests.released_templates import CannotFetch, released_templates
@@ -72,4 +73,4 @@ def test_renderers_and_templates_differ_where_the_page_says_so(tmp_path: Path) -
         template = ChatTemplate(text, {"bos_token": BEGINS.get(model_type, "")})
         assert difference(model_type, text) == NOTES.get(model_type)
         for kind, same in kinds.items():
-            assert (template.render([*map(prepared, CHATS[kind])], {}) == next(texts)) is same, (renderer, kind)
+            assert (template.render(CHATS[kind], Setting()) == next(texts)) is same, (renderer, kind)

@@ -7,13 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
-from skyrl.base.tiny import model_path
-from skyrl.server.agents.tail import Tails
-from skyrl.server.agents.template import CannotRender, ChatTemplate, prepared
+from skyrl.server.agents.rendering.chat_template import ChatTemplate
+from skyrl.server.agents.rendering.renderer import CannotRender, Setting
 from skyrl.server.dialects import messages as anthropic
 from skyrl.server.dialects import responses
 from skyrl.server.openai.generation import chat
@@ -22,11 +19,6 @@ from tests.released_templates import CannotFetch, released_templates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "</s>", "<|end|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|END_OF_TURN_TOKEN|>"),
-    *("[e~[", "<|assistant_end|>", "<｜end▁of▁sentence｜>", "<|end_of_text|>", "<seed:eos>", "<|user_end|>"),
-)
-"""Tokens that end an answer in one template or another."""
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 CALL_ID = "call00000"
 """Of the length that Mistral's templates want."""
@@ -105,7 +97,7 @@ def rendered(template: ChatTemplate, fields: Mapping[str, Any]) -> str | None:
     request = chat(json.dumps(fields).encode(), LIMITS)
     sent = request if template.has_system_role else request.without_system_role()
     try:
-        return template.render([prepared(message) for message in sent.fields["messages"]], {}, fields.get("tools"))
+        return template.render(sent.fields["messages"], Setting(tools=fields.get("tools")))
     except CannotRender:
         return None
 
@@ -147,25 +139,3 @@ def test_the_templates_without_a_system_message_that_stays(templates: Mapping[st
         "google-gemma-2-2b-it",
         "mistralai-Mistral-Nemo-Instruct-2407",
     ]
-
-
-@pytest.mark.parametrize("loop", [False, True])
-def test_a_later_system_message_does_not_fork_a_session(templates: Mapping[str, ChatTemplate], loop: bool) -> None:
-    fields, tried = plain(loop), 0
-    at = next(at for at, message in enumerate(fields["messages"]) if message["role"] == "assistant")
-    answer, new = fields["messages"][at], fields["messages"][at + 1 :]
-    for name, template in templates.items():
-        tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
-        tokenizer.add_special_tokens([*ENDS])
-        ends = frozenset(token for end in ENDS if (token := tokenizer.token_to_id(end)) is not None)
-        sampled = np.array([5, tokenizer.token_to_id(ENDS[0])], np.int32)
-        tails = Tails(template, tokenizer, ends)
-        kept = [message for message in new if message["content"] != LATER]
-        if (before := tails.tail(answer, kept, sampled, {}, loop)) is None:
-            continue  # each turn of this model is rendered anew
-        tail = tails.tail(answer, new, sampled, {}, loop)
-        assert tail is not None, name
-        assert LATER in tokenizer.decode(tail), name
-        assert len(tail) > len(before), name
-        tried += 1
-    assert tried >= 30
