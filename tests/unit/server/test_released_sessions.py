@@ -66,7 +66,7 @@ def test_gpt_oss_is_rendered_as_by_vllm(chat: list[Any], tools: bool, effort: st
     from vllm.entrypoints.openai.parser import harmony_utils
 
     system, rest = harmony_utils.extract_instructions_from_messages(chat)
-    given = [ChatCompletionToolsParam(**tool) for tool in TOOLS] if tools else None
+    given: Any = [ChatCompletionToolsParam(**tool) for tool in TOOLS] if tools else None
     messages = harmony_utils.build_harmony_preamble(
         instructions=system, tools=given, reasoning_effort=effort, with_custom_tools=tools
     )
