@@ -332,7 +332,8 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any], quantization: str 
         raise ConfigError("generator.inference_engine.tensor_parallel_size: more than 1 needs GPUs")
     length = context_length(config, cuda=False)
     assert length is not None
-    options, kv_gib = cpu_options(model, quantization, length, inference.max_num_seqs)
+    own_block = inference.engine_options.get("block_size")
+    options, kv_gib = cpu_options(model, quantization, length, inference.max_num_seqs, own_block)
     return options | {
         "enforce_eager": True,
         "max_model_len": length,

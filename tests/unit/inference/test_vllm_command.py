@@ -152,9 +152,9 @@ def test_a_batch_is_as_large_as_the_longest_prompt(
 
 
 def test_the_kv_cache_of_a_small_model_holds_every_sequence_in_at_most_256_mib(model: Path) -> None:
-    # 2 (k, v) * 4 bytes * 128 tokens * 2 layers * 2 heads * 32 = 131,072 bytes per block; 8 blocks per sequence
-    assert option(spec(model, generator__inference_engine__max_num_seqs=16), "num-gpu-blocks-override") == ["129"]
-    assert option(spec(model), "num-gpu-blocks-override") == ["2049"]
+    # 2 (k, v) * 4 bytes * 32 tokens * 2 layers * 2 heads * 32 = 32,768 bytes per block; 32 blocks per sequence
+    assert option(spec(model, generator__inference_engine__max_num_seqs=16), "num-gpu-blocks-override") == ["513"]
+    assert option(spec(model), "num-gpu-blocks-override") == ["8193"]
 
 
 def test_vllm_sizes_the_kv_cache_of_a_large_or_unknown_model(model: Path) -> None:
