@@ -20,7 +20,6 @@ import random
 import re
 import statistics
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Generator
@@ -231,7 +230,8 @@ def main() -> None:
     print("\n" + text_table(_rows(found)))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     raw = {name: [[asdict(step) for step in run] for run in runs] for name, runs in found.items()}
-    options.out.write_text(json.dumps({"arguments": sys.argv[1:], "steps": raw}, indent=1) + "\n")
+    settings = {name: value for name, value in vars(options).items() if name not in ("model", "out")}
+    options.out.write_text(json.dumps({"settings": settings, "steps": raw}, indent=1) + "\n")
     print(f"written: {options.out}")
 
 
