@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -89,6 +90,7 @@ def run(stage: Stage, names: list[str]) -> list[Row]:
 
 def main() -> None:
     options = _arguments()
+    os.environ.setdefault("SKYRL_THREADS", "1")  # of the servers: the recorded tables are of one thread
     began = time.perf_counter()
     facts = machine.facts()
     with NullUpstream() as upstream:

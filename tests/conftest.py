@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -30,6 +31,8 @@ hypothesis.settings.load_profile("ci")
 
 # A client whose server has ended warns until the process ends, also when pytest has closed the log.
 logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
+
+os.environ.setdefault("SKYRL_THREADS", "1")  # of servers: tests run side by side, one on each core
 
 gc.disable()  # until all tests are collected: their imports make millions of objects, and no garbage
 

@@ -141,11 +141,12 @@ def serve(
     }
     from skyrl.cli.launcher.main import serve as launch
     from skyrl.cli.launcher.parts import ServerEnded
+    from skyrl.cli.launcher.threads import with_threads
     from skyrl.runtime.processes.startup import StartupError
     from skyrl.storage.db.migrate import DatabaseAway, SchemaError
 
     try:
-        launch(load_config(flags, config))
+        launch(with_threads(load_config(flags, config)))
     except (ServerEnded, DatabaseAway) as error:
         typer.echo(f"skyrl serve: {error}", err=True)
         raise typer.Exit(1) from error

@@ -35,7 +35,11 @@ TRAINED_MIXTURE_LORA_TARGETS = (*MIXTURE_LORA_TARGETS, "experts", *_MLP)
 """The last three are the MLPs of layers without experts, and shared experts."""
 
 CPU_KV_BYTES = 256 * 2**20
-_BLOCK_TOKENS, _LATENT_BLOCK_TOKENS = 128, 16
+BLOCK_TOKENS = 32
+"""The fewest tokens in a block of the cache that vLLM's attention on CPUs takes. vLLM's default there is 128, and it
+finds only whole blocks in its prefix cache: a prompt shorter than a block would be found by nobody."""
+_HYBRID_BLOCK_TOKENS, _LATENT_BLOCK_TOKENS = 128, 16
+"""What vLLM starts from where layers keep states, and what it always takes for latent attention."""
 _GPT_OSS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
@@ -111,15 +115,19 @@ def has_latent_attention(model: dict[str, Any]) -> bool:
 
 
 def cpu_options(
-    model: dict[str, Any], quantization: str | None, length: int, sequences: int
+    model: dict[str, Any], quantization: str | None, length: int, sequences: int, given_block: Any = None
 ) -> tuple[dict[str, Any], int]:
     """vLLM's options on a CPU for sequences of `length` tokens, of which `sequences` run at a time; and the size of the
     key-value cache in GiB. The kernels of the delta rule and of quantized weights take bfloat16 alone. A prefix cache
-    of states would need prompts that are split, which a CPU cannot do with seeds."""
-    blocks, kv_gib = _kv_cache(model, length, sequences)
+    of states would need prompts that are split, which a CPU cannot do with seeds. `given_block`: the operator's own
+    `block_size`; None for the one that is chosen here."""
+    tokens = given_block if isinstance(given_block, int) and given_block > 0 else BLOCK_TOKENS
+    states = has_delta_rule(model) or has_mamba(model)
+    blocks, kv_gib = _kv_cache(model, length, sequences, tokens)
     return {
         "dtype": "bfloat16" if has_delta_rule(model) or quantization is not None else "float32",
-        "enable_prefix_caching": False if has_delta_rule(model) or has_mamba(model) else None,
+        "block_size": None if states or has_latent_attention(model) else tokens,
+        "enable_prefix_caching": False if states else None,
         "num_gpu_blocks_override": blocks,
     }, kv_gib
 
@@ -127,10 +135,12 @@ def cpu_options(
 def kv_cache_bytes(model: dict[str, Any], length: int, sequences: int) -> float:
     """The size of the key-value cache of vLLM on a CPU, as `cpu_options` asks for it."""
     blocks, kv_gib = _kv_cache(model, length, sequences)
-    return kv_gib * 2**30 if blocks is None else blocks * _blocks(model, length)[0]
+    return kv_gib * 2**30 if blocks is None else blocks * _blocks(model, length, BLOCK_TOKENS)[0]
 
 
-def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
+def _kv_cache(
+    model: dict[str, Any], length: int, sequences: int, block_tokens: int = BLOCK_TOKENS
+) -> tuple[int | None, int]:
     """The number of blocks of the key-value cache, and its size in GiB. With None, vLLM divides the GiB into blocks and
     touches all of that memory.
 
@@ -138,7 +148,7 @@ def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int |
     sequences fit, the cache has whole GiB: at least 4, and enough for one sequence.
     """
     try:
-        block_bytes, per_sequence = _blocks(model, length)
+        block_bytes, per_sequence = _blocks(model, length, block_tokens)
     except KeyError:
         return None, 4
     fitting = CPU_KV_BYTES // block_bytes
@@ -147,16 +157,19 @@ def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int |
     return min(fitting, per_sequence * sequences) + 1, 1
 
 
-def _blocks(model: dict[str, Any], length: int) -> tuple[int, int]:
-    """The bytes of a block, and how many blocks a sequence has. Raises KeyError if config.json lacks a size."""
+def _blocks(model: dict[str, Any], length: int, block_tokens: int) -> tuple[int, int]:
+    """The bytes of a block, and how many blocks a sequence has. `block_tokens` counts where vLLM does not choose the
+    block itself. Raises KeyError if config.json lacks a size."""
     layers = model["num_hidden_layers"]
     if has_latent_attention(model):
         width = model["kv_lora_rank"] + model["qk_rope_head_dim"]
         return 4 * _LATENT_BLOCK_TOKENS * layers * width, math.ceil(length / _LATENT_BLOCK_TOKENS)
     heads = model.get("num_key_value_heads") or model["num_attention_heads"]
     width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    attention = 2 * _BLOCK_TOKENS * heads * width
-    per_sequence = math.ceil(length / _BLOCK_TOKENS)
+    if has_delta_rule(model) or has_mamba(model):
+        block_tokens = _HYBRID_BLOCK_TOKENS
+    attention = 2 * block_tokens * heads * width
+    per_sequence = math.ceil(length / block_tokens)
     if has_delta_rule(model):
         attention *= 2
         full = model.get("layer_types", ()).count("full_attention")

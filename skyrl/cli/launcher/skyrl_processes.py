@@ -19,7 +19,7 @@ from skyrl.cli.launcher.first_ready import FirstReady, StartObserver
 from skyrl.cli.launcher.log_rotation import rotate_logs
 from skyrl.cli.launcher.parts import Part
 from skyrl.cli.launcher.training_claim import TrainingClaim
-from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
+from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE, THREADS_SLEEP
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.metrics.storage import show_free_space
@@ -115,6 +115,7 @@ class OwnProcesses:
         self._environment = {
             RUNTIME_ENV: str(server.write()),
             "OMP_NUM_THREADS": str(server.config.threads),
+            **THREADS_SLEEP,
             "PYTHONDONTWRITEBYTECODE": "",  # without byte code the import of torch and transformers takes twice as long
             **NO_PROGRESS_BARS,
             **self._offline,

@@ -521,6 +521,34 @@ async def test_a_completion_may_do_without_text_unless_it_has_stop_strings(serve
     assert all(choice["text"] for choice in stopping), "vLLM looks for stop strings in the text"
 
 
+async def test_samples_of_one_prompt_share_all_of_it_and_are_those_that_share_nothing(
+    served: RunningServer, tmp_path: Path
+) -> None:
+    count, seed, prompt = 6, 11, [Random(3).randrange(5, 400) for _ in range(45)]
+    hits = "vllm:prefix_cache_hits_total{"
+
+    async def cached(http: httpx.AsyncClient) -> float:
+        lines = (await http.get("/metrics")).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(hits))
+
+    async with client_of(served) as http:
+        path = adapter(tmp_path / "shared", 8)
+        await http.post("/v1/load_lora_adapter", json={"lora_name": "shared", "lora_path": str(path)})
+        for model in (str(MODEL), "shared"):
+            before = await cached(http)
+            group = await complete(http, model=model, prompt=prompt, n=count, seed=seed)
+            assert await cached(http) - before == (count - 1) * (len(prompt) - 1)
+            # vLLM gives sample i of a request the seed `seed + i`.
+            for number, choice in enumerate(sorted(group["choices"], key=lambda choice: choice["index"])):
+                salt = f"{Path(model).name} {number}"
+                alone = await complete(http, model=model, prompt=prompt, seed=seed + number, cache_salt=salt)
+                assert choice["token_ids"] == alone["choices"][0]["token_ids"]
+                # Matrices of other sizes: `test_shared_tails_bits.py` compares equal ones.
+                expected = pytest.approx(alone["choices"][0]["logprobs"]["token_logprobs"], abs=5e-6)
+                assert choice["logprobs"]["token_logprobs"] == expected
+        await http.post("/v1/unload_lora_adapter", json={"lora_name": "shared"})
+
+
 async def test_samples_of_the_base_model_ignore_loaded_adapters(served: RunningServer) -> None:
     reference = Reference({})
     async with client_of(served) as http:

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.inference.model_options import CPU_KV_BYTES, cpu_options
+from skyrl.inference.model_options import CPU_KV_BYTES, cpu_options, kv_cache_bytes
 from skyrl.inference.vllm_command import vllm_spec
 
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
@@ -81,6 +81,31 @@ def test_mamba_has_no_prefix_cache_on_a_cpu_and_blocks_of_a_state(tmp_path: Path
 def test_latent_attention_has_small_blocks(tmp_path: Path) -> None:
     assert _on_cpu(LATENT, 64, 8)[0]["num_gpu_blocks_override"] == 8 * 4 + 1
     assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "experts"} <= set(_argv(tmp_path, LATENT))
+
+
+def test_blocks_of_the_cache_are_the_smallest_that_vllm_takes_on_a_cpu(tmp_path: Path) -> None:
+    assert _after(_argv(tmp_path, SIZES), "--block-size") == "32"
+    block = 2 * 4 * 32 * 2 * 32 * 4  # keys and values of 4 bytes, 32 tokens, 2 heads of 32, 4 layers
+    options, _ = _on_cpu(SIZES, 256, 4)
+    assert options["num_gpu_blocks_override"] == 4 * 256 // 32 + 1
+    assert kv_cache_bytes(SIZES, 256, 4) == (4 * 256 // 32 + 1) * block
+    assert "--block-size" not in _argv(tmp_path, SIZES, cuda=True)
+
+
+def test_models_with_states_and_latent_attention_keep_vllms_blocks(tmp_path: Path) -> None:
+    mamba = SIZES | {"model_type": "nemotron_h", "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
+    for model in (DELTA_RULE, mamba, LATENT):
+        assert "--block-size" not in _argv(tmp_path, model)
+
+
+def test_an_operators_own_block_is_taken_and_the_cache_has_as_many_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"max_position_embeddings": 256}))
+    key = "generator.inference_engine.engine_init_kwargs"
+    own = {"base_model": str(tmp_path), "backend_config": {key: {"block-size": 128}}}
+    argv = vllm_spec(load_config(own), 9123, "secret", cuda=False).argv
+    assert argv.count("--block-size") == 1
+    assert _after(argv, "--block-size") == "128"
+    assert _after(argv, "--num-gpu-blocks-override") == str(256 * 256 // 128 + 1)
 
 
 def test_a_model_that_sees_is_served_for_text(tmp_path: Path) -> None:

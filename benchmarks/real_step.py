@@ -1,0 +1,239 @@
+"""Seconds of an RL step on a really trained model, through the SDK and a whole server with trainer and vLLM.
+
+    python -m benchmarks.real_step --model DIRECTORY [--against COMMIT] [--seeds 0 1 2] [--steps 20] [--out FILE]
+
+A step saves the weights, samples `--prompts` × `--group` answers to "Compute a + b.", and trains on them. With
+`--against` the same steps run on a server of that commit of this repository, which `git archive` takes out into a
+temporary directory; the two servers take turns step by step, so that other load on the machine meets both. CPU seconds
+are those of the processes of vLLM and of the trainer, which other load disturbs less than the clock.
+
+Knows the SDK and the processes of a server. Fetches no model: DIRECTORY is one of transformers with a chat template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import tarfile
+import time
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import tinker
+from tinker import types
+
+from benchmarks.processes import PARTS, cpu_seconds
+from benchmarks.table import Row, Target, text_table
+from skyrl.cli.demo.rl import advantages, datum
+from skyrl.cli.demo.server import DemoServer
+
+ROOT = Path(__file__).parents[1]
+OF_BEFORE = 0.35
+"""The part of the time of the commit of `--against 310e1dd5` that a step may take."""
+READY_S = 900.0
+"""How long a server may take to start beside other load."""
+UNCOUNTED = 1
+"""The first step, in which allocators and caches get warm."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: seconds of its parts, CPU seconds of two kinds of processes, and the mean reward of its samples."""
+
+    save_s: float
+    sample_s: float
+    forward_backward_s: float
+    optim_step_s: float
+    vllm_cpu_s: float
+    trainer_cpu_s: float
+    reward: float
+
+    @property
+    def seconds(self) -> float:
+        return self.save_s + self.sample_s + self.forward_backward_s + self.optim_step_s
+
+
+class Side:
+    """A server of one build, and its runs."""
+
+    def __init__(self, name: str, root: Path, options: argparse.Namespace, stack: ExitStack) -> None:
+        self.name = name
+        self._options = options
+        state = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-step-")))
+        config = state / "config.toml"
+        config.write_text("" if options.threads is None else f"threads = {options.threads}\n")
+        flags = ("--config", str(config), "--base-model", str(options.model))
+        environment = os.environ | {"PYTHONPATH": str(root)}
+        engine = {"generator.inference_engine.max_model_len": options.context}
+        self._server = DemoServer(state, *flags, backend_config=engine, cwd=root, environment=environment)
+        self._server.start()
+        stack.callback(self._server.stop)
+
+    def wait_ready(self) -> None:
+        self._server.wait_ready(READY_S)
+        found: dict[str, list[int]] = {"vllm": [], "trainer": []}
+        for child in psutil.Process(self._server.pid).children(recursive=True):
+            command = child.cmdline()
+            if any(word.startswith(("vllm.", "VLLM::")) for word in command):
+                found["vllm"].append(child.pid)
+            elif PARTS["engine"] in command:
+                found["trainer"].append(child.pid)
+        self._pids = found
+
+    def run(self, seed: int) -> Generator[Step]:
+        """The steps of one model, which starts with new weights. Prompts depend on the seed and the step."""
+        options = self._options
+        adam = types.AdamParams(learning_rate=options.learning_rate)
+        params = types.SamplingParams(max_tokens=options.max_tokens, temperature=1.0)
+        with tinker.ServiceClient(base_url=self._server.url, api_key=f"tml-step-{seed}") as service:
+            trainer = service.create_lora_training_client(
+                base_model=str(options.model), rank=options.rank, seed=seed
+            ).result()
+            tokenizer: Any = trainer.get_tokenizer()
+            for number in range(options.steps):
+                draw = random.Random(f"{seed}/{number}")
+                sums = [(draw.randrange(1, 10), draw.randrange(1, 10)) for _ in range(options.prompts)]
+                prompts = [_prompt(tokenizer, a, b) for a, b in sums]
+                cpu = self._cpu()
+                marks = [time.perf_counter()]
+                sampler = trainer.save_weights_and_get_sampling_client().result()
+                marks.append(time.perf_counter())
+                pending = [
+                    sampler.sample(types.ModelInput.from_ints(prompt), options.group, params) for prompt in prompts
+                ]
+                groups = [future.result().sequences for future in pending]
+                marks.append(time.perf_counter())
+                data: list[types.Datum] = []
+                rewards: list[float] = []
+                for prompt, (a, b), group in zip(prompts, sums, groups, strict=True):
+                    graded = [_reward(tokenizer.decode(each.tokens), a + b) for each in group]
+                    rewards += graded
+                    for each, advantage in zip(group, advantages(graded), strict=True):
+                        data.append(datum(prompt, list(each.tokens), list(each.logprobs or ()), advantage))
+                began = time.perf_counter()
+                trainer.forward_backward(data, "importance_sampling").result()
+                middle = time.perf_counter()
+                trainer.optim_step(adam).result()
+                end = time.perf_counter()
+                spent = {name: value - cpu[name] for name, value in self._cpu().items()}
+                yield Step(
+                    save_s=marks[1] - marks[0],
+                    sample_s=marks[2] - marks[1],
+                    forward_backward_s=middle - began,
+                    optim_step_s=end - middle,
+                    vllm_cpu_s=spent["vllm"],
+                    trainer_cpu_s=spent["trainer"],
+                    reward=statistics.mean(rewards),
+                )
+
+    def _cpu(self) -> dict[str, float]:
+        return {name: sum(map(cpu_seconds, pids)) for name, pids in self._pids.items()}
+
+
+def _prompt(tokenizer: Any, a: int, b: int) -> list[int]:
+    question = [{"role": "user", "content": f"Compute {a} + {b}. Answer with the number alone."}]
+    text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _reward(text: str, expected: int) -> float:
+    """1 for the number alone, 0.5 where it is the first number of the answer, else 0."""
+    if text.removesuffix("<|im_end|>").strip() == str(expected):
+        return 1.0
+    numbers = re.findall(r"\d+", text)
+    return 0.5 if numbers and int(numbers[0]) == expected else 0.0
+
+
+def _taken_out(commit: str, directory: Path) -> Path:
+    packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit], check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+        files.extractall(directory, filter="data")
+    return directory
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_step", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="directory of a model with a chat template")
+    parser.add_argument("--against", metavar="COMMIT", help="take turns with a server of this commit")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8, help="samples of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=12)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--context", type=int, default=512, help="vLLM's longest sequence; decides its memory")
+    parser.add_argument("--threads", type=int, help="of both servers; each build's default if not given")
+    parser.add_argument("--out", type=Path, default=Path("out/bench/real-step.json"))
+    return parser.parse_args()
+
+
+def _measured(sides: list[Side], options: argparse.Namespace) -> dict[str, list[list[Step]]]:
+    """The steps of each side, for each seed. Of two sides the one that begins a step alternates."""
+    found: dict[str, list[list[Step]]] = {side.name: [] for side in sides}
+    for seed in options.seeds:
+        runs = {side.name: side.run(seed) for side in sides}
+        for side in sides:
+            found[side.name].append([])
+        for number in range(options.steps):
+            for side in sides if number % 2 == 0 else sides[::-1]:
+                step = next(runs[side.name])
+                found[side.name][-1].append(step)
+                print(f"seed {seed} step {number} {side.name}: {step.seconds:.2f} s, {step}", flush=True)
+        for run in runs.values():
+            run.close()  # ends the SDK's session
+    return found
+
+
+def _rows(found: dict[str, list[list[Step]]]) -> list[Row]:
+    """Medians of the steps of each side; `direct` is the other build."""
+    counted = {name: [step for run in runs for step in run[UNCOUNTED:]] for name, runs in found.items()}
+
+    def median(name: str, field: str) -> float | None:
+        return statistics.median(getattr(step, field) for step in counted[name]) if name in counted else None
+
+    rows = []
+    for field in ("seconds", *(field.name for field in fields(Step) if field.name != "reward")):
+        before = median("before", field)
+        target = Target(OF_BEFORE * before) if field == "seconds" and before is not None else None
+        what = field.removesuffix("_s").replace("_", " ")
+        rows.append(Row("real-step", what, "s", median("now", field) or 0.0, target, before))
+    last = {name: [statistics.mean(step.reward for step in run[-3:]) for run in runs] for name, runs in found.items()}
+    note = "; ".join(f"{name} {', '.join(f'{value:.2f}' for value in values)}" for name, values in last.items())
+    before = statistics.mean(last["before"]) if "before" in last else None
+    reward = statistics.mean(last["now"])
+    return [*rows, Row("real-step", "reward of the last three steps", "", reward, None, before, note=note)]
+
+
+def main() -> None:
+    options = _arguments()
+    options.model = options.model.resolve()
+    with ExitStack() as stack:
+        sides = [Side("now", ROOT, options, stack)]
+        if options.against:
+            other = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-before-")))
+            sides.append(Side("before", _taken_out(options.against, other), options, stack))
+        for side in sides:
+            side.wait_ready()
+        found = _measured(sides, options)
+    print("\n" + text_table(_rows(found)))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    raw = {name: [[asdict(step) for step in run] for run in runs] for name, runs in found.items()}
+    settings = {name: value for name, value in vars(options).items() if name not in ("model", "out")}
+    options.out.write_text(json.dumps({"settings": settings, "steps": raw}, indent=1) + "\n")
+    print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()
