@@ -21,7 +21,7 @@ MARKS = {
     "waiting": ("◆", "yellow"),
     "over quota": ("◆", "yellow"),
     "idle": ("○", ""),
-    "silent": ("▲", "yellow"),
+    "finished or gone": ("▲", "yellow"),
     "ended": ("■", "dim"),
     "failed": ("✖", "red"),
     "open": ("●", "green"),
@@ -60,10 +60,10 @@ def view(answer: dict[str, Any]) -> RenderableType:
 def _stuck(answer: dict[str, Any]) -> Text:
     names = {run["id"]: run["name"] or run["id"] for run in answer["runs"]}
     lines = ["stuck: nothing"] if not answer["stuck"] else []
-    for one in answer["stuck"]:
+    for kind, one in [*(("stuck", one) for one in answer["stuck"]), *(("slow", one) for one in answer["slow"])]:
         whose = "" if one["run"] is None else f"{names.get(one['run'], one['run'])}: "
         since = "" if one["since"] is None else f", since {duration(time.time() - one['since'])}"
-        lines.append(f"stuck: {whose}{one['sentence']}{since}")
+        lines.append(f"{kind}: {whose}{one['sentence']}{since}")
     return Text("\n").join(map(_plain, lines))
 
 

@@ -69,9 +69,11 @@ class Overview:
         server = await self.server()
         names = {run.id: run.name for run in found.runs}
         statuses = [(run, self._services.statuses.of_run(run)) for run in found.runs]
+        stuck = await self._stuck(statuses, found.pending)
         return {
             "server": server,
-            "stuck": [asdict(one) for one in await self._stuck(statuses, found.pending)],
+            "stuck": [_stuck(one) for one in stuck if not one.is_slow],
+            "slow": [_stuck(one) for one in stuck if one.is_slow],
             "pending": _pending(found.pending),
             "runs": [_run(*each) | {"curve": _curve(found.curves.get(each[0].id, []))} for each in statuses],
             "samplers": [
@@ -201,6 +203,10 @@ def _run(run: Run, status: RunStatus) -> dict[str, Any]:
         "created_at": run.created_at,
         "last_request_at": run.last_request_at,
     }
+
+
+def _stuck(one: Stuck) -> dict[str, Any]:
+    return {"sentence": one.sentence, "since": one.since, "run": one.run}
 
 
 def _pending(pending: list[Pending]) -> dict[str, Any]:

@@ -225,42 +225,48 @@ def state_of(runs: list[dict[str, Any]], run: str) -> tuple[str, str]:
 
 @pytest.mark.usefixtures("beat")
 async def test_a_run_says_where_it_stands(api: Api, database: Database) -> None:
-    names = ("works", "waits", "idle", "silent", "ended", "failed")
+    names = ("works", "waits", "idle", "gone", "left", "computes", "ended", "failed")
     runs = {name: await new_run(api, name) for name in names}
     now = time.time()
     activity = EngineActivity(
         {
             runs["works"]: ModelActivity(TENANT, WaitsFor.NOTHING, now - 8, "FORWARD_BACKWARD", 3, 0),
             runs["waits"]: ModelActivity(TENANT, WaitsFor.GAP, now - 8, "OPTIM_STEP", 4, 2),
+            runs["left"]: ModelActivity(TENANT, WaitsFor.GAP, now - 90, "OPTIM_STEP", 4, 2),
+            runs["computes"]: ModelActivity(TENANT, WaitsFor.NOTHING, now - 90, "FORWARD_BACKWARD", 3, 0),
         }
     )
 
     def change(connection: Connection) -> None:
         connection.execute(update(engine_state).values(activity=encode_activity(activity)))
-        for name in ("idle", "silent", "ended"):
+        for name in ("idle", "gone", "ended"):
             old = update(models).where(models.c.id == runs[name]).values(last_request_at=now - 60)
             connection.execute(old)
         for name, status in (("ended", "closed"), ("failed", "failed")):
             connection.execute(update(models).where(models.c.id == runs[name]).values(status=status))
-        session = runs["silent"].partition(":")[0]
-        connection.execute(update(sessions).where(sessions.c.id == session).values(heartbeat_at=now - 100))
+        silent = [runs[name].partition(":")[0] for name in ("gone", "left", "computes")]
+        connection.execute(update(sessions).where(sessions.c.id.in_(silent)).values(heartbeat_at=now - 100))
 
     database.write(change)
-    shown = (await ask(api, "state"))["runs"]
+    state = await ask(api, "state")
+    shown = state["runs"]
     said = {name: state_of(shown, run) for name, run in runs.items()}
     assert {name: state for name, (state, _) in said.items()} == {
         "works": "working",
         "waits": "waiting",
         "idle": "idle",
-        "silent": "silent",
+        "gone": "finished or gone",
+        "left": "finished or gone",
+        "computes": "working",
         "ended": "ended",
         "failed": "failed",
     }
     assert "forward_backward" in said["works"][1]
     assert "command 4 of this model has not arrived" in said["waits"][1]
     assert said["idle"][1].startswith("the client sent its last command 6")
-    assert "was last heard of 10" in said["silent"][1]
-    assert "its session ends in" in said["silent"][1]
+    assert "was last heard of 10" in said["gone"][1]
+    assert "and waits for nothing; its session ends in 3 min" in said["gone"][1]
+    assert (state["stuck"], state["slow"]) == ([], []), "a client that has gone silent is no reason for an alarm"
 
 
 @pytest.mark.usefixtures("beat")
