@@ -21,7 +21,7 @@ from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.main import app
 
 from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser
-from .conftest import ClientFactory, ask, cross_entropy, train
+from .conftest import ClientFactory, cross_entropy, train
 
 pytestmark = pytest.mark.vllm
 
@@ -152,10 +152,7 @@ def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
 
     mine.steps(3)
     row = browser.until(lambda: (row := cells(browser, NAME)).get("steps") == "3" and row)
-    [(loss,)] = ask(
-        server, "SELECT loss_sum / loss_tokens FROM run_steps WHERE model_id = :run AND step = 3", run=mine.id
-    )
-    assert float(row["loss"]) == pytest.approx(loss, rel=1e-3)
+    assert (row["loss"], row["learning rate"]) == ("–", "0.003"), "no mean of ppo's sums over advantages says anything"
     assert abs(float(row["gap"])) < 1e-3, "the sampler has the trainer's weights"
     assert float(row["tokens/s"].replace(",", "")) > 0
     browser.until(lambda: cells(browser, NAME).get("state", "").startswith("○ idle"))

@@ -224,6 +224,7 @@ def _curve(points: list[CurvePoint]) -> dict[str, list[float | None]]:
     return {
         "step": [point.step for point in points],
         "loss": [_short(point.loss) for point in points],
+        "gap": [_short(point.gap) for point in points],
         "tokens_per_second": [_short(point.tokens_per_second) for point in points],
     }
 

@@ -42,8 +42,8 @@ def stuck(
     activity: EngineActivity,
     now: float,
 ) -> list[Stuck]:
-    """What is stuck or slow. `reasons` are those of `/readyz`; where a part of the server stands still, its requests are not
-    named one by one. `now` is in seconds since the epoch."""
+    """What is stuck or slow. `reasons` are those of `/readyz`; where a part of the server stands still, its requests
+    are not named one by one. `now` is in seconds since the epoch."""
     parts = {reason.partition(":")[0] for reason in reasons}
     found = [_part(reason, activity) for reason in reasons]
     for run, status in runs:
@@ -76,8 +76,8 @@ def stuck_of_all(
     pending: Sequence[Pending],
     now: float,
 ) -> list[Stuck]:
-    """What is stuck or slow on a server with several base models: what stands still is named for each of them. `number_of` is
-    the place in `models` of a base model's name in a row."""
+    """What is stuck or slow on a server with several base models: what stands still is named for each of them.
+    `number_of` is the place in `models` of a base model's name in a row."""
     of_runs = {run.id: number_of(run.base_model) for run, _ in runs}
     of_pending = [
         of_runs.get(one.model_id or "") if one.base_model is None else number_of(one.base_model) for one in pending

@@ -56,11 +56,11 @@ async def new_run(api: Api, name: str = "my run", **headers: str) -> str:
 
 
 def train(connection: Connection, run: str, steps: int) -> None:
-    metrics = {"loss:sum": 4.0, "num_tokens:sum": 8.0, "kl:mean": 0.125, "clip_fraction:mean": 0.5}
+    metrics = {"loss:sum": 4.0, "num_tokens:sum": 10.0, "weights:sum": 8.0, "kl:mean": 0.125, "clip_fraction:mean": 0.5}
     for _ in range(steps):
         add_passes(connection, {run: StepSums.of_pass(10, metrics)}, 0.75)
         count_training(connection, {run: 10})
-        end_step(run, 0.5)(connection)
+        end_step(run, 0.5, 1e-4)(connection)
 
 
 def save(connection: Connection, run: str, name: str) -> None:
@@ -138,7 +138,7 @@ async def test_the_curve_of_a_run_has_its_whole_history_in_few_points(api: Api, 
 
     def train_both(connection: Connection) -> None:
         for number in range(1, 201):
-            add_passes(connection, {long: StepSums.of_pass(10, {"loss:sum": 8.0 * number, "num_tokens:sum": 8.0})}, 1.5)
+            add_passes(connection, {long: StepSums.of_pass(10, {"loss:sum": 8.0 * number, "weights:sum": 8.0})}, 1.5)
             end_step(long, 0.5)(connection)
         train(connection, short, 3)
         end_step(short, 0.25)(connection)  # a step without a pass
@@ -152,9 +152,10 @@ async def test_the_curve_of_a_run_has_its_whole_history_in_few_points(api: Api, 
     assert runs[short] == {
         "step": [1, 2, 3, 4],
         "loss": [0.5, 0.5, 0.5, None],
+        "gap": [0.125, 0.125, 0.125, None],
         "tokens_per_second": [8.0, 8.0, 8.0, None],
     }
-    assert runs[none] == {"step": [], "loss": [], "tokens_per_second": []}
+    assert runs[none] == {"step": [], "loss": [], "gap": [], "tokens_per_second": []}
 
 
 async def test_the_runs_with_the_newest_requests_alone_have_curves(
