@@ -41,7 +41,7 @@ _BOX_LINES = (
     "longest wait",
 )
 _AGENT_NUMBERS = ("turns", "sampled", "forks", "reward")
-_STEP_COLUMNS = ("step", "loss", "gap", "clip fraction", "tokens/s", "step time (s)")
+_STEP_COLUMNS = ("step", "loss", "gap", "ratio", "clip fraction", "learning rate", "tokens/s", "step time (s)")
 
 
 def view(answer: dict[str, Any]) -> RenderableType:
@@ -164,7 +164,7 @@ def _agents(sessions: Sequence[dict[str, Any]]) -> Iterable[RenderableType]:
 
 def _steps(steps: Iterable[dict[str, Any]]) -> Table:
     table = _table(numeric=_STEP_COLUMNS)
-    columns = ("loss", "gap", "clip_fraction", "tokens_per_second", "busy_s")
+    columns = ("loss", "gap", "ratio", "clip_fraction", "learning_rate", "tokens_per_second", "busy_s")
     for step in steps:
         table.add_row(str(step["step"]), *(_number(step[column]) for column in columns))
     return table

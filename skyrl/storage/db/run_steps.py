@@ -204,8 +204,7 @@ CURVE_POINTS = 40
 """The most points of a curve."""
 _CURVES = text(
     "SELECT model_id, MAX(step) AS step, SUM(loss_sum) AS loss_sum, SUM(loss_weight) AS loss_weight, "
-    "SUM(gap_sum) AS gap_sum, SUM(gap_tokens) AS gap_tokens, "
-    "SUM(tokens) AS tokens, SUM(busy_s) AS busy_s "
+    "SUM(gap_sum) AS gap_sum, SUM(gap_tokens) AS gap_tokens "
     "FROM run_steps JOIN models ON models.id = model_id WHERE model_id IN :models AND ended_at IS NOT NULL "
     f"GROUP BY model_id, (step - 1) / ((models.steps - 1) / {CURVE_POINTS} + 1) ORDER BY model_id, step"
 ).bindparams(bindparam("models", expanding=True))
@@ -218,16 +217,14 @@ class CurvePoint:
     step: int
     loss: float | None
     gap: float | None
-    tokens_per_second: float | None
 
 
 def _curves(connection: Connection, model_ids: Sequence[str]) -> dict[str, list[CurvePoint]]:
     """By model id, its whole history in at most CURVE_POINTS points. A model without a step has none."""
     found: dict[str, list[CurvePoint]] = {}
     for row in connection.execute(_CURVES, {"models": [*model_ids]}) if model_ids else ():
-        rate = float(row.tokens) / row.busy_s if row.busy_s > 0 and row.tokens else None
         loss, gap = _mean(row.loss_sum, row.loss_weight), _mean(row.gap_sum, int(row.gap_tokens))
-        point = CurvePoint(row.step, loss, gap, rate)
+        point = CurvePoint(row.step, loss, gap)
         found.setdefault(row.model_id, []).append(point)
     return found
 

@@ -78,24 +78,57 @@ async def test_the_page_gets_what_the_tenant_has_and_nothing_of_another(api: Api
     state = await ask(api, "state")
     [shown] = state["runs"]
     assert (shown["id"], shown["name"], shown["steps"]) == (run, "my run", 3)
-    assert {name: shown["last_step"][name] for name in ("step", "loss", "gap", "clip_fraction", "busy_s")} == {
+    assert {
+        name: shown["last_step"][name] for name in ("step", "loss", "gap", "clip_fraction", "learning_rate", "busy_s")
+    } == {
         "step": 3,
         "loss": 0.5,
         "gap": 0.125,
         "clip_fraction": 0.5,
+        "learning_rate": 1e-4,
         "busy_s": 1.25,
     }
     assert shown["last_step"]["tokens_per_second"] == 10 / 1.25
     [group] = state["samplers"]
     assert (group["run"], group["open"], [one["id"] for one in group["newest"]]) == (None, 1, [sampler])
-    assert [one["path"] for one in state["checkpoints"]] == [f"tinker://{run}/weights/first"]
-    assert [(line["run"], line["trained"]) for line in state["usage"]] == [(run, 30)]
+    assert [(one["path"], one["name"]) for one in state["checkpoints"]] == [(f"tinker://{run}/weights/first", "my run")]
+    assert [(line["run"], line["name"], line["trained"]) for line in state["usage"]] == [(run, "my run", 30)]
     one = await ask(api, f"runs/{run}")
     everything = str(state) + str(one) + str(await ask(api, "usage")) + str(await ask(api, "box"))
     for secret in (theirs, their_sampler, session_of(their_sampler), "their secret", tenant_of_key("tml-two")):
         assert secret not in everything
     assert (await ask(api, f"runs/{theirs}", 404))["detail"] == f"run_id: no run {theirs!r}"
     assert (await ask(api, "runs/unknown", 404))["detail"] == "run_id: no run 'unknown'"
+
+
+@ON_BOTH
+async def test_a_download_of_the_command_line_is_no_run(api: Api, database: Database) -> None:
+    run, download, plain = await new_run(api, "fox"), await new_run(api), await new_run(api)
+
+    def change(connection: Connection) -> None:
+        for model, metadata in ((download, {"created_by": "tinker checkpoint download"}), (plain, None)):
+            connection.execute(update(models).where(models.c.id == model).values(user_metadata=metadata))
+        save(connection, download, "download")
+
+    database.write(change)
+    assert {one["id"] for one in (await ask(api, "state"))["runs"]} == {run, plain}
+    assert (await ask(api, f"runs/{download}"))["id"] == download, "who knows its id may look at it"
+
+
+@ON_BOTH
+async def test_a_checkpoint_of_a_run_that_is_not_shown_has_its_name(
+    api: Api, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "MAX_RUNS", 1)
+    old, new = await new_run(api, "old"), await new_run(api, "new")
+    for run in (old, new):
+        database.write(lambda c, run=run: save(c, run, "first"))
+        database.write(lambda c, run=run: train(c, run, 1))
+    database.write(lambda c: c.execute(update(models).where(models.c.id == old).values(last_request_at=1.0)))
+    state = await ask(api, "state")
+    assert [run["name"] for run in state["runs"]] == ["new"]
+    for lines in (state["checkpoints"], state["usage"]):
+        assert {line["run"]: line["name"] for line in lines} == {old: "old", new: "new"}
 
 
 @ON_BOTH
@@ -148,14 +181,12 @@ async def test_the_curve_of_a_run_has_its_whole_history_in_few_points(api: Api, 
     assert len(runs[long]["step"]) == CURVE_POINTS
     assert (runs[long]["step"][0], runs[long]["step"][-1]) == (5, 200)
     assert (runs[long]["loss"][0], runs[long]["loss"][-1]) == (3.0, 198.0), "the mean of five steps"
-    assert set(runs[long]["tokens_per_second"]) == {5.0}
     assert runs[short] == {
         "step": [1, 2, 3, 4],
         "loss": [0.5, 0.5, 0.5, None],
         "gap": [0.125, 0.125, 0.125, None],
-        "tokens_per_second": [8.0, 8.0, 8.0, None],
     }
-    assert runs[none] == {"step": [], "loss": [], "gap": [], "tokens_per_second": []}
+    assert runs[none] == {"step": [], "loss": [], "gap": []}
 
 
 async def test_the_runs_with_the_newest_requests_alone_have_curves(
