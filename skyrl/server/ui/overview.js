@@ -94,8 +94,8 @@ const USAGE_COLUMNS = [
   column("run", (line) => beside(line.name || line.run || "base model", line.of), kept),
   column("trained", (line) => count(line.trained), { numeric: true, kept: true }),
   column("sampled", (line) => count(line.sampled), { numeric: true, kept: true }),
-  column("prompt", (line) => count(line.prompt), numeric),
-  column("prompt, cached", (line) => count(line.cached), numeric),
+  column("prompt, asked for", (line) => count(line.prompt + line.cached), numeric),
+  column("prompt, computed", (line) => count(line.computed), numeric),
 ];
 
 export function checkpointTable() {
