@@ -5,6 +5,7 @@ import { count, number } from "./words.js";
 
 const { uPlot } = globalThis;
 const HEIGHT = 150;
+const LEAST_PART = 1e-3; // of the largest value of an axis: the least range that it shows
 const SMALL = { width: 80, height: 26 };
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6];
 const plots = new Set();
@@ -12,11 +13,11 @@ const plots = new Set();
 /** A colour of the style sheet, as it is when something is drawn. */
 const colour = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-const LEAST_PART = 1e-5;
-
-/** The range of an axis. uPlot fails where values differ by less than some 1e-7 of themselves, as ratios of 1 do. */
+/** The range of an axis: at least so large that its numbers differ in four digits, as ratios of almost 1 do not. uPlot
+ * fails where values differ by less than some 1e-7 of themselves. */
 function range(_, low, high) {
   if (low === null) return [null, null];
+  if (low === 0 && high === 0) return [0, 1];
   const least = LEAST_PART * Math.max(Math.abs(low), Math.abs(high));
   return high - low < least ? [low - least, high + least] : uPlot.rangeNum(low, high, 0.1, true);
 }
