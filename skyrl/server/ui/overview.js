@@ -92,8 +92,8 @@ function nameOfCheckpoint({ path, name, run, kind }) {
 const USAGE_COLUMNS = [
   column("day (UTC)", (line) => line.day),
   column("run", (line) => beside(line.name || line.run || "base model", line.of), kept),
-  column("trained", (line) => count(line.trained), { numeric: true, kept: true }),
-  column("sampled", (line) => count(line.sampled), { numeric: true, kept: true }),
+  column("trained", (line) => count(line.trained), numeric),
+  column("sampled", (line) => count(line.sampled), numeric),
   column("prompt, asked for", (line) => count(line.prompt + line.cached), numeric),
   column("prompt, computed", (line) => count(line.computed), numeric),
 ];

@@ -82,7 +82,7 @@ export class Table {
     const parts = this.#columns.map(({ part }) => part());
     const cells = this.#columns.map(({ name }, index) =>
       el("td", { role: "cell", "data-name": name, class: this.#classOf(this.#columns[index], index) }, parts[index].element));
-    const element = el("tr", { role: "row" }, ...cells);
+    const element = el("tr", { role: "row", class: this.#folds ? "fold" : "" }, ...cells);
     if (this.#folds) cells[0].append(unfolding(element));
     return { element, parts, cells };
   }
