@@ -21,7 +21,7 @@ MARKS = {
     "waiting": ("◆", "yellow"),
     "over quota": ("◆", "yellow"),
     "idle": ("○", ""),
-    "silent": ("▲", "yellow"),
+    "finished or gone": ("▲", "yellow"),
     "ended": ("■", "dim"),
     "failed": ("✖", "red"),
     "open": ("●", "green"),
@@ -41,7 +41,7 @@ _BOX_LINES = (
     "longest wait",
 )
 _AGENT_NUMBERS = ("turns", "sampled", "forks", "reward")
-_STEP_COLUMNS = ("step", "loss", "gap", "clip fraction", "tokens/s", "step time (s)")
+_STEP_COLUMNS = ("step", "loss", "gap", "ratio", "clip fraction", "learning rate", "tokens/s", "step time (s)")
 
 
 def view(answer: dict[str, Any]) -> RenderableType:
@@ -60,10 +60,10 @@ def view(answer: dict[str, Any]) -> RenderableType:
 def _stuck(answer: dict[str, Any]) -> Text:
     names = {run["id"]: run["name"] or run["id"] for run in answer["runs"]}
     lines = ["stuck: nothing"] if not answer["stuck"] else []
-    for one in answer["stuck"]:
+    for kind, one in [*(("stuck", one) for one in answer["stuck"]), *(("slow", one) for one in answer["slow"])]:
         whose = "" if one["run"] is None else f"{names.get(one['run'], one['run'])}: "
         since = "" if one["since"] is None else f", since {duration(time.time() - one['since'])}"
-        lines.append(f"stuck: {whose}{one['sentence']}{since}")
+        lines.append(f"{kind}: {whose}{one['sentence']}{since}")
     return Text("\n").join(map(_plain, lines))
 
 
@@ -164,7 +164,7 @@ def _agents(sessions: Sequence[dict[str, Any]]) -> Iterable[RenderableType]:
 
 def _steps(steps: Iterable[dict[str, Any]]) -> Table:
     table = _table(numeric=_STEP_COLUMNS)
-    columns = ("loss", "gap", "clip_fraction", "tokens_per_second", "busy_s")
+    columns = ("loss", "gap", "ratio", "clip_fraction", "learning_rate", "tokens_per_second", "busy_s")
     for step in steps:
         table.add_row(str(step["step"]), *(_number(step[column]) for column in columns))
     return table

@@ -30,8 +30,8 @@ def usage(
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """Print the tokens trained, sampled, and given as prompts (computed, and found in the prefix cache). Samples from
-    the base model have no run."""
+    """Print the tokens trained, sampled, and given as prompts (not in the prefix cache, found there, and computed for
+    all sequences together). Samples from the base model have no run."""
     from skyrl.storage.db.usage_report import UsageLine, last_days, report
 
     with open_database("usage", state_dir, database_url, config) as (_, database):
@@ -51,7 +51,7 @@ def _table(names: list[str], lines: list[UsageLine]) -> list[tuple[str, ...]]:
     """The lines, with a header and a line of sums."""
     table = [tuple(name.replace("_", " ").upper() for name in names)]
     table += [tuple(_cell(value) for value in asdict(line).values()) for line in lines]
-    sums = [sum(getattr(line, name) for line in lines) for name in ("trained", "sampled", "prompt", "cached")]
+    sums = [sum(getattr(line, name) for line in lines) for name in names[4:]]
     return [*table, ("all", "", "", "", *(_cell(amount) for amount in sums))]
 
 

@@ -21,7 +21,7 @@ from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.main import app
 
 from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser
-from .conftest import ClientFactory, ask, cross_entropy, train
+from .conftest import ClientFactory, cross_entropy, train
 
 pytestmark = pytest.mark.vllm
 
@@ -147,15 +147,14 @@ def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
     assert [line for line in browser.console() if "status of 401" not in line] == []
     browser.type_key(KEY)
     row = browser.until(lambda: cells(browser, NAME))
-    assert (row["steps"], row["loss"]) == ("0", "–")
+    assert (row["steps"], row["loss"]) == ("0", ""), "no run has a loss, so there is no such column"
     browser.run("document.querySelector('td a').focus(); window.untouched = document.querySelector('tbody tr')")
 
     mine.steps(3)
     row = browser.until(lambda: (row := cells(browser, NAME)).get("steps") == "3" and row)
-    [(loss,)] = ask(
-        server, "SELECT loss_sum / loss_tokens FROM run_steps WHERE model_id = :run AND step = 3", run=mine.id
-    )
-    assert float(row["loss"]) == pytest.approx(loss, rel=1e-3)
+    assert (row["loss"], row["learning rate"]) == ("", "0.003"), "no mean of ppo's sums over advantages says anything"
+    assert float(row["ratio"]) == pytest.approx(1, abs=1e-3)
+    assert "tiny" in row["run"]
     assert abs(float(row["gap"])) < 1e-3, "the sampler has the trainer's weights"
     assert float(row["tokens/s"].replace(",", "")) > 0
     browser.until(lambda: cells(browser, NAME).get("state", "").startswith("○ idle"))
@@ -165,7 +164,8 @@ def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
     seen.append(browser.text())
 
     assert "Is anything stuck? Nothing." in browser.one("#stuck").text
-    assert all(painted(browser, "section:first-of-type td[data-name=loss] .spark")), "the loss of three steps"
+    assert f"Runs: {NAME} (idle)" in browser.one("#stuck").text
+    assert any(painted(browser, "section:first-of-type td[data-name=gap] .spark")), "the gap of three steps"
     [group] = [row for row in browser.all("section:nth-of-type(2) tbody tr") if NAME in row.text]
     assert group.find_element("css selector", "summary").text == "3"
     assert mine.id not in group.find_element("css selector", "details").text, "ids are folded"
@@ -175,10 +175,11 @@ def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
 
     follow(browser, NAME)
     drawn = browser.until(lambda: curves(browser))
-    assert len(drawn) == 5, "loss, gap, clip fraction, tokens per second, step time"
+    assert len(drawn) == 5, "gap, ratio, clip fraction, tokens per second, step time"
+    assert not browser.one("figure:first-of-type").is_displayed(), "ppo has no loss per token"
     train(mine.trainer, TEXT, 1, 1e-3)
     mine.steps(1)
-    browser.until(lambda: browser.one("figure:first-of-type .value").text.startswith("step 5: "))
+    browser.until(lambda: browser.one("figure:first-of-type .value").text == "step 5: no value")
     assert shown_value(browser, 2, LEFT) == "step 4: no value", "a step without logprobs of a sampler has no gap"
     assert shown_value(browser, 1, HOME).startswith("step 1: ")
     assert browser.one("h1").text == NAME
@@ -222,10 +223,31 @@ def test_the_key_is_kept_nowhere_unless_the_user_asks_for_it(
     assert browser.one("#key").is_displayed()
 
 
+def check_folded_rows(browser: Browser) -> None:
+    """A phone's row shows the run, its state and a curve, until the user unfolds it."""
+    row = browser.one("section:first-of-type tbody tr")
+
+    def shown() -> list[str | None]:
+        return [
+            cell.get_attribute("data-name") for cell in row.find_elements("css selector", "td") if cell.is_displayed()
+        ]
+
+    assert shown() == ["run", "state", "gap"]
+    folded = row.size["height"]
+    assert folded < 100, "a line for the name, and one for state and curve"
+    button = row.find_element("css selector", ".unfold")
+    button.click()
+    assert (button.text, button.get_attribute("aria-expanded")) == ("Less", "true")
+    assert {"steps", "ratio", "learning rate", "last activity"} <= {*shown()}
+    assert row.size["height"] > 2 * folded
+    button.click()
+    assert shown() == ["run", "state", "gap"]
+
+
 @NEEDS_CHROMIUM
 def test_every_view_fits_a_phone(server: DemoServer, connect: ClientFactory, browser: Browser) -> None:
     loop = Loop.begin(connect("tml-phone"), "fox-rl")
-    loop.steps(12 if SCREENSHOTS else 1)
+    loop.steps(12 if SCREENSHOTS else 2)
     loop.trainer.save_state("first").result()
     browser.open("about:blank")
     browser.open(f"{server.url}/ui")
@@ -241,6 +263,8 @@ def test_every_view_fits_a_phone(server: DemoServer, connect: ClientFactory, bro
         browser.has_screen(PHONE)
         browser.until(shown)
         assert width(browser) == PHONE[0], name
+        if name == "overview":
+            check_folded_rows(browser)
         browser.has_screen(DESK)
         assert width(browser) <= DESK[0], name
         if name == "overview":

@@ -2,7 +2,8 @@
 
 Changes twenty things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
 allowed; new weights empty the prefix cache (see `prefix_cache`), and samples of one prompt share the part of it behind
-its last full block (see `shared_tails`); answers tell which weights sampled which tokens (see `token_versions`);
+its last full block (see `shared_tails`); answers tell which weights sampled which tokens (see `token_versions`), and what
+each sequence found in the prefix cache (see `cached_prompts`);
 clients may do without the text of completions (see `tokens_only`); grammars of what is no chat hold from the first
 token (see `grammars`); requests whose pictures the engine has lost are repeated (see `lost_pictures`); adapters on
 lm_head work in more architectures (see `unembedding`); adapters on fused experts are read in one more architecture (see
@@ -73,6 +74,7 @@ def register() -> None:
     first_runner.score_prompts()
     second_runner.score_prompts()
     if parent is None:
+        from skyrl.inference.vllm_plugin.cached_prompts import tell_cached_prompts
         from skyrl.inference.vllm_plugin.grammars import hold_from_the_start
         from skyrl.inference.vllm_plugin.lost_pictures import repeat_requests
         from skyrl.inference.vllm_plugin.token_versions import tell_versions
@@ -80,6 +82,7 @@ def register() -> None:
 
         hold_from_the_start()
         allow_tokens_only()
+        tell_cached_prompts()
         repeat_requests()
         tell_versions(early=os.environ.get(TELL_VERSIONS_VARIABLE) == "1")
         _guard_all_endpoints()

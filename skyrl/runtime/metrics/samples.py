@@ -59,11 +59,13 @@ class SampleMetrics:
         tokens = Tallies(
             registry,
             "skyrl_sample_tokens",
-            "Tokens of samples that succeeded. `prompt` includes `prompt_cached`, the part from the prefix cache.",
+            "Tokens of samples that succeeded. `prompt` includes `prompt_cached`, the part from the prefix cache. "
+            "`prompt_computed` counts what was computed for each sequence of a sample.",
             "kind",
-            ("prompt", "prompt_cached", "sampled"),
+            ("prompt", "prompt_cached", "prompt_computed", "sampled"),
         )
         self._prompt, self._cached, self._sampled = tokens["prompt"], tokens["prompt_cached"], tokens["sampled"]
+        self._computed = tokens["prompt_computed"]
         about = "Time from a sample's record to its stored outcome, and of an OpenAI request in the server."
         self._duration = Spreads(registry, "skyrl_sample_duration_seconds", about, DURATION_BOUNDS).only
         about = "The part of a successful sample's time that was spent neither in vLLM nor waiting for its quota."
@@ -72,8 +74,10 @@ class SampleMetrics:
         if registry is not None:
             registry.register(_InFlight(self._in_flight))
 
-    def succeeded(self, prompt: int, cached: int, sampled: int) -> None:
-        """Count the tokens of a sample that vLLM has answered."""
+    def succeeded(self, prompt: int, cached: int, sampled: int, *, again: int = 0) -> None:
+        """Count the tokens of a sample that vLLM has answered. `again`: prompt tokens that were computed for several
+        sequences, all but the first time."""
+        self._computed.value += prompt - cached + again
         self._prompt.value += prompt
         self._cached.value += cached
         self._sampled.value += sampled

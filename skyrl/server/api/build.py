@@ -24,6 +24,7 @@ from skyrl.server.agents.planning import Planner, SamplingModel
 from skyrl.server.agents.turns import Turns
 from skyrl.server.api.access import Access
 from skyrl.server.api.build_model import Shared, build_model
+from skyrl.server.api.full_place import FullPlace
 from skyrl.server.api.notices import NoticeHandler
 from skyrl.server.api.readiness import EngineWatch
 from skyrl.server.api.ready_reasons import ServerReadiness
@@ -205,22 +206,24 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
     openai_models = ModelNames([_base_of(model) for model in built], checkpoints)
     agent_sessions, agent_turns = AgentSessions(database, writer), AgentTurns(database, writer)
     continuations = ModelContinuations([model.config.tokenizer_id or model.config.base_model_path for model in built])
+    session_life = SessionLife(
+        sessions,
+        samplers,
+        models,
+        base.futures,
+        sampling,
+        base.notifier.engine,
+        trains=any(model.config.modes.trains for model in built),
+        timeout_s=config.session_timeout_s,
+    )
     return Services(
         config=config,
         process_id=runtime.process_id,
         database=database,
         served=served,
         sessions=sessions,
-        session_life=SessionLife(
-            sessions,
-            samplers,
-            models,
-            base.futures,
-            sampling,
-            base.notifier.engine,
-            trains=any(model.config.modes.trains for model in built),
-            timeout_s=config.session_timeout_s,
-        ),
+        session_life=session_life,
+        full_place=FullPlace(database, sessions, session_life),
         models=models,
         samplers=samplers,
         checkpoints=checkpoints,

@@ -89,6 +89,13 @@ def check_new_model(model: Model, services: Services) -> Callable[[Connection], 
     return check
 
 
+async def free_place(model: Model, services: Services) -> None:
+    """Before a model is added, on a server for full fine-tuning: see `FullPlace.free`."""
+    config = services.served.of(model.base_model).config
+    if config.full_finetuning:
+        await services.full_place.free(model, config.role.own)
+
+
 def described(lora: LoraSpec) -> dict[str, Any]:
     """What of a model is trained, as the wire says it."""
     return {"is_lora": not lora.is_full, "lora_rank": None if lora.is_full else lora.rank}
@@ -114,6 +121,7 @@ def router(services: Services) -> Routes:
             lora=_lora_spec(body.lora_config or LoraConfig(), served),
             user_metadata=body.user_metadata,
         )
+        await free_place(model, services)
         add_row = add_model(model, body.model_seq_id, check_new_model(model, services))
         answer = await submit(services, call, Kind.CREATE_MODEL, model, 0, call.body, first=add_row)
         return with_note(answer, await services.tokenizers.note_trained(session.id, served))

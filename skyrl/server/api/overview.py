@@ -35,6 +35,8 @@ MAX_PENDING = 200
 """Kinds and models whose requests that have not ended are counted."""
 MAX_CHECKPOINTS = 100
 MAX_AGENT_SESSIONS = 100
+MAX_NAMES = 200
+"""Runs beside the newest whose names are looked up for checkpoints and usage; others are shown with their ids."""
 USAGE_DAYS = 7
 """Days of usage in the state of a tenant and of a run."""
 MAX_DAYS = 366
@@ -67,21 +69,29 @@ class Overview:
         saved, _ = await self._services.checkpoints.page(self._tenant, MAX_CHECKPOINTS, 0, Seen())
         agents, _ = await self._services.agent_sessions.page(self._tenant, MAX_AGENT_SESSIONS, 0)
         server = await self.server()
-        names = {run.id: run.name for run in found.runs}
+        names = await self._names(found, saved)
         statuses = [(run, self._services.statuses.of_run(run)) for run in found.runs]
+        stuck = await self._stuck(statuses, found.pending)
         return {
             "server": server,
-            "stuck": [asdict(one) for one in await self._stuck(statuses, found.pending)],
+            "stuck": [_stuck(one) for one in stuck if not one.is_slow],
+            "slow": [_stuck(one) for one in stuck if one.is_slow],
             "pending": _pending(found.pending),
             "runs": [_run(*each) | {"curve": _curve(found.curves.get(each[0].id, []))} for each in statuses],
-            "samplers": [
-                asdict(group) | {"name": None if group.run is None else names.get(group.run)}
-                for group in found.samplers
-            ],
+            "samplers": [asdict(group) | {"name": names.get(group.run or "")} for group in found.samplers],
             "agents": [session_line(*each) for each in agents],
-            "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved],
-            "usage": [_usage(line) for line in found.usage],
+            "checkpoints": [_checkpoint(one) | {"name": names.get(one.path.model_id)} for one in saved],
+            "usage": [_usage(line) | {"name": names.get(line.run)} for line in found.usage],
         }
+
+    async def _names(self, found: _State, saved: list[Checkpoint]) -> dict[str, str]:
+        """By id, the names of the runs that the state names."""
+        ids = {run.id: run.name for run in found.runs}
+        others = [group.run for group in found.samplers] + [one.path.model_id for one in saved]
+        others += [line.run for line in reversed(found.usage)]
+        missing = [run for run in dict.fromkeys(others) if run and run not in ids][:MAX_NAMES]
+        looked_up = await self._services.database.read_async(lambda c: rows.names_of(c, self._tenant, missing))
+        return {run: name for run, name in ids.items() if name} | looked_up
 
     async def _stuck(self, runs: list[tuple[Run, RunStatus]], pending: list[Pending]) -> list[Stuck]:
         served, readiness, now = self._services.served, self._services.readiness, time.time()
@@ -110,8 +120,8 @@ class Overview:
         return _run(run, self._services.statuses.of_run(run)) | {
             "server": await self.server(),
             "history": [_step(step) for step in steps],
-            "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved[-MAX_CHECKPOINTS:][::-1]],
-            "usage": [_usage(line) for line in usage],
+            "checkpoints": [_checkpoint(one) | {"name": run.name} for one in saved[-MAX_CHECKPOINTS:][::-1]],
+            "usage": [_usage(line) | {"name": run.name} for line in usage],
         }
 
     async def agent_session(self, session_id: str, after: int) -> dict[str, Any]:
@@ -203,6 +213,10 @@ def _run(run: Run, status: RunStatus) -> dict[str, Any]:
     }
 
 
+def _stuck(one: Stuck) -> dict[str, Any]:
+    return {"sentence": one.sentence, "since": one.since, "run": one.run}
+
+
 def _pending(pending: list[Pending]) -> dict[str, Any]:
     """How many requests have not ended, and the kind of the oldest and when it was accepted."""
     oldest = min(pending, key=lambda one: one.since, default=None)
@@ -218,7 +232,7 @@ def _curve(points: list[CurvePoint]) -> dict[str, list[float | None]]:
     return {
         "step": [point.step for point in points],
         "loss": [_short(point.loss) for point in points],
-        "tokens_per_second": [_short(point.tokens_per_second) for point in points],
+        "gap": [_short(point.gap) for point in points],
     }
 
 

@@ -11,6 +11,7 @@ from skyrl.runtime.tracing.spans import Spans
 from skyrl.server.agents.continuations import ModelContinuations
 from skyrl.server.agents.turns import Turns
 from skyrl.server.api.access import Access
+from skyrl.server.api.full_place import FullPlace
 from skyrl.server.api.ready_reasons import ServerReadiness
 from skyrl.server.api.served import Served
 from skyrl.server.api.session_life import SessionLife
@@ -50,6 +51,7 @@ class Services:
     served: Served
     sessions: Sessions
     session_life: SessionLife
+    full_place: FullPlace
     models: Models
     samplers: Samplers
     checkpoints: Checkpoints

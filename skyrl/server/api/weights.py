@@ -20,7 +20,7 @@ from skyrl.base.wire.requests import (
     WeightsInfoRequest,
 )
 from skyrl.server.api.call import Call
-from skyrl.server.api.models import check_new_model, check_optimizer, described
+from skyrl.server.api.models import check_new_model, check_optimizer, described, free_place
 from skyrl.server.api.reply import reply
 from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
@@ -118,6 +118,7 @@ def router(services: Services) -> Routes:
             user_metadata=new_model.user_metadata,
         )
         check_mode(saved, served)
+        await free_place(model, services)
         add_row = add_model(model, new_model.model_seq_id, check_new_model(model, services))
         return await submit(services, call, Kind.LOAD_WEIGHTS, model, 0, command, first=add_row)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from skyrl.base.types.activity import EngineActivity
+from skyrl.base.types.activity import EngineActivity, WaitsFor
 from skyrl.server.request_status.commands import of_model
 from skyrl.server.request_status.status import RequestStatus, counted, duration
 from skyrl.storage.db.runs import Run
@@ -15,10 +15,10 @@ IDLE_S = 5.0
 SILENT_S = 30.0
 """A client sends a heartbeat every ten seconds or so. One that sent none for this long is called silent."""
 
-RunState = Literal["working", "waiting", "over quota", "idle", "silent", "ended", "failed"]
+RunState = Literal["working", "waiting", "over quota", "idle", "finished or gone", "ended", "failed"]
 """working: a command or a sample of the run is being worked on. waiting, over quota: a command of the run waits for the
-server, or for tokens of the tenant's quota. idle: nothing is asked of the server. silent: the client sends no
-heartbeats."""
+server, or for tokens of the tenant's quota. idle: nothing is asked of the server. finished or gone: the same, and the
+client is silent. A script that ends without closing its session looks like a client that was killed."""
 _STATES: dict[str, RunState] = {
     "active": "working",
     "paused_capacity": "waiting",
@@ -44,9 +44,10 @@ def of_run(
     if not run.is_living:
         return RunStatus("ended", f"the client sent its last command {duration(now - run.last_request_at)} ago")
     silent_s = now - run.heartbeat_at
-    if silent_s > SILENT_S:
+    if silent_s > SILENT_S and not _is_asked_for(run, activity):
         left = duration(max(0.0, session_timeout_s - silent_s))
-        return RunStatus("silent", f"the client was last heard of {duration(silent_s)} ago; its session ends in {left}")
+        sentence = f"the client was last heard of {duration(silent_s)} ago, and waits for nothing"
+        return RunStatus("finished or gone", f"{sentence}; its session ends in {left}")
     if trouble is not None:
         return RunStatus(_STATES[trouble.state], trouble.sentence)
     if run.id in activity.models:
@@ -58,3 +59,10 @@ def of_run(
     if idle_s < IDLE_S:
         return RunStatus("working", f"the client sent a command {duration(idle_s)} ago")
     return RunStatus("idle", f"the client sent its last command {duration(idle_s)} ago")
+
+
+def _is_asked_for(run: Run, activity: EngineActivity) -> bool:
+    """Whether anything of the run can still be computed. Commands that wait for one that a silent client has not sent
+    cannot."""
+    model = activity.models.get(run.id)
+    return run.samples_in_flight > 0 or (model is not None and model.waits_for is not WaitsFor.GAP)

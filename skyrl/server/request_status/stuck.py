@@ -1,4 +1,5 @@
-"""Whether anything of a tenant is stuck: what stands still on the server, and the requests that last too long."""
+"""Whether anything of a tenant is stuck: what stands still on the server, and requests that wait for nothing that will
+come. What only takes long is said apart: it is computed, or its turn comes."""
 
 from __future__ import annotations
 
@@ -12,21 +13,26 @@ from skyrl.server.request_status.status import counted
 from skyrl.storage.db.runs import Pending, Run
 
 LONG_S = 300.0
-"""A request that runs, or waits for the same thing, for longer than this is called stuck."""
+"""A request that runs, or waits for the same thing, for longer than this is called slow. One that the engine does not
+know for so long is called stuck."""
 GAP_S = 30.0
-"""The same for commands that wait for one that the client has not sent."""
+"""Commands that wait for one that the client has not sent are stuck after this time."""
 _SAMPLES = (Kind.EXTERNAL, Kind.SAMPLE)
+_STANDS = {WaitsFor.STORE: 0.0, WaitsFor.MEMORY: 0.0, WaitsFor.GAP: GAP_S}
+"""What a command may wait for only so long, in seconds: it comes only if somebody does something about it."""
 _STANDS_STILL = {"training": "nothing can be trained now", "sampling": "nothing can be sampled now"}
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
     """`sentence` is as that of a status. `run` is the id of the run that it is about; None if it is about more.
-    `since` is in seconds since the epoch; None if that is unknown, or said in the sentence."""
+    `since` is in seconds since the epoch; None if that is unknown, or said in the sentence. `is_slow`: it takes long,
+    and nothing says that it stands still."""
 
     sentence: str
     since: float | None = None
     run: str | None = None
+    is_slow: bool = False
 
 
 def stuck(
@@ -36,16 +42,17 @@ def stuck(
     activity: EngineActivity,
     now: float,
 ) -> list[Stuck]:
-    """What is stuck. `reasons` are those of `/readyz`; where a part of the server stands still, its requests are not
-    named one by one. `now` is in seconds since the epoch."""
+    """What is stuck or slow. `reasons` are those of `/readyz`; where a part of the server stands still, its requests
+    are not named one by one. `now` is in seconds since the epoch."""
     parts = {reason.partition(":")[0] for reason in reasons}
     found = [_part(reason, activity) for reason in reasons]
     for run, status in runs:
-        if status.state == "silent":
-            found.append(Stuck(status.sentence, run=run.id))
-        elif run.is_living and "training" not in parts and (model := _stuck_model(run.id, activity, now)) is not None:
+        if not run.is_living or status.state == "finished or gone" or "training" in parts:
+            continue
+        if (model := _stuck_model(run.id, activity, now)) is not None:
             waits = model.waits_for is not WaitsFor.NOTHING  # a sentence about a command that runs says when it began
-            found.append(Stuck(status.sentence, model.since if waits else None, run.id))
+            is_slow = model.waits_for not in _STANDS
+            found.append(Stuck(status.sentence, model.since if waits else None, run.id, is_slow))
     if "training" not in parts:
         found += _not_begun(runs, pending, activity, now)
     if "sampling" not in parts:
@@ -69,8 +76,8 @@ def stuck_of_all(
     pending: Sequence[Pending],
     now: float,
 ) -> list[Stuck]:
-    """What is stuck on a server with several base models: what stands still is named for each of them. `number_of` is
-    the place in `models` of a base model's name in a row."""
+    """What is stuck or slow on a server with several base models: what stands still is named for each of them.
+    `number_of` is the place in `models` of a base model's name in a row."""
     of_runs = {run.id: number_of(run.base_model) for run, _ in runs}
     of_pending = [
         of_runs.get(one.model_id or "") if one.base_model is None else number_of(one.base_model) for one in pending
@@ -95,21 +102,14 @@ def _stuck_model(model_id: str, activity: EngineActivity, now: float) -> ModelAc
     """The model's activity if its next command waits or runs for too long."""
     if (model := activity.models.get(model_id)) is None:
         return None
-    match model.waits_for:
-        case WaitsFor.STORE | WaitsFor.MEMORY:
-            allowed_s = 0.0
-        case WaitsFor.GAP:
-            allowed_s = GAP_S
-        case _:
-            allowed_s = LONG_S
-    return model if now - model.since > allowed_s else None
+    return model if now - model.since > _STANDS.get(model.waits_for, LONG_S) else None
 
 
 def _not_begun(
     runs: Sequence[tuple[Run, RunStatus]], pending: Sequence[Pending], activity: EngineActivity, now: float
 ) -> list[Stuck]:
     """Old commands of models of which the engine says nothing."""
-    living = {run.id for run, status in runs if run.is_living and status.state != "silent"}
+    living = {run.id for run, status in runs if run.is_living and status.state != "finished or gone"}
     return [
         Stuck(f"{one.kind.lower()} has not begun", one.since, one.model_id)
         for one in pending
@@ -123,4 +123,4 @@ def _samples(pending: Sequence[Pending], now: float) -> list[Stuck]:
         return []
     number = sum(one.number for one in samples)
     whose = "the oldest of " if number > 1 else ""
-    return [Stuck(f"{whose}{counted(number, 'sample')} in flight has no result yet", since)]
+    return [Stuck(f"{whose}{counted(number, 'sample')} in flight has no result yet", since, is_slow=True)]

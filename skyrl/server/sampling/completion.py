@@ -40,7 +40,9 @@ class SampleAnswer(msgspec.Struct):
     """A decoded answer: `body` is the encoded SampleResponse.
 
     `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
-    came from the prefix cache, 0 if the server does not report it. `sampled_tokens` is the sum over all sequences.
+    came from the prefix cache, 0 if the server does not report it. `computed_again` are prompt tokens that were
+    computed for several sequences: all but the first time, 0 if the server does not report it. `sampled_tokens` is the
+    sum over all sequences.
     `upstream_s` is how long the server had the request, in seconds; the client sets it. `changed_weights`: the weights
     changed while a sequence was sampled. `server` is the replica that a router has named, see `FairOrder.leave`.
     """
@@ -52,6 +54,7 @@ class SampleAnswer(msgspec.Struct):
     upstream_s: float = 0.0
     changed_weights: bool = False
     server: str | None = None
+    computed_again: int = 0
 
 
 class AbortedAnswer(Exception):
@@ -75,6 +78,9 @@ class Choice(Protocol):
     """Undecoded rows. As objects, all rows together would take several times the memory of the body."""
     weight_versions: msgspec.Raw
     """Read only where servers change their weights."""
+    cached_prompt_tokens: int | None
+    """Of several sequences, those that this one found in the prefix cache. Servers without skyrl's plugin do not tell
+    it."""
 
     def sampled_logprobs(self) -> list[float | None] | None:
         """One for each token; None if the answer has no logprobs."""
@@ -93,6 +99,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None
     weight_versions: msgspec.Raw = NOT_TOLD
+    cached_prompt_tokens: int | None = None
 
     def sampled_logprobs(self) -> list[float | None] | None:
         return None if self.logprobs is None else self.logprobs.token_logprobs
@@ -223,7 +230,15 @@ def _encode(choices: Sequence[Choice], usage: Usage | None, job: SampleJob, zero
         cached_tokens=result.cached_tokens,
         sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
         changed_weights=any(len(sequence.weight_versions or ()) > 1 for sequence in sequences),
+        computed_again=_computed_again(choices, len(job.prompt), result.cached_tokens),
     )
+
+
+def _computed_again(choices: Sequence[Choice], prompt: int, cached: int) -> int:
+    """`SampleAnswer.computed_again` of a prompt of so many tokens, of which `cached` were found in the cache."""
+    found = [choice.cached_prompt_tokens for choice in choices]
+    computed = sum(prompt - each for each in found if each is not None)
+    return max(0, computed - (prompt - cached)) if None not in found else 0
 
 
 def _sequence(choice: Choice, job: SampleJob, zero_fill: bool) -> SampledSequence:

@@ -103,7 +103,8 @@ class ForwardedSamples:
             answer = await self._sample(self._client, job, sampler.tenant)
             outcome = Outcome(answer.body, "proto:sample")
             self._usage.count(usage_of(answer, sampler))
-            self._metrics.succeeded(answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens)
+            used = answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens
+            self._metrics.succeeded(*used, again=answer.computed_again)
             if answer.changed_weights:
                 self._client.counts["changed_weights"] += 1
                 logger.info("request %s was sampled by several versions of the weights", job.request_id)

@@ -50,6 +50,8 @@ class _Choice(msgspec.Struct):
     prompt_logprobs: list[msgspec.Raw] | None = None
     """Not in the choice: the answer has them once."""
     weight_versions: msgspec.Raw = NOT_TOLD
+    cached_prompt_tokens: int | None = None
+    """Not told by this route."""
 
     @property
     def _content(self) -> list[_Sampled] | None:

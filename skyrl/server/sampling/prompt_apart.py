@@ -37,6 +37,11 @@ def sequences_part(job: SampleJob) -> SampleJob:
 
 def joined(sequences: SampleAnswer, prompt: SampleAnswer) -> SampleAnswer:
     """The answer to the whole job. The prompt counts once, with the cached tokens of the first request. The second
-    request finds the prompt in the cache only because of the first, so its cached tokens do not count."""
+    request finds the prompt in the cache only because of the first, so its cached tokens do not count; what it has
+    computed nevertheless was computed again. A server that has found nothing may be one that does not report it."""
+    again = sequences.computed_again
+    if sequences.cached_tokens:
+        again += sequences.prompt_tokens - sequences.cached_tokens
     body, upstream_s = add_prompt(sequences.body, prompt.body), sequences.upstream_s + prompt.upstream_s
-    return replace(sequences, body=body, cached_tokens=prompt.cached_tokens, upstream_s=upstream_s)
+    cached = prompt.cached_tokens
+    return replace(sequences, body=body, cached_tokens=cached, upstream_s=upstream_s, computed_again=again)

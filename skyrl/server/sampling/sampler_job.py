@@ -70,4 +70,5 @@ def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:
         prompt=answer.prompt_tokens,
         cached=answer.cached_tokens,
         sampled=answer.sampled_tokens,
+        again=answer.computed_again,
     )

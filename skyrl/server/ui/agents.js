@@ -52,7 +52,7 @@ export function agentTable() {
     column("session", (session) => ({ text: session.name || session.session_id, href: agentHref(session.session_id), more: session.name && session.session_id }),
       { part: linkPart }),
     column("model", (session) => session.model),
-    column("state", agentState, { part: statePart }),
+    column("state", agentState, { part: statePart, kept: true }),
     column("turns", (session) => count(session.turns), numeric),
     column("tokens sampled", (session) => count(session.sampled), numeric),
     column("forks", (session) => count(session.forks), numeric),

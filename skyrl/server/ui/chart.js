@@ -5,15 +5,25 @@ import { count, number } from "./words.js";
 
 const { uPlot } = globalThis;
 const HEIGHT = 150;
-const SMALL = { width: 120, height: 26 };
+const LEAST_PART = 1e-3; // of the largest value of an axis: the least range that it shows
+const SMALL = { width: 80, height: 26 };
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6];
 const plots = new Set();
 
 /** A colour of the style sheet, as it is when something is drawn. */
 const colour = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+/** The range of an axis: at least so large that its numbers differ in four digits, as ratios of almost 1 do not. uPlot
+ * fails where values differ by less than some 1e-7 of themselves. */
+function range(_, low, high) {
+  if (low === null) return [null, null];
+  if (low === 0 && high === 0) return [0, 1];
+  const least = LEAST_PART * Math.max(Math.abs(low), Math.abs(high));
+  return high - low < least ? [low - least, high + least] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function plot(box, options, data) {
-  const made = new uPlot({ legend: { show: false }, ...options, scales: { x: { time: false } } }, data, box);
+  const made = new uPlot({ legend: { show: false }, ...options, scales: { x: { time: false }, y: { range } } }, data, box);
   plots.add(made);
   return made;
 }
@@ -82,8 +92,10 @@ export class Chart {
     new ResizeObserver(() => this.#draw()).observe(this.#box);
   }
 
+  /** A chart is not there while no step has a value for it. */
   update(steps) {
     this.#steps = [...steps];
+    this.element.hidden = steps.length > 0 && steps.every((step) => this.#valueOf(step) === null);
     if (this.#cursor !== null && this.#cursor >= steps.length) this.#cursor = null;
     this.#say();
     this.#plot?.setData(this.#data());

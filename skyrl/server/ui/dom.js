@@ -61,7 +61,7 @@ export function tickTimes() {
 }
 
 const SYMBOLS = {
-  working: "●", waiting: "◆", "over quota": "◆", idle: "○", silent: "▲", ended: "■", failed: "✖",
+  working: "●", waiting: "◆", "over quota": "◆", idle: "○", "finished or gone": "▲", ended: "■", failed: "✖",
   ready: "●", open: "●", degraded: "◆", "not ready": "▲",
 };
 

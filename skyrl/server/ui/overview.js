@@ -10,25 +10,33 @@ import { Table, column } from "./table.js";
 import { bytes, count, number, runHref } from "./words.js";
 
 const numeric = { numeric: true };
+const maybe = { numeric: true, optional: true };
+const kept = { kept: true };
 const time = { part: timePart };
 
 /** A column of runs: the value of the last step, and its curve. */
-function withCurve(name, key = name) {
+function withCurve(name, key) {
   const value = (run) =>
     ({ text: number(run.last_step?.[key]), name, steps: run.curve.step, values: run.curve[key] });
-  return column(name, value, { part: curvePart, numeric: true });
+  return column(name, value, { part: curvePart, kept: true, ...maybe });
+}
+
+/** A column of runs: a number of the last step. */
+function ofLastStep(name, key) {
+  return column(name, (run) => number(run.last_step?.[key]), maybe);
 }
 
 const RUN_COLUMNS = [
-  column("run", (run) => ({ text: run.name ?? run.id, href: runHref(run.id), more: beside(run.name && run.id, run.of) }),
+  column("run", (run) => ({ text: run.name ?? run.id, href: runHref(run.id), more: beside(run.name && run.id, run.base_model) }),
     { part: linkPart }),
-  column("state", (run) => run, { part: statePart }),
+  column("state", (run) => run, { part: statePart, kept: true }),
   column("steps", (run) => count(run.steps), numeric),
-  withCurve("loss"),
-  column("gap", (run) => number(run.last_step?.gap), numeric),
-  column("clip fraction", (run) => number(run.last_step?.clip_fraction), numeric),
-  withCurve("tokens/s", "tokens_per_second"),
-  column("samples in flight", (run) => count(run.samples_in_flight), numeric),
+  withCurve("loss", "loss"),
+  withCurve("gap", "gap"),
+  ofLastStep("ratio", "ratio"),
+  ofLastStep("clip fraction", "clip_fraction"),
+  ofLastStep("learning rate", "learning_rate"),
+  ofLastStep("tokens/s", "tokens_per_second"),
   column("last activity", (run) => run.last_request_at, time),
 ];
 
@@ -37,7 +45,7 @@ const SAMPLER_COLUMNS = [
     ? { text: group.base_model, href: "#/", more: "the base model" }
     : { text: group.name ?? group.run, href: runHref(group.run), more: beside(group.name && group.run, group.of) },
   { part: linkPart }),
-  column("samplers", (group) => group, { part: samplersPart }),
+  column("samplers", (group) => group, { part: samplersPart, kept: true }),
   column("samples in flight", (group) => count(group.in_flight), numeric),
   column("last sample", (group) => group.last_used_at, time),
   column("newest", (group) => group.newest_at, time),
@@ -68,20 +76,26 @@ function weightsOf({ model_path: path, weights }) {
 }
 
 const CHECKPOINT_COLUMNS = [
-  column("checkpoint", (saved) => saved.path),
+  column("checkpoint", (saved) => ({ text: nameOfCheckpoint(saved), href: runHref(saved.run), more: saved.path }),
+    { part: linkPart }),
   column("size", (saved) => bytes(saved.size_bytes), numeric),
   column("published", (saved) => (saved.public ? "yes" : "no")),
-  column("created", (saved) => saved.created_at, time),
-  column("expires", (saved) => saved.expires_at, time),
+  column("created", (saved) => saved.created_at, { part: timePart, kept: true }),
+  column("expires", (saved) => saved.expires_at, { part: timePart, optional: true }),
 ];
+
+/** `run/kind/name`. */
+function nameOfCheckpoint({ path, name, run, kind }) {
+  return [name ?? run, kind, path.split("/").at(-1)].join("/");
+}
 
 const USAGE_COLUMNS = [
   column("day (UTC)", (line) => line.day),
-  column("run", (line) => beside(line.run || "base model", line.of)),
+  column("run", (line) => beside(line.name || line.run || "base model", line.of), kept),
   column("trained", (line) => count(line.trained), numeric),
   column("sampled", (line) => count(line.sampled), numeric),
-  column("prompt", (line) => count(line.prompt), numeric),
-  column("prompt, cached", (line) => count(line.cached), numeric),
+  column("prompt, asked for", (line) => count(line.prompt + line.cached), numeric),
+  column("prompt, computed", (line) => count(line.computed), numeric),
 ];
 
 export function checkpointTable() {

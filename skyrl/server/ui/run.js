@@ -9,8 +9,9 @@ import { count, number } from "./words.js";
 const MAX_STEPS = 4000; // the server keeps about 2,000 steps of a run; with twice as many here, all are asked for anew
 
 const CURVES = [
-  ["Loss per token", (step) => step.loss],
+  ["Loss per trained token (nats)", (step) => step.loss],
   ["Gap, trainer to sampler (nats)", (step) => step.gap],
+  ["Ratio, trainer to sampler", (step) => step.ratio],
   ["Clip fraction", (step) => step.clip_fraction],
   ["Trained tokens per second", (step) => step.tokens_per_second],
   ["Step time (s)", (step) => step.busy_s],
@@ -29,7 +30,7 @@ export class RunView {
     column("LoRA rank", (run) => run.lora_rank ? count(run.lora_rank) : "whole model"),
     column("session", (run) => run.session_id),
     column("steps", (run) => count(run.steps)),
-    column("loss", (run) => number(run.last_step?.loss)),
+    column("learning rate", (run) => number(run.last_step?.learning_rate)),
     column("samples in flight", (run) => count(run.samples_in_flight)),
     column("last activity", (run) => run.last_request_at, { part: timePart }),
     column("created", (run) => run.created_at, { part: timePart }),

@@ -8,7 +8,7 @@ export function setServerDate(date) {
   if (!Number.isNaN(at)) skewMs = at - Date.now();
 }
 
-const NONE = "–";
+export const NONE = "–";
 
 /** A measured value with four digits. */
 export function number(value) {

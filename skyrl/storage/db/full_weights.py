@@ -10,17 +10,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from sqlalchemy import Connection, Text, cast, select, update
+from sqlalchemy import Connection, Text, cast, exists, select, update
 
 from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.scopes import in_scope
+from skyrl.storage.db.sessions import sessions
+from skyrl.storage.db.tables.requests import FutureRow
 from skyrl.storage.db.tables.sessions import SamplingSessionRow
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
+_futures = FutureRow.__table__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The model that has full weights now. `heartbeat_at` is its session's last one, in seconds since the epoch.
+    `is_asked`: requests of its session have not ended."""
+
+    model_id: str
+    tenant: str
+    session_id: str
+    session_is_active: bool
+    heartbeat_at: float
+    is_asked: bool
 
 
 class WeightsReplaced(NotFound):
@@ -59,17 +76,29 @@ def replaced_sentence(weights: WeightsRef, now: BaseWeights | FullWeights) -> st
     )
 
 
+def holder(connection: Connection, model_id: str, scope: Scope = EVERYTHING) -> Holder | None:
+    """The model that has full weights now, if it is another one than `model_id`."""
+    is_asked = exists().where(_futures.c.session_id == models.c.session_id, _futures.c.status == "pending")
+    query = (
+        select(models.c.id, models.c.tenant, models.c.session_id, sessions.c.status, sessions.c.heartbeat_at, is_asked)
+        .join(sessions, sessions.c.id == models.c.session_id)
+        .where(models.c.status.in_(LIVING), models.c.id != model_id, in_scope(models.c.base_model, scope))
+    )
+    row = connection.execute(query).first()
+    if row is None:
+        return None
+    found, tenant, session, status, heartbeat_at, asked = row
+    return Holder(found, tenant, session, status == "active", heartbeat_at, bool(asked))
+
+
 def check_place(model_id: str, tenant: str, scope: Scope = EVERYTHING) -> Callable[[Connection], None]:
     """The check before a model is added. Raises RequestError while another model of the base model lives."""
 
     def check(connection: Connection) -> None:
-        query = select(models.c.id, models.c.tenant).where(
-            models.c.status.in_(LIVING), models.c.id != model_id, in_scope(models.c.base_model, scope)
-        )
-        other = connection.execute(query).first()
+        other = holder(connection, model_id, scope)
         if other is None:
             return
-        whose = f"your model {other.id!r} is" if other.tenant == tenant else "another tenant's model is"
+        whose = f"your model {other.model_id!r} is" if other.tenant == tenant else "another tenant's model is"
         raise RequestError(
             f"0 trains a whole model, this server trains one at a time, and {whose} being trained now: it is the next "
             "model's turn when that model is unloaded, or its session ends",

@@ -1,4 +1,5 @@
-"""The history of each run, step by step: loss, trainer/sampler gap, tokens and time. Kept after the results are gone.
+"""The history of each run, step by step: loss, trainer/sampler gap, learning rate, tokens and time. It outlives the
+results.
 
 The passes of a step and its end are added in the transactions that store their outcomes, so that each counts once,
 also through restarts. A run keeps at most MAX_STEPS steps: when it is full, every second step is deleted, so that old
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from sqlalchemy import Connection, bindparam, delete, func, select, text, update
@@ -34,18 +35,21 @@ FORGET_STEPS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums over forward_backward passes. `tokens` are all tokens of their data. The loss is a sum over `loss_tokens`,
-    the gap one over `gap_tokens` (of the passes with logprobs of the sampler), both as the trainer's metrics count
-    them; so are the clipped tokens. The gap is `kl:mean` times tokens, in nats."""
+    """Sums over forward_backward passes. `tokens` are all tokens of their data. `loss_weight` is the sum of the weights
+    of the passes whose loss is in `loss_sum`: those with weights (of cross_entropy), none of them negative. The gap is
+    a sum over `gap_tokens` (of the passes with logprobs of the sampler), as the trainer's metrics count them; so are
+    the clipped tokens and the ratio. The gap is `kl:mean` times tokens, in nats."""
 
     passes: int = 0
     tokens: int = 0
     loss_sum: float = 0.0
-    loss_tokens: int = 0
+    loss_weight: float = 0.0
     gap_sum: float = 0.0
     gap_tokens: int = 0
     clipped_sum: float = 0.0
     clipped_tokens: int = 0
+    ratio_sum: float = 0.0
+    ratio_tokens: int = 0
 
     @classmethod
     def of_pass(cls, tokens: int, metrics: Mapping[str, float]) -> Self:
@@ -63,9 +67,10 @@ class StepSums:
         return cls(
             1,
             tokens,
-            *summed(metrics.get("loss:sum", 0.0)),
+            *_weighted(metrics),
             *summed(mean("kl:mean")),
             *summed(mean("clip_fraction:mean")),
+            *summed(mean("ratio:mean")),
         )
 
     def __add__(self, other: Self) -> StepSums:
@@ -73,7 +78,14 @@ class StepSums:
         return StepSums(**{name: mine[name] + theirs[name] for name in mine})
 
 
-_SUMS = ("passes", "tokens", "loss_sum", "loss_tokens", "gap_sum", "gap_tokens", "clipped_sum", "clipped_tokens")
+def _weighted(metrics: Mapping[str, float]) -> tuple[float, float]:
+    """The loss of a pass and the sum of its weights; of a pass that has no weight, or only 0, neither. The losses of
+    other passes are sums over advantages, of which no mean says anything."""
+    loss, weights = metrics.get("loss:sum", 0.0), metrics.get("weights:sum", 0.0)
+    return (loss, weights) if abs(loss) <= MAX_SUM and 0 < weights <= MAX_SUM else (0.0, 0.0)
+
+
+_SUMS = tuple(field.name for field in fields(StepSums))
 _ADD = text(
     f"INSERT INTO run_steps (model_id, step, updated_at, ended_at, busy_s, {', '.join(_SUMS)}) "
     f"SELECT id, steps + 1, :at, NULL, :busy_s, {', '.join(':' + name for name in _SUMS)} "
@@ -97,8 +109,9 @@ def add_passes(connection: Connection, trained: Mapping[str, StepSums], busy_s: 
         connection.execute(_ADD, rows)
 
 
-def end_step(model_id: str, busy_s: float) -> Change:
-    """A change that ends the open step of a model with an optimizer step, which took `busy_s`."""
+def end_step(model_id: str, busy_s: float, learning_rate: float | None = None) -> Change:
+    """A change that ends the open step of a model with an optimizer step, which took `busy_s`. `learning_rate` is None
+    if the step had no gradient."""
 
     def change(connection: Connection) -> None:
         now = time.time()
@@ -107,7 +120,7 @@ def end_step(model_id: str, busy_s: float) -> Change:
             update(_models).where(_models.c.id == model_id).values(steps=_models.c.steps + 1).returning(_models.c.steps)
         ).scalar_one()
         ended = (steps.c.model_id == model_id) & (steps.c.step == number)
-        connection.execute(update(steps).where(ended).values(ended_at=now))
+        connection.execute(update(steps).where(ended).values(ended_at=now, learning_rate=learning_rate))
         if number % CHECK_EVERY == 0:
             _halve_if_full(connection, model_id)
 
@@ -138,8 +151,9 @@ def forget(connection: Connection, before: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step that has ended. `loss` is the mean per token, `gap` the mean of `kl:mean` in nats, `clip_fraction` the
-    part of clipped tokens; None where no pass had such a number. `busy_s` is the trainer's time for the step."""
+    """One step that has ended. `loss` is the mean per weight: sum(weight * -logprob) / sum(weight). `gap` is the mean
+    of `kl:mean` in nats, `ratio` that of `ratio:mean`, `clip_fraction` the part of clipped tokens. Each is None where
+    no pass had such a number. `busy_s` is the trainer's time for the step."""
 
     step: int
     ended_at: float
@@ -147,6 +161,8 @@ class Step:
     loss: float | None
     gap: float | None
     clip_fraction: float | None
+    ratio: float | None
+    learning_rate: float | None
     busy_s: float
 
     @classmethod
@@ -155,14 +171,16 @@ class Step:
             row.step,
             row.ended_at,
             row.tokens,
-            _mean(row.loss_sum, row.loss_tokens),
+            _mean(row.loss_sum, row.loss_weight),
             _mean(row.gap_sum, row.gap_tokens),
             _mean(row.clipped_sum, row.clipped_tokens),
+            _mean(row.ratio_sum, row.ratio_tokens),
+            row.learning_rate,
             row.busy_s,
         )
 
 
-def _mean(total: float, count: int) -> float | None:
+def _mean(total: float, count: float) -> float | None:
     return total / count if count else None
 
 
@@ -185,8 +203,8 @@ def last_steps(connection: Connection, model_ids: list[str]) -> dict[str, Step]:
 CURVE_POINTS = 40
 """The most points of a curve."""
 _CURVES = text(
-    "SELECT model_id, MAX(step) AS step, SUM(loss_sum) AS loss_sum, SUM(loss_tokens) AS loss_tokens, "
-    "SUM(tokens) AS tokens, SUM(busy_s) AS busy_s "
+    "SELECT model_id, MAX(step) AS step, SUM(loss_sum) AS loss_sum, SUM(loss_weight) AS loss_weight, "
+    "SUM(gap_sum) AS gap_sum, SUM(gap_tokens) AS gap_tokens "
     "FROM run_steps JOIN models ON models.id = model_id WHERE model_id IN :models AND ended_at IS NOT NULL "
     f"GROUP BY model_id, (step - 1) / ((models.steps - 1) / {CURVE_POINTS} + 1) ORDER BY model_id, step"
 ).bindparams(bindparam("models", expanding=True))
@@ -198,15 +216,15 @@ class CurvePoint:
 
     step: int
     loss: float | None
-    tokens_per_second: float | None
+    gap: float | None
 
 
 def _curves(connection: Connection, model_ids: Sequence[str]) -> dict[str, list[CurvePoint]]:
     """By model id, its whole history in at most CURVE_POINTS points. A model without a step has none."""
     found: dict[str, list[CurvePoint]] = {}
     for row in connection.execute(_CURVES, {"models": [*model_ids]}) if model_ids else ():
-        rate = float(row.tokens) / row.busy_s if row.busy_s > 0 and row.tokens else None
-        point = CurvePoint(row.step, _mean(row.loss_sum, int(row.loss_tokens)), rate)
+        loss, gap = _mean(row.loss_sum, row.loss_weight), _mean(row.gap_sum, int(row.gap_tokens))
+        point = CurvePoint(row.step, loss, gap)
         found.setdefault(row.model_id, []).append(point)
     return found
 

@@ -6,7 +6,7 @@ nothing of another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,8 @@ class Pending:
     base_model: str | None = None
 
 
+DOWNLOAD = "tinker checkpoint download"
+"""The SDK's command line loads a checkpoint into a model with this `created_by`, and exports it. That is no run."""
 NEWEST = 10
 """The most samplers of a group that are listed."""
 _MODEL = func.rtrim(type_coerce(samplers.c.weights, String), "0123456789")
@@ -106,8 +108,21 @@ _RUN = (
 
 
 def runs_of(connection: Connection, tenant: str, limit: int) -> list[Run]:
-    """The tenant's runs with the newest requests."""
-    return _runs(connection, connection.execute(_RUN.where(models.c.tenant == tenant).limit(limit)).all(), tenant)
+    """The tenant's runs with the newest requests, without models that a download makes."""
+    is_run = func.coalesce(models.c.user_metadata["created_by"].as_string(), "") != DOWNLOAD
+    query = _RUN.where(models.c.tenant == tenant, is_run).limit(limit)
+    return _runs(connection, connection.execute(query).all(), tenant)
+
+
+def names_of(connection: Connection, tenant: str, ids: Collection[str]) -> dict[str, str]:
+    """By id, the names of those of these models of the tenant that have one."""
+    query = (
+        select(models.c.id, models.c.user_metadata, sessions.c.display_name)
+        .join(sessions, sessions.c.id == models.c.session_id)
+        .where(models.c.tenant == tenant, models.c.id.in_(ids))
+    )
+    found = {row.id: _name(row) for row in connection.execute(query)} if ids else {}
+    return {model: name for model, name in found.items() if name}
 
 
 def run_of(connection: Connection, model_id: str, tenant: str) -> Run | None:

@@ -42,6 +42,9 @@ class UsageKind(StrEnum):
     TRAINING = "training"
     PREFILL = "sampling_prefill"
     PREFILL_CACHED = "sampling_prefill_cached"
+    PREFILL_AGAIN = "sampling_prefill_again"
+    """Prompt tokens that were computed again for further sequences of a sample. Not in billing, which counts a prompt
+    once."""
     SAMPLE = "sampling_sample"
     CHECKPOINT = "checkpoint"
     STORAGE = "storage"
@@ -97,22 +100,35 @@ def count_checkpoint(connection: Connection, tenant: str, session_id: str, model
 
 
 def sample_amounts(
-    tenant: str, session_id: str, base_model: str, weights: WeightsRef, *, prompt: int, cached: int, sampled: int
+    tenant: str,
+    session_id: str,
+    base_model: str,
+    weights: WeightsRef,
+    *,
+    prompt: int,
+    cached: int,
+    sampled: int,
+    again: int = 0,
 ) -> dict[UsageKey, int]:
-    """The amounts of one sample request from these weights. `prompt`, `cached` (the cached part of the prompt) and
-    `sampled` (in all sequences) are numbers of tokens."""
+    """The amounts of one sample request from these weights. `prompt`, `cached` (the cached part of the prompt),
+    `sampled` (in all sequences) and `again` (of the prompt, for further sequences) are numbers of tokens."""
     model_id = weights.model_id if isinstance(weights, AdapterVersion | FullWeights) else ""
-    prefill, prefill_cached, sample = _sample_keys(tenant, bucket_of(time.time()), session_id, model_id, base_model)
-    return {prefill: prompt - cached, prefill_cached: cached, sample: sampled}
+    keys = _sample_keys(tenant, bucket_of(time.time()), session_id, model_id, base_model)
+    return dict(zip(keys, (prompt - cached, cached, again, sampled), strict=True))
 
 
 @lru_cache(maxsize=1024)
 def _sample_keys(
     tenant: str, bucket: int, session_id: str, model_id: str, base_model: str
-) -> tuple[UsageKey, UsageKey, UsageKey]:
+) -> tuple[UsageKey, UsageKey, UsageKey, UsageKey]:
     """Kept, because the samples of a sampling session have the same keys for an hour."""
     prefill = UsageKey(tenant, bucket, session_id, model_id, base_model, UsageKind.PREFILL)
-    return prefill, prefill._replace(kind=UsageKind.PREFILL_CACHED), prefill._replace(kind=UsageKind.SAMPLE)
+    return (
+        prefill,
+        prefill._replace(kind=UsageKind.PREFILL_CACHED),
+        prefill._replace(kind=UsageKind.PREFILL_AGAIN),
+        prefill._replace(kind=UsageKind.SAMPLE),
+    )
 
 
 def meter_storage(connection: Connection, now: float) -> None:
@@ -234,11 +250,12 @@ class Usage:
         self, tenant: str, start: datetime, end: datetime
     ) -> tuple[list[UsedAmount], dict[str, UsingSession]]:
         """The sums of the hours in [start, end), and their sessions by id. The sums are in the order of the hours, and
-        within an hour the largest first."""
+        within an hour the largest first. Without PREFILL_AGAIN: Tinker counts no such thing."""
         wanted = (
             usage.c.tenant == tenant,
             usage.c.bucket >= int(start.astimezone(UTC).timestamp()),
             usage.c.bucket < int(end.astimezone(UTC).timestamp()),
+            usage.c.kind != UsageKind.PREFILL_AGAIN,
         )
         amount = func.sum(usage.c.amount).label("amount")
         key = (usage.c.bucket, usage.c.session_id, usage.c.base_model, usage.c.kind)

@@ -10,14 +10,21 @@ from sqlalchemy import Connection, func, select
 from skyrl.storage.db.usage import UsageKind, usage
 
 DAY_S = 86_400
-TOKEN_KINDS = (UsageKind.TRAINING, UsageKind.PREFILL, UsageKind.PREFILL_CACHED, UsageKind.SAMPLE)
+TOKEN_KINDS = (
+    UsageKind.TRAINING,
+    UsageKind.PREFILL,
+    UsageKind.PREFILL_CACHED,
+    UsageKind.PREFILL_AGAIN,
+    UsageKind.SAMPLE,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class UsageLine:
     """The tokens of one tenant, day (UTC), run and base model. `run` is empty for samples from the base model and for
-    what versions of skyrl before this report have counted. `prompt` tokens were computed; `cached` ones were not,
-    because the inference server had them in its prefix cache."""
+    what versions of skyrl before this report have counted. A prompt counts once, whatever the number of its
+    sequences: `prompt` tokens were computed; `cached` ones were not, because the inference server had them in its
+    prefix cache. `computed` is what the server has computed for all sequences together, as far as it says that."""
 
     day: str
     tenant: str
@@ -27,6 +34,7 @@ class UsageLine:
     sampled: int
     prompt: int
     cached: int
+    computed: int
 
 
 def last_days(days: int) -> tuple[date, date]:
@@ -77,4 +85,5 @@ def _line(key: tuple[int, str, str, str], kinds: dict[str, int]) -> UsageLine:
         sampled=kinds.get(UsageKind.SAMPLE, 0),
         prompt=kinds.get(UsageKind.PREFILL, 0),
         cached=kinds.get(UsageKind.PREFILL_CACHED, 0),
+        computed=kinds.get(UsageKind.PREFILL, 0) + kinds.get(UsageKind.PREFILL_AGAIN, 0),
     )

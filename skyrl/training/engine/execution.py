@@ -152,7 +152,8 @@ class Execution:
             outcome = Outcome(encode_json(ran.result))
             change = ran.change
             if command.kind is Kind.OPTIM_STEP and command.model_id is not None:
-                change = run_steps.end_step(command.model_id, time.perf_counter() - started)
+                rate = ran.result["metrics"].get("learning_rate")
+                change = run_steps.end_step(command.model_id, time.perf_counter() - started, rate)
             if ran.weights is not None:
                 self._publisher.publish(ran.weights)
         except Displaced:  # the engine that holds the claim runs the command

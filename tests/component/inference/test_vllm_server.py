@@ -492,6 +492,32 @@ async def test_prompt_and_sequences_requested_apart_equal_one_request(served: Ru
     await client.close()
 
 
+async def test_each_sequence_of_a_group_says_what_it_found_in_the_cache(served: RunningServer) -> None:
+    """Together they have computed what vLLM's own counters say of all its requests."""
+    asked: dict[str, Any] = {"model": served.config.served_names[0], "max_tokens": 3, "temperature": 1.0}
+
+    async def computed(http: httpx.AsyncClient) -> float:
+        lines = (await http.get("/metrics")).text.splitlines()
+        sums = {
+            name: sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:prefix_cache_{name}_total"))
+            for name in ("queries", "hits")
+        }
+        assert sums["queries"] > 0
+        return sums["queries"] - sums["hits"]
+
+    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        alone = (await http.post("/v1/completions", json=asked | {"prompt": [9, 8, 7]}, timeout=60)).json()
+        assert "cached_prompt_tokens" not in alone["choices"][0], "its usage says it"
+        for length in (40, 300):
+            prompt = [11 + number * length % 97 for number in range(length)]
+            before = await computed(http)
+            answer = (await http.post("/v1/completions", json=asked | {"prompt": prompt, "n": 4}, timeout=60)).json()
+            found = [choice["cached_prompt_tokens"] for choice in answer["choices"]]
+            assert len(found) == 4
+            assert min(found) == 0, "one of them was the first"
+            assert sum(length - each for each in found) == await computed(http) - before
+
+
 async def test_a_completion_may_do_without_text_unless_it_has_stop_strings(served: RunningServer) -> None:
     asked: dict[str, Any] = {
         "model": served.config.served_names[0],

@@ -43,6 +43,7 @@ async def test_a_sample_is_counted_with_its_tokens_and_times(api: Api, upstream:
     assert grown(before, after) == {
         "skyrl_samples_total{outcome=ok}": 1,
         "skyrl_sample_tokens_total{kind=prompt}": 3,
+        "skyrl_sample_tokens_total{kind=prompt_computed}": 3,
         "skyrl_sample_tokens_total{kind=sampled}": 3,
         "skyrl_sample_duration_seconds_count{}": 1,
         "skyrl_sample_overhead_seconds_count{}": 1,
@@ -102,6 +103,7 @@ async def test_openai_requests_count_as_samples(api: Api, upstream: FakeUpstream
         "skyrl_samples_total{outcome=cancelled}": 1,
         "skyrl_sample_tokens_total{kind=prompt}": 9,
         "skyrl_sample_tokens_total{kind=prompt_cached}": 2,
+        "skyrl_sample_tokens_total{kind=prompt_computed}": 7,
         "skyrl_sample_tokens_total{kind=sampled}": 5,
         "skyrl_sample_duration_seconds_count{}": 4,
     }

@@ -113,5 +113,5 @@ async def test_the_page_of_one_base_model_has_no_table_of_base_models(api: Api, 
     assert header.strip() == "● ready"
     assert seen["Base models"] == []
     [run] = seen["Runs"]
-    assert BASE not in run["run"]
+    assert run["run"].endswith(f" · {BASE}")
     assert [row["part"] for row in seen["Parts"]] == ["trainer", "inference", f"API process {api.services.process_id}"]

@@ -65,9 +65,9 @@ async def test_what_stands_still_is_said_with_its_base_model_and_hides_nothing_o
     state = await ask(two_models, "state")
     assert [(one["run"], one["sentence"]) for one in state["stuck"]] == [
         (run, state["runs"][0]["sentence"]),
-        (None, f"{STUDENT}: 1 sample in flight has no result yet"),
         (None, f"{TEACHER}: nothing can be sampled now: no inference server has been published"),
     ]
+    assert [one["sentence"] for one in state["slow"]] == [f"{STUDENT}: 1 sample in flight has no result yet"]
     assert "command 4 of this model has not arrived" in state["runs"][0]["sentence"]
     assert state["pending"]["number"] == 3, "of all base models together"
 

@@ -56,11 +56,11 @@ async def new_run(api: Api, name: str = "my run", **headers: str) -> str:
 
 
 def train(connection: Connection, run: str, steps: int) -> None:
-    metrics = {"loss:sum": 4.0, "num_tokens:sum": 8.0, "kl:mean": 0.125, "clip_fraction:mean": 0.5}
+    metrics = {"loss:sum": 4.0, "num_tokens:sum": 10.0, "weights:sum": 8.0, "kl:mean": 0.125, "clip_fraction:mean": 0.5}
     for _ in range(steps):
         add_passes(connection, {run: StepSums.of_pass(10, metrics)}, 0.75)
         count_training(connection, {run: 10})
-        end_step(run, 0.5)(connection)
+        end_step(run, 0.5, 1e-4)(connection)
 
 
 def save(connection: Connection, run: str, name: str) -> None:
@@ -78,24 +78,57 @@ async def test_the_page_gets_what_the_tenant_has_and_nothing_of_another(api: Api
     state = await ask(api, "state")
     [shown] = state["runs"]
     assert (shown["id"], shown["name"], shown["steps"]) == (run, "my run", 3)
-    assert {name: shown["last_step"][name] for name in ("step", "loss", "gap", "clip_fraction", "busy_s")} == {
+    assert {
+        name: shown["last_step"][name] for name in ("step", "loss", "gap", "clip_fraction", "learning_rate", "busy_s")
+    } == {
         "step": 3,
         "loss": 0.5,
         "gap": 0.125,
         "clip_fraction": 0.5,
+        "learning_rate": 1e-4,
         "busy_s": 1.25,
     }
     assert shown["last_step"]["tokens_per_second"] == 10 / 1.25
     [group] = state["samplers"]
     assert (group["run"], group["open"], [one["id"] for one in group["newest"]]) == (None, 1, [sampler])
-    assert [one["path"] for one in state["checkpoints"]] == [f"tinker://{run}/weights/first"]
-    assert [(line["run"], line["trained"]) for line in state["usage"]] == [(run, 30)]
+    assert [(one["path"], one["name"]) for one in state["checkpoints"]] == [(f"tinker://{run}/weights/first", "my run")]
+    assert [(line["run"], line["name"], line["trained"]) for line in state["usage"]] == [(run, "my run", 30)]
     one = await ask(api, f"runs/{run}")
     everything = str(state) + str(one) + str(await ask(api, "usage")) + str(await ask(api, "box"))
     for secret in (theirs, their_sampler, session_of(their_sampler), "their secret", tenant_of_key("tml-two")):
         assert secret not in everything
     assert (await ask(api, f"runs/{theirs}", 404))["detail"] == f"run_id: no run {theirs!r}"
     assert (await ask(api, "runs/unknown", 404))["detail"] == "run_id: no run 'unknown'"
+
+
+@ON_BOTH
+async def test_a_download_of_the_command_line_is_no_run(api: Api, database: Database) -> None:
+    run, download, plain = await new_run(api, "fox"), await new_run(api), await new_run(api)
+
+    def change(connection: Connection) -> None:
+        for model, metadata in ((download, {"created_by": "tinker checkpoint download"}), (plain, None)):
+            connection.execute(update(models).where(models.c.id == model).values(user_metadata=metadata))
+        save(connection, download, "download")
+
+    database.write(change)
+    assert {one["id"] for one in (await ask(api, "state"))["runs"]} == {run, plain}
+    assert (await ask(api, f"runs/{download}"))["id"] == download, "who knows its id may look at it"
+
+
+@ON_BOTH
+async def test_a_checkpoint_of_a_run_that_is_not_shown_has_its_name(
+    api: Api, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "MAX_RUNS", 1)
+    old, new = await new_run(api, "old"), await new_run(api, "new")
+    for run in (old, new):
+        database.write(lambda c, run=run: save(c, run, "first"))
+        database.write(lambda c, run=run: train(c, run, 1))
+    database.write(lambda c: c.execute(update(models).where(models.c.id == old).values(last_request_at=1.0)))
+    state = await ask(api, "state")
+    assert [run["name"] for run in state["runs"]] == ["new"]
+    for lines in (state["checkpoints"], state["usage"]):
+        assert {line["run"]: line["name"] for line in lines} == {old: "old", new: "new"}
 
 
 @ON_BOTH
@@ -138,7 +171,7 @@ async def test_the_curve_of_a_run_has_its_whole_history_in_few_points(api: Api, 
 
     def train_both(connection: Connection) -> None:
         for number in range(1, 201):
-            add_passes(connection, {long: StepSums.of_pass(10, {"loss:sum": 8.0 * number, "num_tokens:sum": 8.0})}, 1.5)
+            add_passes(connection, {long: StepSums.of_pass(10, {"loss:sum": 8.0 * number, "weights:sum": 8.0})}, 1.5)
             end_step(long, 0.5)(connection)
         train(connection, short, 3)
         end_step(short, 0.25)(connection)  # a step without a pass
@@ -148,13 +181,12 @@ async def test_the_curve_of_a_run_has_its_whole_history_in_few_points(api: Api, 
     assert len(runs[long]["step"]) == CURVE_POINTS
     assert (runs[long]["step"][0], runs[long]["step"][-1]) == (5, 200)
     assert (runs[long]["loss"][0], runs[long]["loss"][-1]) == (3.0, 198.0), "the mean of five steps"
-    assert set(runs[long]["tokens_per_second"]) == {5.0}
     assert runs[short] == {
         "step": [1, 2, 3, 4],
         "loss": [0.5, 0.5, 0.5, None],
-        "tokens_per_second": [8.0, 8.0, 8.0, None],
+        "gap": [0.125, 0.125, 0.125, None],
     }
-    assert runs[none] == {"step": [], "loss": [], "tokens_per_second": []}
+    assert runs[none] == {"step": [], "loss": [], "gap": []}
 
 
 async def test_the_runs_with_the_newest_requests_alone_have_curves(
@@ -225,42 +257,48 @@ def state_of(runs: list[dict[str, Any]], run: str) -> tuple[str, str]:
 
 @pytest.mark.usefixtures("beat")
 async def test_a_run_says_where_it_stands(api: Api, database: Database) -> None:
-    names = ("works", "waits", "idle", "silent", "ended", "failed")
+    names = ("works", "waits", "idle", "gone", "left", "computes", "ended", "failed")
     runs = {name: await new_run(api, name) for name in names}
     now = time.time()
     activity = EngineActivity(
         {
             runs["works"]: ModelActivity(TENANT, WaitsFor.NOTHING, now - 8, "FORWARD_BACKWARD", 3, 0),
             runs["waits"]: ModelActivity(TENANT, WaitsFor.GAP, now - 8, "OPTIM_STEP", 4, 2),
+            runs["left"]: ModelActivity(TENANT, WaitsFor.GAP, now - 90, "OPTIM_STEP", 4, 2),
+            runs["computes"]: ModelActivity(TENANT, WaitsFor.NOTHING, now - 90, "FORWARD_BACKWARD", 3, 0),
         }
     )
 
     def change(connection: Connection) -> None:
         connection.execute(update(engine_state).values(activity=encode_activity(activity)))
-        for name in ("idle", "silent", "ended"):
+        for name in ("idle", "gone", "ended"):
             old = update(models).where(models.c.id == runs[name]).values(last_request_at=now - 60)
             connection.execute(old)
         for name, status in (("ended", "closed"), ("failed", "failed")):
             connection.execute(update(models).where(models.c.id == runs[name]).values(status=status))
-        session = runs["silent"].partition(":")[0]
-        connection.execute(update(sessions).where(sessions.c.id == session).values(heartbeat_at=now - 100))
+        silent = [runs[name].partition(":")[0] for name in ("gone", "left", "computes")]
+        connection.execute(update(sessions).where(sessions.c.id.in_(silent)).values(heartbeat_at=now - 100))
 
     database.write(change)
-    shown = (await ask(api, "state"))["runs"]
+    state = await ask(api, "state")
+    shown = state["runs"]
     said = {name: state_of(shown, run) for name, run in runs.items()}
     assert {name: state for name, (state, _) in said.items()} == {
         "works": "working",
         "waits": "waiting",
         "idle": "idle",
-        "silent": "silent",
+        "gone": "finished or gone",
+        "left": "finished or gone",
+        "computes": "working",
         "ended": "ended",
         "failed": "failed",
     }
     assert "forward_backward" in said["works"][1]
     assert "command 4 of this model has not arrived" in said["waits"][1]
     assert said["idle"][1].startswith("the client sent its last command 6")
-    assert "was last heard of 10" in said["silent"][1]
-    assert "its session ends in" in said["silent"][1]
+    assert "was last heard of 10" in said["gone"][1]
+    assert "and waits for nothing; its session ends in 3 min" in said["gone"][1]
+    assert (state["stuck"], state["slow"]) == ([], []), "a client that has gone silent is no reason for an alarm"
 
 
 @pytest.mark.usefixtures("beat")

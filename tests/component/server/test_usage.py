@@ -64,8 +64,15 @@ def tokens_by_kind(answer: dict[str, Any], session: str) -> dict[tuple[str, bool
     return dict(sums)
 
 
-def cached(count: int) -> Any:
-    return complete(lambda body: body["usage"].update(prompt_tokens_details={"cached_tokens": count}))
+def cached(count: int, *found: int) -> Any:
+    """An answer whose usage says `count`, and of whose sequences each says what it has `found`."""
+
+    def change(body: Any) -> None:
+        body["usage"].update(prompt_tokens_details={"cached_tokens": count})
+        for choice, each in zip(body["choices"], found, strict=False):
+            choice["cached_prompt_tokens"] = each
+
+    return complete(change)
 
 
 # Sampling
@@ -75,7 +82,7 @@ def cached(count: int) -> Any:
 async def test_usage_of_samples_counts_the_tokens_sent_and_received(api: Api, upstream: FakeUpstream) -> None:
     sampler, other = await api.sampler(), await api.sampler()
     theirs = await api.sampler(**OTHER)
-    upstream.script.extend([cached(0), cached(2), error(400, "no")])
+    upstream.script.extend([cached(0), cached(2, 0, 2, 2), error(400, "no")])
     received = 0
     for seq_id, (prompt, n) in enumerate([([5, 6, 7], 1), ([5, 6, 7, 8], 3), ([1, 2], 1)]):
         request_id = (await api.sample(sampler, seq_id, prompt=prompt, num_samples=n))["request_id"]
@@ -84,6 +91,8 @@ async def test_usage_of_samples_counts_the_tokens_sent_and_received(api: Api, up
     await api.result((await api.sample(other, 0))["request_id"])
     assert received == 3 + 3 * 3
     usage_events = await events(api)
+    shown = (await api.http.get("/ui/api/usage")).json()["usage"]
+    assert [(line["prompt"], line["cached"], line["computed"]) for line in shown] == [(5 + 3, 2, 3 + 4 + 2 + 2 + 3)]
     assert tokens_by_kind(usage_events, session_of(sampler)) == {
         ("sampling_prefill", False): 3 + 2,
         ("sampling_prefill", True): 2,

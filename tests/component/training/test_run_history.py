@@ -45,7 +45,15 @@ def datum_with_logprobs(seed: int, logprob: float = -3.0) -> list[dict[str, Any]
     return [datum]
 
 
-async def test_loss_and_gap_of_a_step_are_those_of_its_passes_per_token(harness: Harness) -> None:
+def weighted(seed: int, weights: list[float]) -> list[dict[str, Any]]:
+    """One datum for cross_entropy with these weights."""
+    [datum] = data(seed, len(weights))
+    datum["loss_fn_inputs"]["weights"] = {"data": weights, "dtype": "float32", "shape": [len(weights)]}
+    return [datum]
+
+
+async def test_the_numbers_of_a_step_are_those_of_its_passes(harness: Harness) -> None:
+    """The loss is one per weight; that of passes with advantages is no part of it."""
     trainer = await Trainer.create(harness)
     passes = [
         await trainer.do(
@@ -54,21 +62,30 @@ async def test_loss_and_gap_of_a_step_are_those_of_its_passes_per_token(harness:
         )
         for seed in (1, 2)
     ]
-    plain = await trainer.result(await trainer.forward_backward(3, None, 9, 14))
+    plain = [
+        await trainer.do(
+            Kind.FORWARD_BACKWARD, forward_backward_input={"data": weighted(seed, weights), "loss_fn": "cross_entropy"}
+        )
+        for seed, weights in ((3, [0.0] * 7 + [1.0, 1.0]), (4, [0.0] * 13 + [0.25]), (5, [0.0] * 14))
+    ]
     await trainer.do(
         Kind.FORWARD, forward_input={"data": data(4), "loss_fn": "cross_entropy"}
     )  # trains nothing, so it is not in the history
     assert steps_of(harness, trainer) == [], "the step has not ended"
     await trainer.result(await trainer.optim_step())
     [step] = steps_of(harness, trainer)
-    everything = [*(one["metrics"] for one in passes), plain["metrics"]]
-    tokens = sum(metrics["num_tokens:sum"] for metrics in everything)
-    assert step.loss == pytest.approx(sum(metrics["loss:sum"] for metrics in everything) / tokens)
+    losses, weights = ([one["metrics"][name] for one in plain] for name in ("loss:sum", "weights:sum"))
+    assert weights == [2.0, 0.25, 0.0]
+    assert step.loss == pytest.approx(sum(losses) / 2.25)
+    assert all("weights:sum" not in one["metrics"] for one in passes)
+    ratios = [metrics["metrics"]["ratio:mean"] for metrics in passes]
+    assert step.ratio == pytest.approx(sum(ratios) / 2)
+    assert step.learning_rate == 0.01
     gaps = [metrics["metrics"]["kl:mean"] for metrics in passes]
     assert step.gap == pytest.approx(sum(gaps) / 2), "the cross-entropy pass has no logprobs of a sampler"
     clipped = [metrics["metrics"]["clip_fraction:mean"] for metrics in passes]
     assert step.clip_fraction == pytest.approx(sum(clipped) / 2)
-    assert (step.step, step.tokens) == (1, 8 + 8 + 9 + 14)
+    assert (step.step, step.tokens) == (1, 8 + 8 + 9 + 14 + 14)
     assert step.busy_s > 0
 
 
@@ -77,35 +94,48 @@ async def test_sums_that_no_database_can_hold_are_left_out(
     database: Database, writer: GroupCommitWriter, run: str
 ) -> None:
     """Of each number there is one pass that says it, and there are others that say something beyond all bounds."""
-    right = {"num_tokens:sum": 8.0, "loss:sum": 4.0, "kl:mean": 0.25, "clip_fraction:mean": 0.5}
+    right = {"num_tokens:sum": 8.0, "weights:sum": 8.0, "loss:sum": 4.0, "kl:mean": 0.25, "clip_fraction:mean": 0.5}
+    right |= {"ratio:mean": 1.25}
     beyond = (math.inf, -math.inf, math.nan, 1e308, -1e308)
-    wrong = [{"num_tokens:sum": 8.0} | dict.fromkeys(list(right)[1:], number) for number in beyond]
+    wrong = [dict(list(right.items())[:2]) | dict.fromkeys(list(right)[2:], number) for number in beyond]
+    wrong.append({"num_tokens:sum": 8.0, "weights:sum": 1e308, "loss:sum": 1.0})
     for metrics in (*wrong, right, *wrong):
         sums = StepSums.of_pass(8, metrics)
         await writer.transact(lambda c, sums=sums: add_passes(c, {run: sums + sums}, 1.0))
     await writer.transact(end_step(run, 0.0))
     [step] = database.read(lambda c: history(c, run))
-    assert (step.loss, step.gap, step.clip_fraction) == (0.5, 0.25, 0.5)
-    assert step.tokens == 2 * 8 * 11
+    assert (step.loss, step.gap, step.clip_fraction, step.ratio) == (0.5, 0.25, 0.5, 1.25)
+    assert step.tokens == 2 * 8 * 13
 
 
 async def test_a_pass_with_logprobs_beyond_all_bounds_stops_no_engine(harness: Harness) -> None:
-    """Such passes succeed: their loss is finite. Their distances from the trainer's logprobs are -inf and inf."""
+    """Such passes succeed: their loss is finite. Their distances from the trainer's logprobs are -inf and inf. The
+    ratio is capped."""
     trainer = await Trainer.create(harness)
     for logprob, loss in ((3e38, "importance_sampling"), (-3e38, "ppo")):
         body = {"data": datum_with_logprobs(1, logprob), "loss_fn": loss}
         await trainer.do(Kind.FORWARD_BACKWARD, forward_backward_input=body)
     await trainer.result(await trainer.optim_step())
     [step] = steps_of(harness, trainer)
-    assert step.gap is None
-    assert step.loss is not None
+    assert (step.gap, step.loss) == (None, None)
+    assert step.ratio is not None
 
 
 async def test_a_step_without_logprobs_of_a_sampler_has_no_gap(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     [step] = steps_of(harness, trainer)
-    assert (step.gap, step.clip_fraction) == (None, None)
+    assert (step.gap, step.clip_fraction, step.ratio) == (None, None, None)
+
+
+async def test_a_step_with_negative_weights_has_no_loss(harness: Harness) -> None:
+    """The SDK computes a loss of the client's own with cross_entropy, whose weights are then gradients."""
+    trainer = await Trainer.create(harness)
+    body = {"data": weighted(1, [0.5, -0.25, 1.0]), "loss_fn": "cross_entropy"}
+    passed = await trainer.do(Kind.FORWARD_BACKWARD, forward_backward_input=body)
+    assert "weights:sum" not in passed["metrics"]
+    await trainer.result(await trainer.optim_step())
+    assert [step.loss for step in steps_of(harness, trainer)] == [None]
 
 
 @pytest.mark.parametrize("kind", [Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP])
@@ -131,7 +161,7 @@ async def test_a_step_counts_once_through_a_kill_and_a_recovery(harness: Harness
     [*first, last] = steps_of(harness, trainer)
     assert first == before
     assert (last.step, last.tokens) == (3, 9 + 14)
-    assert last.loss == pytest.approx(metrics["loss:sum"] / metrics["num_tokens:sum"])
+    assert last.loss == pytest.approx(metrics["loss:sum"] / metrics["weights:sum"])
     assert harness.model_row(trainer.model_id).steps == 3
 
 
@@ -161,7 +191,7 @@ async def run(database: Database, writer: GroupCommitWriter) -> str:
 
 def train(connection: Connection, run: str, steps: int) -> None:
     for _ in range(steps):
-        add_passes(connection, {run: StepSums.of_pass(8, {"loss:sum": 4.0, "num_tokens:sum": 8.0})}, 0.5)
+        add_passes(connection, {run: StepSums.of_pass(8, {"loss:sum": 4.0, "weights:sum": 8.0})}, 0.5)
         end_step(run, 0.25)(connection)
 
 

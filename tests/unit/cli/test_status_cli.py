@@ -30,6 +30,7 @@ STUCK = [
     {"run": None, "sentence": "nothing can be trained now: the engine is starting", "since": None},
     {"run": "session:train:0", "sentence": "command 4 of this model has not arrived", "since": 0.0},
 ]
+SLOW = [{"run": "session:train:0", "sentence": "forward_backward (command 3) began 6 min ago", "since": None}]
 RUN = {
     "id": "session:train:0",
     "name": None,
@@ -59,7 +60,7 @@ class StandIn(ThreadingHTTPServer):
     """Answers every path with `body`; notes path and key of each request."""
 
     def __init__(self) -> None:
-        self.body = json.dumps({"server": NOT_READY, "runs": [RUN], "samplers": [], "stuck": STUCK})
+        self.body = json.dumps({"server": NOT_READY, "runs": [RUN], "samplers": [], "stuck": STUCK, "slow": SLOW})
         self.asked: list[tuple[str, str | None]] = []
         super().__init__(("127.0.0.1", 0), Answer)
 
@@ -124,7 +125,7 @@ DEGRADED = {
 
 def test_of_several_base_models_each_has_its_line_and_runs_name_theirs(stand_in: StandIn) -> None:
     run = RUN | {"base_model": "acme/student"}
-    stand_in.body = json.dumps({"server": DEGRADED, "runs": [run], "samplers": [], "stuck": []})
+    stand_in.body = json.dumps({"server": DEGRADED, "runs": [run], "samplers": [], "stuck": [], "slow": []})
     code, output, _ = status("--url", stand_in.url)
     lines = [" ".join(line.split()) for line in output.splitlines()]
     assert lines[:3] == [
@@ -152,7 +153,7 @@ def test_the_parts_of_several_base_models_stand_below_their_names() -> None:
     of_server = {"api_processes": [1], "pending": {"STEP": 2}, "disk": {"free_bytes": 1e9, "total_bytes": 2e9}}
     of_server |= {"database_bytes": 1e6}
     models = [{"name": "student"} | part("it loads", 8), {"name": "teacher"} | part(None, None)]
-    answer = {"server": DEGRADED, "runs": [], "samplers": [], "stuck": []}
+    answer = {"server": DEGRADED, "runs": [], "samplers": [], "stuck": [], "slow": []}
     assert box_lines(answer | {"box": of_server | {"base_models": models}}) == [
         "API processes 1",
         "pending requests step 2",
@@ -175,7 +176,7 @@ def test_the_parts_of_several_base_models_stand_below_their_names() -> None:
 
 def test_the_newest_agent_sessions_stand_below_the_samplers() -> None:
     ended = AGENT | {"name": "", "state": "ended", "end_reason": "idle", "reward": 0.25}
-    answer = {"server": DEGRADED, "runs": [], "samplers": [], "stuck": [], "agents": [AGENT, *[ended] * 12]}
+    answer = {"server": DEGRADED, "runs": [], "samplers": [], "stuck": [], "slow": [], "agents": [AGENT, *[ended] * 12]}
     count, heads, *rows = box_lines(answer)
     assert (count, heads) == ("agent sessions: 1 open", "session model state turns sampled forks reward last use")
     assert rows[0].startswith("task-7�[31m tiny ● open 12 3456 2 – "), "a name cannot change colours"
@@ -196,7 +197,8 @@ def test_what_is_stuck_is_said_before_the_runs(stand_in: StandIn) -> None:
     lines = output.splitlines()
     assert lines[1].rstrip() == "stuck: nothing can be trained now: the engine is starting"
     assert lines[2].startswith("stuck: session:train:0: command 4 of this model has not arrived, since ")
-    stand_in.body = json.dumps({"server": NOT_READY, "runs": [RUN], "samplers": [], "stuck": []})
+    assert lines[3].rstrip() == "slow: session:train:0: forward_backward (command 3) began 6 min ago"
+    stand_in.body = json.dumps({"server": NOT_READY, "runs": [RUN], "samplers": [], "stuck": [], "slow": []})
     assert "stuck: nothing\n" in status("--url", stand_in.url)[1].replace(" \n", "\n")
 
 

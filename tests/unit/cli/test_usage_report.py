@@ -62,7 +62,7 @@ def database(empty_url: str) -> Iterator[Database]:
 
 
 def line(day: date, tenant: str, run: str, **amounts: int) -> UsageLine:
-    none = {"trained": 0, "sampled": 0, "prompt": 0, "cached": 0}
+    none = {"trained": 0, "sampled": 0, "prompt": 0, "cached": 0, "computed": amounts.get("prompt", 0)}
     return UsageLine(day.isoformat(), tenant, run, "tiny", **(none | amounts))
 
 
@@ -85,10 +85,11 @@ def test_a_report_can_be_of_one_tenant_one_run_and_one_day(database: Database) -
 
 def test_samples_count_for_the_run_whose_adapter_they_come_from() -> None:
     counts = {"prompt": 5, "cached": 2, "sampled": 3}
-    from_adapter = sample_amounts("a", "s1", "tiny", AdapterVersion.of(RUN, 2), **counts)
+    from_adapter = sample_amounts("a", "s1", "tiny", AdapterVersion.of(RUN, 2), **counts, again=9)
     assert {(key.model_id, key.kind): amount for key, amount in from_adapter.items()} == {
         (RUN, UsageKind.PREFILL): 3,
         (RUN, UsageKind.PREFILL_CACHED): 2,
+        (RUN, UsageKind.PREFILL_AGAIN): 9,
         (RUN, UsageKind.SAMPLE): 3,
     }
     assert {key.model_id for key in sample_amounts("a", "s1", "tiny", BaseWeights(), **counts)} == {""}
@@ -112,9 +113,12 @@ def printed(state_dir: Path, *options: str) -> str:
 
 def test_the_command_prints_a_table_with_sums(state_dir: Path) -> None:
     head, *lines, sums = printed(state_dir).splitlines()
-    assert head.split() == ["DAY", "TENANT", "RUN", "BASE", "MODEL", "TRAINED", "SAMPLED", "PROMPT", "CACHED"]
-    assert lines[1].split() == [TODAY.isoformat(), "a", "-", "tiny", "0", "0", "3", "0"], "the base model has no run"
-    assert sums.split() == ["all", "115", "7", "3", "2"]
+    amounts = ["TRAINED", "SAMPLED", "PROMPT", "CACHED", "COMPUTED"]
+    assert head.split() == ["DAY", "TENANT", "RUN", "BASE", "MODEL", *amounts]
+    assert lines[1].split() == [TODAY.isoformat(), "a", "-", "tiny", "0", "0", "3", "0", "3"], (
+        "the base model has no run"
+    )
+    assert sums.split() == ["all", "115", "7", "3", "2", "3"]
 
 
 def test_the_command_prints_json_and_csv_of_the_same_lines(state_dir: Path) -> None:

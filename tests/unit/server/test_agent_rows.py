@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from one_turn import turn as a_turn
 from sampled_turns import END, Sampler, call, result, said, user
 
 from skyrl.base.types.agents import AgentLimits, AgentSession, VersionSpan
@@ -223,3 +227,12 @@ def test_a_line_has_all_of_a_turn() -> None:
     assert lines[2]["logprobs"] == sampler.said[2].logprobs
     assert lines[2]["messages"] == [user("right")]
     assert ["setting" in each for each in lines] == [True, False, False]
+
+
+def test_the_documentation_names_each_field_of_a_line() -> None:
+    page = (Path(__file__).parents[3] / "docs/howto/agents.md").read_text()
+    section = page.partition("### The fields of `jsonl`\n")[2].partition("\n## ")[0]
+    first_cells = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    documented = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    turns = [line(each) for each in (a_turn(1), replace(a_turn(1), parent="t0", routed_experts=b"x"))]
+    assert documented == turns[0].keys() | turns[1].keys()

@@ -163,6 +163,25 @@ def test_an_answer_counts_prompt_cached_and_sampled_tokens() -> None:
     assert (greedy.prompt_tokens, greedy.cached_tokens, greedy.sampled_tokens) == (3, 0, 6)
 
 
+@pytest.mark.parametrize(
+    ("found", "cached", "again"),
+    [
+        ([0, 0, 0], 0, 6),
+        ([0, 2, 2], 2, 4),  # vLLM's usage says what the last one has found
+        ([2, 2, 2], 2, 2),
+        ([0, 2, None], 2, 0),
+        ([None, None, None], 2, 0),
+    ],
+)
+def test_prompt_tokens_that_several_sequences_compute_are_counted(
+    found: list[int | None], cached: int, again: int
+) -> None:
+    choices = [choice([1], index=index) | {"cached_prompt_tokens": each} for index, each in enumerate(found)]
+    usage = {"prompt_tokens_details": {"cached_tokens": cached}}
+    counted = decode_answer(answer(*choices, usage=usage), job(num_samples=3))
+    assert (counted.prompt_tokens, counted.cached_tokens, counted.computed_again) == (3, cached, again)
+
+
 def test_fields_of_later_versions_are_ignored() -> None:
     body = answer(choice([1], routed_experts=[[1]], stop_reason=7), kv_transfer_params={"a": 1}, id="cmpl-1")
     assert read(body, JOB).sequences[0].tokens == [1]

@@ -40,11 +40,11 @@ def found(
         (WaitsFor.MEMORY, 0.0),
     ],
 )
-def test_a_command_is_stuck_when_it_waits_or_runs_for_too_long(waits_for: WaitsFor, allowed_s: float) -> None:
+def test_a_command_that_waits_or_runs_for_too_long_is_slow_or_stuck(waits_for: WaitsFor, allowed_s: float) -> None:
     assert found(waits_for=waits_for, since=NOW - allowed_s) == []
     too_long = NOW - allowed_s - 1
     since = None if waits_for is WaitsFor.NOTHING else too_long  # of a command that runs the sentence says it
-    assert found(waits_for=waits_for, since=too_long) == [Stuck("what it waits for", since, "m")]
+    assert found(waits_for=waits_for, since=too_long) == [Stuck("what it waits for", since, "m", allowed_s == LONG_S)]
 
 
 def test_a_trainer_that_stands_still_is_said_once_and_not_for_each_run() -> None:
@@ -53,11 +53,12 @@ def test_a_trainer_that_stands_still_is_said_once_and_not_for_each_run() -> None
     assert said == [Stuck("nothing can be trained now: the engine is starting")]
 
 
-def test_samples_are_stuck_when_the_oldest_is_too_old() -> None:
+def test_samples_are_slow_when_the_oldest_is_too_old() -> None:
     young, old = Pending(Kind.SAMPLE, None, 2, NOW - 1), Pending(Kind.EXTERNAL, None, 1, NOW - LONG_S - 1)
     assert found(pending=(young,)) == []
-    assert found(pending=(old,)) == [Stuck("1 sample in flight has no result yet", old.since)]
-    assert found(pending=(young, old)) == [Stuck("the oldest of 3 samples in flight has no result yet", old.since)]
+    assert found(pending=(old,)) == [Stuck("1 sample in flight has no result yet", old.since, is_slow=True)]
+    [oldest] = found(pending=(young, old))
+    assert oldest == Stuck("the oldest of 3 samples in flight has no result yet", old.since, is_slow=True)
     away = found("sampling: no inference server has been published", pending=(old,), away_since=NOW - 70)
     assert away == [Stuck("nothing can be sampled now: no inference server has been published", NOW - 70)]
 
@@ -68,9 +69,10 @@ def test_an_old_command_that_the_engine_does_not_know_is_stuck() -> None:
     assert found(pending=(old,), waits_for=WaitsFor.NOTHING) == [], "it runs"
 
 
-def test_a_client_that_is_silent_is_stuck_and_a_run_that_has_ended_is_not() -> None:
-    silent = RunStatus("silent", "the client was last heard of 60 s ago; its session ends in 2 min")
-    assert found(status=silent, waits_for=WaitsFor.GAP, since=NOW - 999) == [Stuck(silent.sentence, run="m")]
+def test_neither_a_run_whose_client_is_gone_nor_one_that_has_ended_is_stuck() -> None:
+    gone = RunStatus("finished or gone", "the client was last heard of 60 s ago, and waits for nothing")
+    assert found(status=gone, waits_for=WaitsFor.GAP, since=NOW - 999) == []
+    assert found(status=gone, pending=(Pending(Kind.OPTIM_STEP, "m", 1, NOW - 2 * LONG_S),)) == []
     ended = Run("m", "s", "fox", "tiny", 4, "closed", 3, NOW - 900, NOW - 900, "active", NOW - 5, None, 0)
     activity = EngineActivity({"m": ModelActivity("t", WaitsFor.STORE, NOW - 999, "LOAD", 3, 1)})
     assert stuck((), [(ended, RunStatus("ended", "over"))], (), activity, NOW) == []

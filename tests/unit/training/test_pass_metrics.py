@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl.training.backends.base import Datum
 from skyrl.training.backends.torch_lora.loss_inputs import losses_of
-from skyrl.training.backends.torch_lora.losses import Loss, LossInputs, LossValue
+from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.training.backends.torch_lora.metrics import Tally
 from skyrl.training.backends.torch_lora.running import Slice
 from skyrl.training.backends.torch_lora.scores import Scores
@@ -96,3 +96,29 @@ def test_a_loss_without_ratios_has_no_metrics_of_them() -> None:
     loss = Loss(lambda lp, inputs, config: LossValue(lp))
     piece, lp = _slice(0, clips=True)
     assert _tally(slice_of(piece.data, loss, rows=1), lp) == Tally(float(lp.sum()), ENTRIES, 1)
+
+
+@pytest.mark.parametrize(("weights", "total"), [([0.0, 0.5, 1.0], 1.5), (None, 3.0), ([0.5, -0.25, 1.0], None)])
+def test_the_sum_of_weights_is_said_unless_one_is_negative(weights: list[float] | None, total: float | None) -> None:
+    tokens = np.zeros(3, np.int64)
+    given = {} if weights is None else {"weights": np.array(weights, np.float32)}
+    tally = _tally(
+        slice_of([Datum(tokens, {"target_tokens": tokens} | given)], LOSSES["cross_entropy"], rows=3), -torch.ones(3)
+    )
+    tally.add_all(Tally())
+    assert tally.metrics().get("weights:sum") == total
+
+
+def test_passes_of_one_micro_batch_have_their_own_sums_of_weights() -> None:
+    tokens = np.zeros(2, np.int64)
+    pieces = [
+        slice_of(
+            [Datum(tokens, {"target_tokens": tokens, "weights": np.array(each, np.float32)})],
+            LOSSES["cross_entropy"],
+            rows=2,
+        )
+        for each in ([0.0, 0.25], [1.0, -1.0], [2.0, 3.0])
+    ]
+    scores = Scores.of(losses_of(pieces, CPU, joined=True), torch.zeros(6), backward=False)
+    found = [score.tally.metrics().get("weights:sum") for score in scores.read()]
+    assert found == [0.25, None, 5.0]

@@ -65,8 +65,8 @@ class ModelRow(SQLModel, table=True):
 
 class RunStepRow(SQLModel, table=True):
     """One step of a model's training: sums over the forward_backward passes since the step before. `ended_at` is when
-    the optimizer step ended; None while the step is open. `busy_s` is the trainer's time. The sums of the gap and of
-    clipped tokens are weighted by tokens. See `skyrl.storage.db.run_steps`."""
+    the optimizer step ended; None while the step is open. `busy_s` is the trainer's time. The sums of the gap,
+    of the ratio and of clipped tokens are weighted by tokens. See `skyrl.storage.db.run_steps`."""
 
     __tablename__ = "run_steps"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (PrimaryKeyConstraint("model_id", "step"), Index("ix_run_steps_updated_at", "updated_at"))
@@ -77,11 +77,14 @@ class RunStepRow(SQLModel, table=True):
     passes: int
     tokens: int = Field(sa_column=Column(BigInteger, nullable=False))
     loss_sum: float
-    loss_tokens: int = Field(sa_column=Column(BigInteger, nullable=False))
+    loss_weight: float = Field(default=0.0, sa_column_kwargs={"server_default": "0"})
     gap_sum: float
     gap_tokens: int = Field(sa_column=Column(BigInteger, nullable=False))
     clipped_sum: float
     clipped_tokens: int = Field(sa_column=Column(BigInteger, nullable=False))
+    ratio_sum: float = Field(default=0.0, sa_column_kwargs={"server_default": "0"})
+    ratio_tokens: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
+    learning_rate: float | None = None
     busy_s: float
 
 

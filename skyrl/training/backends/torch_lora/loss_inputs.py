@@ -29,7 +29,8 @@ class LossGroup:
 
     numbers: of the parts, among those of the micro-batch. entries: how many targets they have. inputs: those of one
     part after those of another, without the targets that are tokens of pictures. active: int64 [A], the places of the
-    entries with an advantage, and `active_of` how many each part has; None: the loss has no advantages.
+    entries with an advantage, and `active_of` how many each part has; None: the loss has no advantages. weights_of: the
+    sum of each part's weights, NaN if one of them is negative; None: the loss has no weights.
     part_of_entry: int64 [entries], part_of_active: int64 [A], the place of its part in `numbers`; None for one part.
     `joins_passes`: some of the parts have one gradient with parts of other passes.
     """
@@ -42,6 +43,7 @@ class LossGroup:
     inputs: LossInputs
     active: Tensor | None
     active_of: Sequence[int]
+    weights_of: Sequence[float | None]
     part_of_entry: Tensor | None
     part_of_active: Tensor | None
     joins_passes: bool
@@ -125,6 +127,7 @@ class _Arrays:
     count: int
     entries: _Ints | None
     active: _Ints | None
+    weights_of: Sequence[float | None]
     part_of_entry: _Ints | None
     part_of_active: _Ints | None
 
@@ -148,6 +151,7 @@ class _Arrays:
             len(sizes),
             None if text is None else np.flatnonzero(text),
             active,
+            _sums(inputs.get("weights"), part_of_text, len(parts)),
             part_of_entry if several else None,
             part_of_text[active] if several and active is not None else None,
         )
@@ -174,6 +178,7 @@ class _Arrays:
             LossInputs(inputs, datum, self.count, entries),
             active,
             self._active_of(),
+            self.weights_of,
             part_of_entry,
             part_of_active,
             joins_passes,
@@ -185,6 +190,13 @@ class _Arrays:
         if self.part_of_active is None:
             return [len(self.active)]
         return np.bincount(self.part_of_active, minlength=len(self.parts)).tolist()
+
+
+def _sums(weights: npt.NDArray[np.float32] | None, part_of: _Ints, parts: int) -> list[float | None]:
+    """`LossGroup.weights_of`. part_of: of each weight."""
+    if weights is None:
+        return [None] * parts
+    return np.bincount(part_of, np.where(weights < 0, np.nan, weights), minlength=parts).tolist()
 
 
 def _entries(part: Part, name: str) -> npt.NDArray[np.float32]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass
 class Tally:
-    """Sums over the slices of one pass. Ratio statistics are over entries with a non-zero advantage."""
+    """Sums over the slices of one pass. Ratio statistics are over entries with a non-zero advantage. `weights`: the sum
+    of the weights of cross_entropy, NaN if one of them is negative; None for losses without weights."""
 
     loss: float = 0.0
     tokens: int = 0
@@ -21,6 +22,7 @@ class Tally:
     ratio_max: float = -math.inf
     kl: float = 0.0
     clipped: float | None = None
+    weights: float | None = None
 
     def add_all(self, other: Tally) -> None:
         """Add the sums of other slices of the same pass."""
@@ -33,10 +35,12 @@ class Tally:
         self.kl += other.kl
         if other.clipped is not None:
             self.clipped = (self.clipped or 0.0) + other.clipped
+        if other.weights is not None:
+            self.weights = (self.weights or 0.0) + other.weights
 
     def metrics(self) -> dict[str, float]:
-        """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; with advantages also `ratio:mean`, `ratio:max`,
-        `kl:mean`; with clipping also `clip_fraction:mean`.
+        """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; with weights also `weights:sum`, unless one is negative;
+        with advantages also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also `clip_fraction:mean`.
 
         `kl:mean` is mean(q - lp): the sampler's divergence from the trainer, estimated on the sampled tokens.
         """
@@ -45,6 +49,8 @@ class Tally:
             "num_tokens:sum": float(self.tokens),
             "computed_tokens:sum": float(self.rows),
         }
+        if self.weights is not None and not math.isnan(self.weights):
+            metrics["weights:sum"] = self.weights
         if self.active:
             metrics |= {
                 "ratio:mean": self.ratio / self.active,

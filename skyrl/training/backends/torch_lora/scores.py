@@ -56,11 +56,14 @@ class GroupSums:
     def tallies(self, found: npt.NDArray[np.float64]) -> list[Tally]:
         """Of each part. found: `numbers` on the host."""
         tallies: list[Tally] = []
-        for part, active, numbers in zip(self.group.parts, self.group.active_of, self._by_part(found), strict=True):
+        group = self.group
+        for part, active, weights, numbers in zip(
+            group.parts, group.active_of, group.weights_of, self._by_part(found), strict=True
+        ):
             of_part = dict(zip(self.names, numbers, strict=True))
             with np.errstate(over="ignore"):  # a sum beyond float32 is infinite, however it was computed
                 loss = float(np.float32(of_part["loss"]))
-            tally = Tally(loss, part.tokens, part.rows, clipped=of_part.get("clipped"))
+            tally = Tally(loss, part.tokens, part.rows, clipped=of_part.get("clipped"), weights=weights)
             if "ratio" in of_part and active:
                 tally.active, tally.kl = active, -of_part["log_ratio"]
                 tally.ratio, tally.ratio_max = of_part["ratio"], of_part["ratio_max"]
