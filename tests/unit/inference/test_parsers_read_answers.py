@@ -84,10 +84,13 @@ def read(calls: str | None, thoughts: str | None, special: Sequence[str], answer
 
 
 def test_vllm_loads_every_parser_by_its_name() -> None:
+    import_module("skyrl.inference.vllm_plugin.parsers").add_parsers()
     reasoning, tools = import_module("vllm.reasoning"), import_module("vllm.tool_parsers")
-    for name in {each.parser for each in CALLS} | {calls for calls, _ in RENDERED_BY_VLLM.values()}:
+    for name in {each.parser for each in CALLS if each.parser} | {calls for calls, _ in RENDERED_BY_VLLM.values()}:
         assert tools.ToolParserManager.get_tool_parser(name)
-    for name in {each.parser for each in THOUGHTS} | {thoughts for _, thoughts in RENDERED_BY_VLLM.values()}:
+    for name in {each.parser for each in THOUGHTS if each.parser} | {
+        thoughts for _, thoughts in RENDERED_BY_VLLM.values()
+    }:
         assert reasoning.ReasoningParserManager.get_reasoning_parser(name)
 
 
