@@ -20,6 +20,8 @@ from skyrl.base.model_files import template_of
 
 WRITTEN_THOUGHTS = "skyrl_written_thoughts"
 """The parser of vLLM's plugin for models that write `<think>` themselves, and may do without."""
+ONE_LLAMA_CALL = "skyrl_one_llama_call"
+"""`llama3_json` for templates that refuse a message with several calls, as those of Llama 3.1 to 3.3."""
 _ANY = ("",)
 _QWEN = ("qwen2", "qwen3")
 _LLAMA = ("llama", "mistral", "smollm3")
@@ -53,6 +55,7 @@ CALLS = (
     Format((*_QWEN, *_LLAMA), ("<tool_call>",), "hermes"),
     Format(("llama",), ("<function=",), None),  # functionary 3.1
     Format(("llama4",), ("[func_name1(",), "llama4_pythonic"),
+    Format(("llama", "mllama"), ("ipython", "only supports single tool-calls"), ONE_LLAMA_CALL),
     Format(("llama4",), ("ipython",), "llama4_json"),
     Format(("llama", "mllama"), ("[func_name1(",), "pythonic"),
     Format(("llama", "mllama"), ("ipython",), "llama3_json"),

@@ -10,7 +10,15 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.inference.parsers import CALLS, RENDERED_BY_VLLM, THOUGHTS, WRITTEN_THOUGHTS, parser_options, parsers_of
+from skyrl.inference.parsers import (
+    CALLS,
+    ONE_LLAMA_CALL,
+    RENDERED_BY_VLLM,
+    THOUGHTS,
+    WRITTEN_THOUGHTS,
+    parser_options,
+    parsers_of,
+)
 from skyrl.inference.vllm_command import vllm_spec
 from tests.architectures.cookbook import listed, model_type_of
 from tests.unit.chat_families import FAMILIES
@@ -85,6 +93,7 @@ def write(directory: Path, kind: str, template: str) -> Path:
         ("hy_v3", "toolcall_begin_token think_begin_token", ("hy_v3", "hy_v3")),
         ("llama", '<function name="f"><param name="a"><think></think>', ("minicpm5", WRITTEN_THOUGHTS)),
         ("llama", "<function=f>ipython", (None, None)),
+        ("llama", "ipython{{ 'This model only supports single tool-calls at once!' }}", (ONE_LLAMA_CALL, None)),
         ("mistral", "<tool_call><think></think>{% if enable_thinking %}", ("hermes", WRITTEN_THOUGHTS)),
         ("smollm3", "<tool_call><think>enable_thinking", ("hermes", WRITTEN_THOUGHTS)),
         ("qwen2_5_vl", "You are MiMo<tool_call>", ("hermes", WRITTEN_THOUGHTS)),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.inference.parsers import WRITTEN_THOUGHTS, parsers_of
+from skyrl.inference.parsers import ONE_LLAMA_CALL, WRITTEN_THOUGHTS, parsers_of
 from tests.released_templates import CannotFetch, released_templates
 
 pytestmark = [
@@ -138,7 +138,7 @@ NONE = Model("", None, read=False)
 LAGUNA = Model("laguna", "poolside_v1", "poolside_v1", (*THINK, *CALL, *PAIRS, "<assistant>"), THINKS)
 GEMMA_4 = Model("gemma4", "gemma4", "gemma4", GEMMA, THINKS, "<|channel>thought\n{}<channel|>", keeps_text=False)
 GRANITE_4 = Model("granitemoehybrid", "granite4", None, CALL)
-LLAMA = Model("llama", "llama3_json", None, ("<|python_tag|>",), most=1, keeps_text=False)
+LLAMA = Model("llama", ONE_LLAMA_CALL, None, ("<|python_tag|>",), most=1, keeps_text=False)
 HERMES = Model("llama", "hermes", None, CALL, keeps_text=False)
 R1 = Model("qwen2", "deepseek_v3", "deepseek_r1", (*THINK, *DEEPSEEK), THINKS, "{}\n</think>\n\n", keeps_text=False)
 MODELS: Mapping[str, Model] = {
@@ -290,6 +290,19 @@ def test_an_answer_without_thoughts_is_content(templates: Path, name: str) -> No
     assert read(MODELS[name], tokenizer, f"{prompt}<think>\n\n</think>\n\n", LAST, {}) == (None, LAST, [])
 
 
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model is LLAMA])
+def test_of_several_calls_that_the_template_refuses_the_first_is_given(templates: Path, name: str) -> None:
+    template = (templates / f"{name}.jinja").read_text()
+    tokenizer = tokenizer_of(LLAMA.markers, special=False)
+    with pytest.raises(Exception, match="only supports single tool-calls"):
+        rendered(tokenizer, template, (None, None, CALLS), {})
+    prompt = rendered(tokenizer, template, None, {})
+    answer = "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in CALLS)
+    seen = read(LLAMA, tokenizer, prompt, answer, {})
+    assert seen == (None, None, [CALLS[0]])
+    assert rendered(tokenizer, template, (None, None, seen[2]), {}).startswith(prompt)
+
+
 def said(model: Model) -> str | None:
     return None if model.thoughts is None else THOUGHTS
 
@@ -377,6 +390,7 @@ def read(
     tokens, which the request leaves out of the text."""
     protocol = import_module("vllm.entrypoints.openai.chat_completion.protocol")
     manager = import_module("vllm.parser.parser_manager").ParserManager
+    only = import_module("vllm.entrypoints.serve.utils.tool_calls_utils").maybe_filter_parallel_tool_calls
     request = protocol.ChatCompletionRequest(
         model="m",
         messages=[{"role": "user", "content": "?"}],
@@ -403,13 +417,15 @@ def read(
     thoughts, content, calls = parser().parse(
         text, request, enable_auto_tools=True, model_output_token_ids=[*ids, *end]
     )
-    whole = found(thoughts, content, [(call.name, call.arguments) for call in calls or ()])
+    calls = only(calls or [], request)
+    whole = found(thoughts, content, [(call.name, call.arguments) for call in calls])
 
     streaming, told, content, named = parser(), "", "", dict[int, list[str]]()
     for before, after, token in zip([*texts, text], [*texts[1:], text, text], [*ids, *end], strict=True):
         event = streaming.parse_delta(
             after[len(before) :], [token], request, prompt_token_ids=begun, finished=token == end[0]
         )
+        event = event and only(event, request)
         told += (event and event.reasoning) or ""
         content += (event and event.content) or ""
         for call in (event and event.tool_calls) or ():
