@@ -13,5 +13,6 @@ def add_parsers() -> None:
     ReasoningParserManager.register_lazy_module(
         "skyrl_written_thoughts", f"{_HERE}.written_thoughts", "WrittenThoughts"
     )
+    ToolParserManager.register_lazy_module("skyrl_bare_json", f"{_HERE}.bare_json", "BareJsonToolParser")
     ToolParserManager.register_lazy_module("skyrl_one_llama_call", f"{_HERE}.one_call", "OneLlamaCall")
     ToolParserManager.register_lazy_module("mistral", f"{_HERE}.mistral_calls", "MistralToolParser")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from skyrl.inference.parsers import ONE_LLAMA_CALL, WRITTEN_THOUGHTS, parsers_of
 from tests.released_templates import CannotFetch, released_templates
+from tests.unit.inference.reading import ENDS, Read, read, tokenizer_of, use_plugin
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,24 +43,7 @@ TOOLS = [
 ]
 THINKS = {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
 """What makes one template or another think."""
-ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>", "<end_of_turn>", "<turn|>", "<|return|>", "[e~[", "<|eot|>"),
-    *("<|assistant_end|>", "<｜end▁of▁sentence｜>", "<|end_of_text|>", "<seed:eos>", "<|role_end|>", "<|user|>"),
-    *("<｜hy_eos:opensource｜>", "</assistant>", "<sep>", "\n<SPECIAL_12>", "<|observation|>", "<|tool_response>"),
-)
-"""What ends an answer in one template or another. vLLM gives its token, and leaves it out of the text."""
 
-TURNS = (
-    "<|im_start|>",
-    "<|im_user|>",
-    "<seed:bos>",
-    "<|turn>",
-    "<|start_header_id|>",
-    "<|start_of_role|>",
-    "]~b]",
-    "]!b]",
-)
-"""What begins a message in one template or another, where vLLM looks for it."""
 
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 PAIRS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -259,8 +243,7 @@ def templates() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin() -> None:
-    import_module("skyrl.inference.vllm_plugin.parsers").add_parsers()
-    import_module("skyrl.inference.vllm_plugin.prompt_thoughts").read_prompts()
+    use_plugin()
 
 
 def test_every_released_template_has_its_parsers(templates: Path) -> None:
@@ -285,9 +268,10 @@ def test_an_answer_without_thoughts_is_content(templates: Path, name: str) -> No
     template = (templates / f"{name}.jinja").read_text()
     tokenizer = tokenizer_of(MODELS[name].markers, special=False)
     prompt = rendered(tokenizer, template, None, {})
-    assert read(MODELS[name], tokenizer, prompt, LAST, {}) == (None, LAST, [])
-    assert read(MODELS[name], tokenizer, f"{prompt}<think>\n", "Hm", {}) == ("Hm", None, [])
-    assert read(MODELS[name], tokenizer, f"{prompt}<think>\n\n</think>\n\n", LAST, {}) == (None, LAST, [])
+    parsers = (MODELS[name].calls, WRITTEN_THOUGHTS)
+    assert read(parsers, tokenizer, TOOLS, LAST, prompt=prompt) == (None, LAST, [])
+    assert read(parsers, tokenizer, TOOLS, "Hm", prompt=f"{prompt}<think>\n") == ("Hm", None, [])
+    assert read(parsers, tokenizer, TOOLS, LAST, prompt=f"{prompt}<think>\n\n</think>\n\n") == (None, LAST, [])
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model is LLAMA])
@@ -298,7 +282,8 @@ def test_of_several_calls_that_the_template_refuses_the_first_is_given(templates
         rendered(tokenizer, template, (None, None, CALLS), {})
     prompt = rendered(tokenizer, template, None, {})
     answer = "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in CALLS)
-    seen = read(LLAMA, tokenizer, prompt, answer, {})
+    seen = read((ONE_LLAMA_CALL, None), tokenizer, TOOLS, answer, prompt=prompt)
+    assert seen is not None
     assert seen == (None, None, [CALLS[0]])
     assert rendered(tokenizer, template, (None, None, seen[2]), {}).startswith(prompt)
 
@@ -307,7 +292,7 @@ def said(model: Model) -> str | None:
     return None if model.thoughts is None else THOUGHTS
 
 
-def answered(model: Model, template: str, text: str | None, calls: int) -> tuple[Any, Any, Any]:
+def answered(model: Model, template: str, text: str | None, calls: int) -> Read:
     """Thoughts, text and calls that vLLM reads in an answer as the model writes it."""
     arguments = dict(model.arguments or {})
     for special in (True, False):
@@ -324,10 +309,20 @@ def answered(model: Model, template: str, text: str | None, calls: int) -> tuple
         answer = ended(answer)
         if model.writes and calls:
             answer += model.writes(CALLS[:calls])
-        seen = read(model, tokenizer, prompt, answer, arguments, special=special)
+        read_after = partial(
+            read,
+            (model.calls, model.thoughts),
+            tokenizer,
+            TOOLS,
+            answer,
+            arguments=arguments,
+            special=special,
+            whole_text=model.keeps_text,
+        )
+        seen = read_after(prompt=prompt)
         if seen is not None:
             later = f"{prompt}{answer}{whole[len(begun) :].removeprefix(answer)}{prompt}"
-            assert read(model, tokenizer, later, answer, arguments, special=special) == seen, "after an earlier answer"
+            assert read_after(prompt=later) == seen, "after an earlier answer"
             return seen
     raise AssertionError("no tokenizer fits")
 
@@ -365,80 +360,3 @@ def rendered(
     return tokenizer.apply_chat_template(
         messages, TOOLS, chat_template=template, tokenize=False, add_generation_prompt=answer is None, **arguments
     )
-
-
-def tokenizer_of(markers: Sequence[str], *, special: bool) -> Any:
-    tokenizers, transformers = import_module("tokenizers"), import_module("transformers")
-    bytes_of_text = tokenizers.pre_tokenizers.ByteLevel
-    alphabet = {character: number for number, character in enumerate(sorted(bytes_of_text.alphabet()))}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=alphabet, merges=[]))
-    made.pre_tokenizer = bytes_of_text(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    suffix = ":opensource" if any(marker.endswith(":opensource>") for marker in markers) else ""
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", token_suffix=suffix
-    )
-    wrapped.add_tokens([tokenizers.AddedToken(end.strip(), special=True, normalized=False) for end in (*ENDS, *TURNS)])
-    wrapped.add_tokens([tokenizers.AddedToken(marker, special=special, normalized=False) for marker in markers])
-    return wrapped
-
-
-def read(
-    model: Model, tokenizer: Any, prompt: str, answer: str, arguments: Any, *, special: bool = False
-) -> tuple[Any, Any, Any] | None:
-    """What vLLM's parsers find in an answer, which is the same whole and streamed. None if the markers are special
-    tokens, which the request leaves out of the text."""
-    protocol = import_module("vllm.entrypoints.openai.chat_completion.protocol")
-    manager = import_module("vllm.parser.parser_manager").ParserManager
-    only = import_module("vllm.entrypoints.serve.utils.tool_calls_utils").maybe_filter_parallel_tool_calls
-    request = protocol.ChatCompletionRequest(
-        model="m",
-        messages=[{"role": "user", "content": "?"}],
-        tools=TOOLS,
-        chat_template_kwargs=arguments,
-    )
-    kind = manager.get_parser(model.calls, model.thoughts, True, "m", tokenizer=tokenizer)
-
-    def parser() -> Any:
-        made = kind(tokenizer, request.tools, chat_template_kwargs=arguments)
-        made.set_prompt_token_ids(begun)
-        return made
-
-    begun = tokenizer.encode(prompt, add_special_tokens=False)
-    request = parser().adjust_request(request)
-    if special and request.skip_special_tokens:
-        return None
-    ids = tokenizer.encode(answer, add_special_tokens=False)
-    end = tokenizer.encode("</s>", add_special_tokens=False)
-    texts = [
-        tokenizer.decode(ids[:count], skip_special_tokens=request.skip_special_tokens) for count in range(len(ids))
-    ]
-    text = tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
-    thoughts, content, calls = parser().parse(
-        text, request, enable_auto_tools=True, model_output_token_ids=[*ids, *end]
-    )
-    calls = only(calls or [], request)
-    whole = found(thoughts, content, [(call.name, call.arguments) for call in calls])
-
-    streaming, told, content, named = parser(), "", "", dict[int, list[str]]()
-    for before, after, token in zip([*texts, text], [*texts[1:], text, text], [*ids, *end], strict=True):
-        event = streaming.parse_delta(
-            after[len(before) :], [token], request, prompt_token_ids=begun, finished=token == end[0]
-        )
-        event = event and only(event, request)
-        told += (event and event.reasoning) or ""
-        content += (event and event.content) or ""
-        for call in (event and event.tool_calls) or ():
-            parts = named.setdefault(call.index, ["", ""])
-            parts[0] += (call.function and call.function.name) or ""
-            parts[1] += (call.function and call.function.arguments) or ""
-    streamed = found(told, content, [(name, given) for _, (name, given) in sorted(named.items())])
-    if not model.keeps_text and calls:
-        whole, streamed = (whole[0], None, whole[2]), (streamed[0], None, streamed[2])
-    assert whole == streamed
-    return whole
-
-
-def found(thoughts: str | None, content: str | None, calls: Sequence[tuple[str, str]]) -> tuple[Any, Any, Any]:
-    stripped = [(text or "").strip() or None for text in (thoughts, content)]
-    return stripped[0], stripped[1], [(name, json.loads(given)) for name, given in calls]
