@@ -107,7 +107,7 @@ compat: setup
 agent-kinds: setup
 	$(PY) -m tests.agents.kinds
 
-# docs/reference/architectures.md, from kept figures and the cookbook's models
+# docs/reference/architectures.md and parsers.md, from kept figures and the cookbook's models
 architectures: setup
 	$(PY) -m tests.architectures
 

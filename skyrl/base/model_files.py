@@ -1,7 +1,7 @@
 """The files of a model on this machine, and its settings as small JSON files say them: config.json and those of its
 processor; and its chat template.
 
-Reads one file per call, for a template up to three. Imports neither torch nor transformers, so that the API can ask.
+Reads one file per call, for a template up to four. Imports neither torch nor transformers, so that the API can ask.
 """
 
 from __future__ import annotations
@@ -39,24 +39,29 @@ def file_of(base_model: str, name: str) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-def template_of(base_model: str) -> str | None:
-    """The text of the chat template, that for tools if there are several; None if the model has none on this
-    machine."""
-    file = file_of(base_model, "chat_template.jinja")
-    try:
-        text = None if file is None else file.read_text()
-    except OSError:
-        text = None
+def template_of(base_model: str, *, tools: bool = True) -> str | None:
+    """The text of the chat template; None if the model has none on this machine. Some models have several by name:
+    vLLM takes that for tools for a chat that has `tools`, and the default one for all others."""
+    named = _text_of(base_model, f"additional_chat_templates/{TOOL_TEMPLATE}.jinja") if tools else None
+    text = named or _text_of(base_model, "chat_template.jinja")
     for name in ("tokenizer_config.json", "chat_template.json"):
-        text = text or _template_in(json_of(base_model, name).get("chat_template"))
+        text = text or _template_in(json_of(base_model, name).get("chat_template"), tools)
     return text
 
 
-def _template_in(given: Any) -> str | None:
+def _text_of(base_model: str, name: str) -> str | None:
+    file = file_of(base_model, name)
+    try:
+        return None if file is None else file.read_text()
+    except OSError:
+        return None
+
+
+def _template_in(given: Any, tools: bool) -> str | None:
     """The template in a value of `chat_template`: a text, or a list of named ones."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
         return None
     by_name = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-    return by_name.get(TOOL_TEMPLATE) or by_name.get("default")
+    return (by_name.get(TOOL_TEMPLATE) if tools else None) or by_name.get("default")

@@ -1,4 +1,4 @@
-"""Write docs/reference/architectures.md: `python -m tests.architectures [--measure [-k EXPRESSION]]`.
+"""Write docs/reference/architectures.md and parsers.md: `python -m tests.architectures [--measure [-k EXPRESSION]]`.
 
 The cookbook's models come from the release that `requirements/cookbook.txt` pins. `--measure` first runs the tests
 whose figures the page shows, also the slow ones with vLLM; further options go to pytest, so that a few families can be
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-from tests.architectures import cookbook, figures
+from tests.architectures import cookbook, figures, parsers_page
 from tests.architectures.page import PAGE, needed, render
 from tests.environments import ROOT
 
@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
     figures.write(kept)
     cookbook.write(listed)
     PAGE.write_text(render(kept, listed))
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    parsers_page.PAGE.write_text(parsers_page.render())
+    print(f"wrote {PAGE.relative_to(ROOT)} and {parsers_page.PAGE.relative_to(ROOT)}")
     return status
 
 

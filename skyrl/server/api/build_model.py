@@ -20,6 +20,7 @@ from skyrl.server.api.ready_reasons import ReadyReasons
 from skyrl.server.api.served import ServedModel
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.openai.chat_pictures import ChatPictures
+from skyrl.server.openai.effort import efforts_of
 from skyrl.server.openai.renderers import difference
 from skyrl.server.openai.service import OpenAIService, Passage
 from skyrl.server.pictures.checking import PictureChecks
@@ -107,6 +108,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
         why_away=watch.why_away,
     )
     openai, template = None, template_of(config.base_model_path)
+    templates = (template, template_of(config.base_model_path, tools=False))
     if client is not None:
         openai = OpenAIService(
             client,
@@ -115,7 +117,8 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
             shared.uses,
             ChatPictures(shared.checks, sight),
             has_system_role=has_system_role(config.base_model_path),
-            takes_documents=template is None or "documents" in template,
+            takes_documents=any(text is None or "documents" in text for text in templates),
+            efforts=efforts_of(template),
             renderer_note=difference(whole_config(config.base_model_path).get("model_type", ""), template),
         )
     return ServedModel(runtime, lane, watch, ReadyReasons(config, watch, client), adapters, openai)

@@ -120,6 +120,14 @@ _FLAGS: Mapping[str, tuple[str, str]] = {
 cannot set an option, and operators set it with a key of this server."""
 
 
+_NO_TEMPLATE = "must provide a chat template"
+"""In vLLM's refusal of a chat, which advises to send a template; tenants cannot."""
+_WITHOUT_TEMPLATE = (
+    "this model has no chat template, as base models have none: ask /v1/completions with a text, or sample with the "
+    "Tinker SDK. An operator gives it one as chat_template.jinja in the model's directory"
+)
+
+
 class _Detail(msgspec.Struct):
     message: str = ""
     param: str | None = None
@@ -153,6 +161,8 @@ def refusal_of(
     for flag, (at_fault, sentence) in _FLAGS.items():
         if flag in message:
             return OpenAIError(sentence, status=answer.status, param=at_fault)
+    if _NO_TEMPLATE in message:
+        return OpenAIError(_WITHOUT_TEMPLATE, status=answer.status, param="messages")
     if max_tokens != 0 and limits.max_context is not None and _NO_ROOM.search(message):
         length = _LENGTH.search(message)
         return too_long(limits.max_context if length is None else int(length[1]), limits, field)

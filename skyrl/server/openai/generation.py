@@ -19,6 +19,7 @@ from skyrl.server.openai import system_messages
 from skyrl.server.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
 from skyrl.server.openai.bounds import Size, check_prompt, check_size
 from skyrl.server.openai.chat_pictures import ChatPicture
+from skyrl.server.openai.effort import EFFORT_FIELDS, with_taken_effort
 from skyrl.server.openai.errors import too_long
 from skyrl.server.openai.fields import ChatFields, CommonFields, CompletionFields, GenerateFields, Sampling, accepted
 from skyrl.server.openai.messages import check_template_arguments, checked_messages
@@ -100,6 +101,14 @@ class Generation:
             return self
         messages = system_messages.without_the_role(self.fields["messages"])
         return replace(self, fields=self.fields | {"messages": messages})
+
+    def with_effort(self, taken: Sequence[str]) -> Generation:
+        """The same request for a chat template that takes these values of `reasoning_effort` alone; any if empty."""
+        if not taken or self.path != CHAT or "reasoning_effort" not in self.fields:
+            return self
+        given = {name: raw_value(self.fields[name], name) for name in EFFORT_FIELDS if name in self.fields}
+        others = {name: value for name, value in self.fields.items() if name not in EFFORT_FIELDS}
+        return replace(self, fields={**others, **with_taken_effort(given, taken)})
 
     def at_most(self, max_tokens: int | None) -> Generation:
         """The same request for at most `max_tokens` tokens; None: the context is the bound."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -83,8 +83,9 @@ class Passage:
 
 
 class OpenAIService:
-    """`has_system_role`: the base model's chat template takes system messages; `takes_documents`: and documents.
-    `renderer_note`: how it differs from the cookbook's renderers."""
+    """`has_system_role`: the base model's chat template takes system messages; `takes_documents`: and documents;
+    `efforts`: of `reasoning_effort` these values alone, if there are some. `renderer_note`: how it differs from the
+    cookbook's renderers."""
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class OpenAIService:
         *,
         has_system_role: bool = True,
         takes_documents: bool = True,
+        efforts: Sequence[str] = (),
         renderer_note: str | None = None,
     ) -> None:
         self._client = client
@@ -113,6 +115,7 @@ class OpenAIService:
         self._pictures = pictures
         self._has_system_role = has_system_role
         self._takes_documents = takes_documents
+        self._efforts = efforts
         self._renderer_note = renderer_note
         """None once it was logged."""
 
@@ -179,7 +182,8 @@ class OpenAIService:
         return replace(asked, request=request.at_most(min(wanted, context - prompt)))
 
     def _sending(self, asked: Asked, priority: int | None = None) -> Sending:
-        request = asked.request if self._has_system_role else asked.request.without_system_role()
+        request = asked.request.with_effort(self._efforts)
+        request = request if self._has_system_role else request.without_system_role()
         return Sending(request, asked.target, priority, asked.tenant, asked.id, asked.prefix_key)
 
     @asynccontextmanager

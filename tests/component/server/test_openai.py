@@ -151,6 +151,24 @@ async def test_documents_go_on_where_the_template_takes_them(
         assert refusal(answer) == (400, "documents", None)
 
 
+async def test_a_template_gets_an_effort_that_it_takes(serve: Serve, upstream: FakeUpstream, tmp_path: Path) -> None:
+    """Codex asks for `medium`, which Hy3's template refuses."""
+    model = tmp_path / "model"
+    tools.make(model)
+    (model / "chat_template.jinja").write_text(
+        "{% if reasoning_effort not in ['high', 'low', 'no_think'] %}{{ raise_exception('no') }}{% endif %}"
+    )
+    upstream.controls[CHAT] = chat_answer
+    body = {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "medium"}
+    async with serve(base_model=str(model), served_model_names=(BASE,)) as api:
+        assert (await ask(api, body, CHAT)).status_code == 200
+        assert (await ask(api, {"input": "hi", "reasoning": {"effort": "none"}}, "/v1/responses")).status_code == 200
+    high, off = (request.json for request in upstream.requests)
+    assert "reasoning_effort" not in high | off
+    assert high["chat_template_kwargs"] == {"enable_thinking": True, "reasoning_effort": "high"}
+    assert off["chat_template_kwargs"] == {"enable_thinking": False, "reasoning_effort": "no_think"}
+
+
 async def test_the_log_says_once_that_the_cookbooks_prompts_are_others(
     serve: Serve, upstream: FakeUpstream, database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,15 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.inference.parsers import CALLS, RENDERED_BY_VLLM, THOUGHTS, parser_options, parsers_of
+from skyrl.inference.parsers import (
+    CALLS,
+    ONE_LLAMA_CALL,
+    RENDERED_BY_VLLM,
+    THOUGHTS,
+    WRITTEN_THOUGHTS,
+    parser_options,
+    parsers_of,
+)
 from skyrl.inference.vllm_command import vllm_spec
 from tests.architectures.cookbook import listed, model_type_of
 from tests.unit.chat_families import FAMILIES
@@ -79,6 +87,19 @@ def write(directory: Path, kind: str, template: str) -> Path:
         ("apertus", "<|tools_prefix|>", ("apertus", None)),
         ("longcat_flash", "<longcat_tool_call>", ("longcat", None)),
         ("jamba", "<tool_calls>", ("jamba", None)),
+        ("deepseek_v3", "function call{{ message_sep }}", ("gigachat3", None)),
+        ("bailing_hybrid", "<tool_call><arg_key><think>", ("ling3", "ling3")),
+        ("laguna", "<tool_call><arg_key><think>", ("poolside_v1", "poolside_v1")),
+        ("hy_v3", "toolcall_begin_token think_begin_token", ("hy_v3", "hy_v3")),
+        ("llama", '<function name="f"><param name="a"><think></think>', ("minicpm5", WRITTEN_THOUGHTS)),
+        ("llama", "<function=f>ipython", (None, None)),
+        ("llama", "ipython{{ 'This model only supports single tool-calls at once!' }}", (ONE_LLAMA_CALL, None)),
+        ("mistral", "<tool_call><think></think>{% if enable_thinking %}", ("hermes", WRITTEN_THOUGHTS)),
+        ("smollm3", "<tool_call><think>enable_thinking", ("hermes", WRITTEN_THOUGHTS)),
+        ("qwen2_5_vl", "You are MiMo<tool_call>", ("hermes", WRITTEN_THOUGHTS)),
+        ("qwen2_5_vl", "<tool_call>", ("hermes", None)),
+        ("lfm2_moe", "<think></think><|tool_call_start|>", ("lfm2", WRITTEN_THOUGHTS)),
+        ("lfm2", "List of tools: [</think>", ("lfm2", WRITTEN_THOUGHTS)),
         ("muse_glimmer", "<atem:function_calls>to=self<|message|>", ("muse_glimmer", "muse_glimmer")),
         ("gemma3_text", "", (None, None)),
         ("cohere2", "<|START_ACTION|>", (None, None)),
@@ -87,7 +108,12 @@ def write(directory: Path, kind: str, template: str) -> Path:
 )
 def test_a_family_and_its_template_choose_the_parsers(kind: str, marks: str, expected: tuple[str | None, ...]) -> None:
     assert parsers_of(kind, f"{{% if tools %}}{marks}{{% endif %}}") == expected
-    assert parsers_of(kind, marks) == (None, None), "the template has no tools"
+
+
+def test_a_template_without_tools_and_calls_needs_no_parser_of_calls() -> None:
+    assert parsers_of("qwen3", "<tool_call><think>") == (None, "qwen3")
+    assert parsers_of("deepseek_v3", "{{ message['tool_calls'] }}" + CALL) == ("deepseek_v31", None)
+    assert parsers_of("smollm3", "{% if xml_tools %}<tool_call>{% endif %}") == ("hermes", None)
 
 
 @pytest.mark.parametrize(

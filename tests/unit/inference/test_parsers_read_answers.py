@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import pytest
 
-from skyrl.inference.parsers import CALLS, RENDERED_BY_VLLM, THOUGHTS, parsers_of
+from skyrl.inference.parsers import CALLS, RENDERED_BY_VLLM, THOUGHTS, WRITTEN_THOUGHTS, parsers_of
+from tests.unit.inference import reading
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -84,10 +86,13 @@ def read(calls: str | None, thoughts: str | None, special: Sequence[str], answer
 
 
 def test_vllm_loads_every_parser_by_its_name() -> None:
+    reading.use_plugin()
     reasoning, tools = import_module("vllm.reasoning"), import_module("vllm.tool_parsers")
-    for name in {each.parser for each in CALLS} | {calls for calls, _ in RENDERED_BY_VLLM.values()}:
+    for name in {each.parser for each in CALLS if each.parser} | {calls for calls, _ in RENDERED_BY_VLLM.values()}:
         assert tools.ToolParserManager.get_tool_parser(name)
-    for name in {each.parser for each in THOUGHTS} | {thoughts for _, thoughts in RENDERED_BY_VLLM.values()}:
+    for name in {each.parser for each in THOUGHTS if each.parser} | {
+        thoughts for _, thoughts in RENDERED_BY_VLLM.values()
+    }:
         assert reasoning.ReasoningParserManager.get_reasoning_parser(name)
 
 
@@ -196,3 +201,89 @@ def test_a_familys_parsers_read_a_call_without_thoughts(
 ) -> None:
     calls, thoughts = parsers_of(kind, f"{{% if tools %}}{template}{{% endif %}}")
     assert read(calls, thoughts, special, answer) == (None, [("f", '{"a": 1}')])
+
+
+TOOLS = [{"type": "function", "function": TOOL}]
+ONE = {"a": 1}
+
+
+def read_by(calls: str | None, thoughts: str | None, markers: Sequence[str], answer: str, prompt: str = "?") -> Any:
+    """What is found, whole and streamed, with the parsers of this server's plugin."""
+    reading.use_plugin()
+    tokenizer = reading.tokenizer_of(markers, special=False)
+    return reading.read((calls, thoughts), tokenizer, TOOLS, answer, prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (JSON, (None, None, [("f", ONE)])),
+        (f"```json\n{JSON}\n```", (None, None, [("f", ONE)])),
+        (f"[{JSON},\n {JSON}]", (None, None, [("f", ONE)] * 2)),
+        (f"{JSON}\n{JSON}", (None, None, [("f", ONE)] * 2)),
+        (f"{JSON}\nDone.", (None, "Done.", [("f", ONE)])),
+        (f"<tool_call>\n{JSON}\n</tool_call>", (None, None, [("f", ONE)])),
+        (f"So: {JSON}", (None, f"So: {JSON}", [])),
+        (JSON.replace('"f"', '"other"'), (None, JSON.replace('"f"', '"other"'), [])),
+        ('{"a": 1}', (None, '{"a": 1}', [])),
+        ("{", (None, "{", [])),
+        ("```python\nf(1)\n```", (None, "```python\nf(1)\n```", [])),
+        ("Yes.", (None, "Yes.", [])),
+    ],
+)
+def test_bare_json_is_read_as_calls_by_an_option(answer: str, expected: Any) -> None:
+    """Qwen2.5-Coder writes no `<tool_call>`. A tool that the request does not have is no call."""
+    assert read_by("skyrl_bare_json", None, CALL, answer) == expected
+
+
+@pytest.mark.parametrize("markers", [THINK, ()])
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        ("?", "<think>\nhm\n</think>\n\nYes.", ("hm", "Yes.", [])),
+        ("?", "\n<think>hm", ("hm", None, [])),
+        ("?", "Yes.", (None, "Yes.", [])),
+        ("?", "<thin", (None, "<thin", [])),
+        ("?<think>\n", "hm\n</think>\n\nYes.", ("hm", "Yes.", [])),
+        ("?<think>\n", "hm", ("hm", None, [])),
+        ("?<think>\n\n</think>\n\n", "Yes.", (None, "Yes.", [])),
+        ("<think>so</think>No.<|im_end|>?", "<think>hm</think>Yes.", ("hm", "Yes.", [])),
+    ],
+)
+def test_thoughts_are_those_that_the_model_writes(markers: Any, prompt: str, answer: str, expected: Any) -> None:
+    assert read_by(None, WRITTEN_THOUGHTS, markers, answer, prompt) == expected
+
+
+def test_a_grammar_begins_where_written_thoughts_are_not_open() -> None:
+    """Nobody knows whether the model will think; one that is held from the first token cannot."""
+    reading.use_plugin()
+    tokenizer = reading.tokenizer_of(THINK, special=False)
+    manager = import_module("vllm.parser.parser_manager").ParserManager
+    protocol = import_module("vllm.entrypoints.openai.chat_completion.protocol")
+    request = protocol.ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "?"}])
+    parser = manager.get_parser(None, WRITTEN_THOUGHTS, False, "m", tokenizer=tokenizer)(tokenizer)
+    starts = {
+        end: request.resolve_reasoning_ended(parser, tokenizer.encode(f"?{end}"))
+        for end in ("", "<think>\n", "<think>\n\n</think>\n\n")
+    }
+    assert list(starts.values()) == [True, False, True]
+    engine = parser.reasoning_parser.__class__(tokenizer)
+    ids = tokenizer.encode("?<think>hm</think>")
+    assert not engine.is_reasoning_end_streaming(ids[:-1], ids[-2:-1])
+    assert engine.is_reasoning_end_streaming(ids, ids[-1:])
+
+
+@pytest.mark.parametrize("markers", [("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), ("[TOOL_CALLS]", "[ARGS]")])
+def test_an_id_in_mistrals_call_is_no_part_of_its_name(markers: Any) -> None:
+    written = "".join(f"[TOOL_CALLS]f[CALL_ID]abc12345{number}[ARGS]{json.dumps(ONE)}" for number in (1, 2))
+    assert read_by("mistral", None, markers, written) == (None, None, [("f", ONE)] * 2)
+    tokenizer = reading.tokenizer_of(markers, special=False)
+    kind = import_module("vllm.tool_parsers").ToolParserManager.get_tool_parser("mistral")
+    told = kind(tokenizer).extract_tool_calls(written, None)
+    assert [call.id for call in told.tool_calls] == ["abc123451", "abc123452"]
+
+
+def test_of_several_calls_of_llama_the_first_is_given() -> None:
+    calls = "; ".join([JSON.replace("arguments", "parameters")] * 2)
+    assert read_by("llama3_json", None, ("<|python_tag|>",), calls) == (None, None, [("f", ONE)] * 2)
+    assert read_by("skyrl_one_llama_call", None, ("<|python_tag|>",), calls) == (None, None, [("f", ONE)])

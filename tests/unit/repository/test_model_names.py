@@ -18,10 +18,13 @@ from tests.families import FAMILIES, MIXTURES
 
 ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "docs/reference/architectures.md"
+PARSERS = ROOT / "docs/reference/parsers.md"
+"""Lists released models whether the trainer takes them or not, and says so."""
 FOLDERS = ("docs", "examples", "deploy", "benchmarks")
 TEXT = {".md", ".py", ".toml", ".yaml", ".yml"}
 FILES = sorted(
-    [*ROOT.glob("*.md"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*") if file.suffix in TEXT)]
+    {*ROOT.glob("*.md"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*") if file.suffix in TEXT)}
+    - {PARSERS}
 )
 
 _RELEASED = re.compile(

@@ -141,6 +141,20 @@ def test_a_refusal_that_names_an_option_of_vllm_names_the_key_of_this_server(tol
     assert f'"generator.inference_engine.engine_init_kwargs": {{"{key}_parser"' in refusal.message
 
 
+def test_a_refusal_of_a_chat_without_a_template_advises_what_this_server_takes() -> None:
+    """vLLM advises a field of the request, which this server refuses."""
+    told = (
+        "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template if "
+        "the tokenizer does not define one."
+    )
+    body = json.dumps({"error": {"message": told, "type": "BadRequestError", "param": None, "code": 400}}).encode()
+    refusal = refusal_of(Answer(400, "application/json", body), "run@3", "mine")
+    assert (refusal.status, refusal.field) == (400, "messages")
+    assert "transformers" not in refusal.message
+    assert "/v1/completions" in refusal.message
+    assert "chat_template.jinja" in refusal.message
+
+
 def test_a_stop_by_a_token_is_told_as_a_stop() -> None:
     """OpenAI's clients, and all that reads the answer here, know no other word for it."""
     choices = [
