@@ -209,6 +209,7 @@ def _engine(
         sweep,
         base.metrics,
         merges_passes=base.backend.merges_passes,
+        stop_grace_s=base.config.stop_grace_s,
     )
 
 

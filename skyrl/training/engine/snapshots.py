@@ -1,11 +1,12 @@
 """Snapshots: the state of each model on disk, from which a starting engine restores the model.
 
-A snapshot is taken at three moments:
+A snapshot is taken at four moments:
 
 - after an optimizer step, when the last snapshot is old: this bounds how much a restart repeats;
 - after every load, because the checkpoint may be replaced or deleted later;
 - when a model has run commands for long without a step: the database keeps the bodies of all commands that no snapshot
-  holds.
+  holds;
+- when the engine is told to stop, so that the next start repeats nothing.
 
 Knows directories and the numbers of commands. The backend decides what a snapshot contains.
 """
@@ -94,6 +95,14 @@ class Snapshots:
             for model_id, uncovered in list(self._uncovered.items())
             if uncovered.since <= now - self._interval_of(model_id) - OVERDUE_S
         ]
+
+    def lacking(self) -> list[str]:
+        """Models that have run commands which their newest snapshot does not hold, the quickest snapshot first."""
+        return sorted(self._uncovered, key=self.expected_s)
+
+    def expected_s(self, model_id: str) -> float:
+        """How long a snapshot of the model will take, as the last one did; 0 if none was taken."""
+        return self._took_s.get(model_id, 0.0)
 
     def put_off(self, model_id: str) -> None:
         """A snapshot could not be taken: try again OVERDUE_S and the interval from now."""
