@@ -228,5 +228,7 @@ def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recov
         base.holds,
         base.tracing,
         base.pictures,
+        base.model_ends,
         base.config.role,
+        wants_all=base.config.full_finetuning,  # a living model keeps the only place for whole models
     )

@@ -220,17 +220,9 @@ class Execution:
             self._threads.wait_for_backend(lambda: self._snapshot(model_id, self._snapshots.take))
 
     def _snapshot(self, model_id: str, take: Callable[[str, int], None]) -> bool:
-        """Whether no snapshot is missing. A failure is only logged: without the snapshot, recovery after a crash takes
-        longer and loses nothing."""
+        """Whether no snapshot is missing."""
         next_seq = self._scheduler.next_seq(model_id)
         if next_seq is None:  # the model is closed
             return True
-        try:
-            with self._metrics.phases.phase("snapshot"):
-                take(model_id, next_seq)
-        except Displaced:
-            raise
-        except Exception:  # logged: the commands since the last snapshot are kept and run again
-            logger.exception("model %s has no snapshot at command %d", model_id, next_seq)
-            return False
-        return True
+        with self._metrics.phases.phase("snapshot"):
+            return self._snapshots.attempt(take, model_id, next_seq)

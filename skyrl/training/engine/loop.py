@@ -146,7 +146,11 @@ class Engine:
             await self._run_share(ready)
         else:
             spent = 0
-            while spent < self._scheduler.budget and not self._signals.is_stopped and (cost := await self._run_share(ready[:1])):
+            while (
+                spent < self._scheduler.budget
+                and not self._signals.is_stopped
+                and (cost := await self._run_share(ready[:1]))
+            ):
                 spent += cost
         await self._samples.run()
 
