@@ -32,6 +32,7 @@ MORE_S = 5.0
 """How much longer than a cold start a start after a clean stop may take."""
 FLAGS = ("--snapshot-interval-s", "3600")
 SEQUENCES, TOKENS = 8, 512
+PATIENCE_S = 900.0
 
 
 def restarts(stage: Stage) -> list[Row]:
@@ -73,7 +74,7 @@ def _cold(state_dir: Path) -> float:
     server = DemoServer(state_dir, *FLAGS)
     server.start()
     try:
-        return server.wait_ready()
+        return server.wait_ready(PATIENCE_S)
     finally:
         server.stop()
 
@@ -84,7 +85,7 @@ def _restart(state_dir: Path, way: str, steps: int) -> dict[str, float]:
     server.start()
     with ExitStack() as opened:
         opened.callback(server.stop)
-        server.wait_ready()
+        server.wait_ready(PATIENCE_S)
         clients = [opened.enter_context(_client(server, number)) for number in range(2)]
         began = time.monotonic()
         for number in range(steps):
@@ -101,7 +102,7 @@ def _restart(state_dir: Path, way: str, steps: int) -> dict[str, float]:
             time.sleep(3.0)
         began = time.monotonic()
         server.start()
-        found["ready"] = server.wait_ready()
+        found["ready"] = server.wait_ready(PATIENCE_S)
         found["other"] = _seconds(began, lambda: _new_model(server, opened))
         found["trains"] = _seconds(began, lambda: clients[0].forward(_data(1), "cross_entropy").result())
     return found
