@@ -121,7 +121,7 @@ def _new_model(server: DemoServer, opened: ExitStack) -> None:
 def _client(server: DemoServer, number: int) -> Iterator[Any]:
     """A training client of a tenant of its own."""
     with tinker.ServiceClient(base_url=server.url, api_key=f"tml-tenant-{number}") as service:
-        yield service.create_lora_training_client(base_model="tiny", rank=16, seed=number)
+        yield service.create_lora_training_client(base_model="tiny", rank=16, seed=number).result()
 
 
 def _data(seed: int) -> list[types.Datum]:
