@@ -174,7 +174,7 @@ class Recovery:
                     wanted, look_due = await self._look(), time.monotonic() + LOOK_S
                 while wanted and len(running) < AT_ONCE and not self._signals.is_stopped:
                     model = wanted.pop(0)
-                    if model.id not in running:
+                    if model.id in self._unrestored and model.id not in running:  # it may have ended since the look
                         running[model.id] = asyncio.create_task(self._restore(model))
                 if not running:
                     break

@@ -136,6 +136,31 @@ async def test_a_model_with_commands_is_restored_before_others(
         slow.allowed.release(100)
 
 
+async def test_each_model_is_restored_once_however_often_recovery_looks(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers = [await Trainer.create(harness, seed=seed) for seed in (1, 2, 3)]
+    for trainer in trainers:
+        await trainer.step(1)
+    monkeypatch.setattr(recovery, "AT_ONCE", 1)
+    monkeypatch.setattr(recovery, "LOOK_S", 0.0)
+    begun: list[str] = []
+
+    def count(harness: Harness) -> None:
+        load = harness.recovery._load_snapshot
+
+        def counted(model: Any) -> None:
+            begun.append(model.id)
+            load(model)
+
+        harness.recovery._load_snapshot = counted  # type: ignore[method-assign]
+
+    async with restarted(harness, monkeypatch, count):
+        assert [(await trainer.step(2))["optimizer_step"] for trainer in trainers] == [2, 2, 2]
+        await until(lambda: not harness.recovery._unrestored)
+    assert sorted(begun) == sorted(trainer.model_id for trainer in trainers)
+
+
 async def gone(harness: Harness, trainer: Trainer, ago_s: float = LONG_AGO_S) -> None:
     """The client's last heartbeat was so long ago."""
     query = update(sessions).where(sessions.c.id == trainer.session.id)
