@@ -306,13 +306,14 @@ class Recovery:
         files = contextlib.ExitStack()
         try:
             loaded = await asyncio.to_thread(self._fetch, model, commands, files)
-            self._snapshots.restored(model.id, model.next_seq)
+            self._snapshots.restoring(model.id, model.next_seq)
             await self._alone(model.id, lambda: self._load_snapshot(model))
             for executed in commands:
                 await self._alone(model.id, lambda executed=executed: self._repeat(executed, model, loaded))
                 self._holds.repeated()
         finally:
             await asyncio.to_thread(files.close)
+        self._snapshots.restored(model.id)
         logger.info("model %s: %d commands repeated", model.id, len(commands))
 
     def _fetch(

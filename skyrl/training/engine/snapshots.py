@@ -66,12 +66,16 @@ class Snapshots:
         """By model, the number of its snapshot on disk."""
         self._uncovered: dict[str, _Uncovered] = {}
 
-    def restored(self, model_id: str, next_seq: int) -> None:
-        """Note that a model is restored from snapshot `next_seq` (0: no snapshot)."""
+    def restoring(self, model_id: str, next_seq: int) -> None:
+        """Note that a model is being restored from snapshot `next_seq` (0: no snapshot)."""
         self.stop_tracking(model_id)
         self._taken_at[model_id] = time.monotonic()
         if next_seq > 0:
             self._newest[model_id] = next_seq
+
+    def restored(self, model_id: str) -> None:
+        """Note that a model is restored. The interval to its next snapshot begins with its first step."""
+        self._taken_at.pop(model_id, None)
 
     def ran(self, model_id: str, kind: str) -> None:
         """Note that a command of this model has run, or was repeated, with or without success."""
