@@ -18,13 +18,14 @@ from typing import Protocol
 from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.adapter_host import AdapterHost
+from skyrl.inference.cpu_context import longest_step
 from skyrl.inference.expert_adapters import memory_hint
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.inference.remote.placed_sidecar import PlacedSidecar
 from skyrl.inference.remote.settings import CACHE, default_cache, node_environment
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_client import Probe
-from skyrl.inference.vllm_command import LOGGING_CONFIG, options_named, vllm_spec
+from skyrl.inference.vllm_command import LOGGING_CONFIG, context_length, cuda_devices, options_named, vllm_spec
 from skyrl.inference.vllm_version import check_vllm, is_tested
 from skyrl.runtime.metrics.adapters import AdapterMetrics
 from skyrl.runtime.processes.log_format import vllm_logging
@@ -90,7 +91,10 @@ class Vllm:
     @property
     def probes(self) -> Mapping[Probe, float]:
         options = self.config.backend_config.inference
-        return {"/health": options.health_timeout_s, "/is_sleeping": options.step_timeout_s}
+        step_s = options.step_timeout_s
+        if "step_timeout_s" not in options.model_fields_set and not cuda_devices():
+            step_s *= longest_step(context_length(self.config, cuda=False) or 0)
+        return {"/health": options.health_timeout_s, "/is_sleeping": step_s}
 
     def bundle(self, *, cuda: bool) -> dict[str, float]:
         options = self.config.backend_config.inference

@@ -21,6 +21,7 @@ from typing import Any
 from skyrl.base.config.mixtures import experts_of, model_config, whole_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.config.sight import takes_pictures
+from skyrl.inference.cpu_context import BATCH, LEAST, longest_context
 from skyrl.inference.expert_adapters import check_layers
 from skyrl.inference.model_options import (
     check_served,
@@ -35,10 +36,10 @@ from skyrl.inference.placement import ServerSpec
 from skyrl.inference.remote.middleware import StoredAdapterLoads
 from skyrl.inference.vllm_plugin.incarnation import IncarnationHeader
 from skyrl.inference.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
+from skyrl.runtime.processes.host_memory import limit_bytes
 from skyrl.runtime.tracing.spans import traces_url
 
 HOST = "127.0.0.1"
-CPU_CONTEXT = 4096
 MAX_LOGPROBS = 65
 """One more than clients may ask for: skyrl.server.sampling.generation says why."""
 GRAMMARS = {"backend": "xgrammar"}
@@ -212,12 +213,38 @@ def _as_list(given: Any) -> list[str]:
 
 
 def context_length(config: ServerConfig, *, cuda: bool) -> int | None:
-    """The longest sequence served, in tokens: as configured; else, on a CPU, the model's length up to 4096; else None:
-    vLLM decides."""
-    configured = config.backend_config.inference.max_model_len
-    if configured is not None or cuda:
-        return configured
-    return min(CPU_CONTEXT, read_model_config(config.base_model_path).get("max_position_embeddings", CPU_CONTEXT))
+    """The longest sequence served, in tokens: as configured; else, on a CPU, the model's length up to what the memory
+    of this machine holds (`cpu_context`); else None: vLLM decides.
+
+    A server with several base models, whose vLLMs share the memory, and one whose vLLMs are on the nodes of a Ray
+    cluster serve at most 4,096 tokens."""
+    inference = config.backend_config.inference
+    if inference.max_model_len is not None or cuda:
+        return inference.max_model_len
+    model = read_model_config(config.base_model_path)
+    if config.role.name or config.ray is not None or inference.num_engines > 1:
+        return min(LEAST, model.get("max_position_embeddings", LEAST))
+    try:
+        memory = limit_bytes()
+    except FileNotFoundError:
+        memory = 0.0
+    return longest_context(model, inference.max_num_seqs, memory)
+
+
+def context_sentence(config: ServerConfig, *, cuda: bool) -> str:
+    """What is served, and why, for the log of a start; empty where vLLM decides."""
+    length = context_length(config, cuda=cuda)
+    if length is None:
+        return ""
+    key = "generator.inference_engine.max_model_len"
+    own = read_model_config(config.base_model_path).get("max_position_embeddings")
+    if config.backend_config.inference.max_model_len is not None:
+        why = f"as {key} says"
+    elif own is not None and length >= own:
+        why = "the model's own length"
+    else:
+        why = f"what this machine's memory easily holds of the model's {own}; {key} sets another length"
+    return f"context: sequences of up to {length} tokens, {why}"
 
 
 def read_model_config(model: str) -> dict[str, Any]:
@@ -343,6 +370,6 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any], quantization: str 
         "max_model_len": length,
         # A seeded request whose prompt is split kills the engine ("CPU Generator does not use offset").
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(8192, length),
+        "max_num_batched_tokens": max(BATCH, length),
         "distributed_executor_backend": "uni",
     }, kv_gib

@@ -217,6 +217,14 @@ class Harness:
         await self._running
         self._clear_engine()
 
+    async def crash(self) -> None:
+        """End the engine without its last snapshots, as a death does. Every outcome is committed."""
+        if self._running is not None:
+            self.parts.signals.fail(Killed())
+            with contextlib.suppress(Killed):
+                await self._running
+            self._clear_engine()
+
     def kill_before_commit_of(self, wanted: Callable[[str], bool]) -> None:
         """Let the engine execute the command whose request id is `wanted`, and die before it stores the outcome."""
         settle = self.parts.settlement.settle
@@ -249,7 +257,7 @@ class Harness:
         self._running = self._parts = None
 
     async def close(self) -> None:
-        await self.stop()
+        await self.crash()
         self._listener.close()
         await asyncio.gather(*self._ringing)
         await self.writer.close()

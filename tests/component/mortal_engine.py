@@ -301,7 +301,8 @@ class MortalEngine:
             await parts.recovery.run()
         except Killed:
             self._engine.stop()
-            await self._engine.run()
+            with suppress(Killed):  # a dead engine takes no last snapshots
+                await self._engine.run()
             self._clear_engine()
             return False
         self._task = asyncio.create_task(self._engine.run())
@@ -366,15 +367,22 @@ class MortalEngine:
         self._clear_engine()
         return False
 
-    async def stop(self) -> None:
-        """Stop the engine in order, which leaves no record of running commands."""
+    async def stop(self, steps: int | None = None) -> bool:
+        """Stop the engine in order, which leaves no record of running commands. False: it has died meanwhile, after
+        that many instructions, for example in its last snapshots."""
         if self._engine is None:
-            return
-        self._steps_left = None
+            return True
+        self._ledger.stop_recording()
+        self._steps_left = steps
         self._engine.stop()
         self._engine.allow_turns(1)
-        await self._task
+        lives = True
+        try:
+            await self._task
+        except Killed:
+            lives = False
         self._clear_engine()
+        return lives
 
     def _clear_engine(self) -> None:
         self._ledger.close()

@@ -13,15 +13,16 @@ import pytest
 import yaml
 
 from skyrl.base.config.backend import dotted_keys
+from skyrl.base.config.keys import STOP_GRACE_S
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
-from skyrl.cli.launcher.skyrl_processes import API_GRACE_S, ENGINE_GRACE_S, PLACEMENT_GRACE_S, ROUTER_GRACE_S
+from skyrl.cli.launcher.skyrl_processes import API_GRACE_S, PLACEMENT_GRACE_S, ROUTER_GRACE_S
 from tests.deploy.conftest import GetStatus
 from tests.deploy.files import DEPLOY, ReadServe, documents, image_environment, of_image
 
 CONFIGS = DEPLOY / "configs"
 SIZES = ("laptop", "eight-gpus", "three-nodes")
-STOP_S = API_GRACE_S + ENGINE_GRACE_S + ROUTER_GRACE_S + PLACEMENT_GRACE_S
+STOP_S = API_GRACE_S + STOP_GRACE_S + ROUTER_GRACE_S + PLACEMENT_GRACE_S
 KUBERAY = DEPLOY / "kuberay" / "cluster.yaml"
 OBJECTS = {(each["kind"], each["metadata"]["name"]): each for each in documents(KUBERAY)}
 CLUSTER = OBJECTS["RayCluster", "skyrl"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.config.keys import STOP_GRACE_S
 from skyrl.cli.launcher.server_parts import INFERENCE_GRACE_S
 from skyrl.cli.launcher.skyrl_processes import (
     API_GRACE_S,
-    ENGINE_GRACE_S,
     PLACEMENT_GRACE_S,
     RAY_GRACE_S,
     ROUTER_GRACE_S,
@@ -34,8 +34,8 @@ from tests.deploy.files import (
 FILES = ("compose.yaml", "compose.gpu.yaml", "compose.gateway.yaml")
 SECRET = re.compile(r"PASSWORD|_KEY|SECRET|DATABASE_URL")
 STOP_S = {
-    "skyrl": API_GRACE_S + ENGINE_GRACE_S + ROUTER_GRACE_S + PLACEMENT_GRACE_S + RAY_GRACE_S,
-    "gateway": API_GRACE_S + ENGINE_GRACE_S + ROUTER_GRACE_S + INFERENCE_GRACE_S,
+    "skyrl": API_GRACE_S + STOP_GRACE_S + ROUTER_GRACE_S + PLACEMENT_GRACE_S + RAY_GRACE_S,
+    "gateway": API_GRACE_S + STOP_GRACE_S + ROUTER_GRACE_S + INFERENCE_GRACE_S,
 }
 """The longest stop of each server. That of `skyrl` is one with a Ray cluster of its own."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from skyrl.base.config.keys import STOP_GRACE_S
 from skyrl.cli.launcher.skyrl_processes import (
     API_GRACE_S,
-    ENGINE_GRACE_S,
     PLACEMENT_GRACE_S,
     RAY_GRACE_S,
     ROUTER_GRACE_S,
@@ -70,7 +70,7 @@ def test_systemd_waits_for_the_server_and_watches_it() -> None:
     assert found["Type"] == ["notify"]
     assert found["TimeoutStartSec"] == ["infinity"]
     assert int(found["WatchdogSec"][0]) > 0
-    with_ray = API_GRACE_S + ENGINE_GRACE_S + ROUTER_GRACE_S + PLACEMENT_GRACE_S + RAY_GRACE_S
+    with_ray = API_GRACE_S + STOP_GRACE_S + ROUTER_GRACE_S + PLACEMENT_GRACE_S + RAY_GRACE_S
     assert int(found["TimeoutStopSec"][0]) > with_ray
     assert (found["KillMode"], found["Restart"], found["RestartPreventExitStatus"]) == (
         ["mixed"],

@@ -128,7 +128,8 @@ class InferenceEngineConfig(Strict):
     that of the first replica; the next ones follow. `engine_init_kwargs` are options of vLLM under vLLM's own names.
 
     A watchdog asks vLLM every `probe_interval_s` whether it works. vLLM is killed and started again when its API server
-    gives no answer for `health_timeout_s`, or when its engine finishes no step for `step_timeout_s`.
+    gives no answer for `health_timeout_s`, or when its engine finishes no step for `step_timeout_s`. If that is not
+    set, it is longer on a CPU with a context above 8,192 tokens, because one prompt is one step there.
 
     With `compare_with_trainer` (None: for vLLMs that this server runs) a server starts only if random adapters on each
     kind of trained layer change logprobs in vLLM as they do in the trainer.

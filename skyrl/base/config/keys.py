@@ -25,6 +25,7 @@ BackendName = Literal["fsdp", "none"]
 TINY = "tiny"
 """The name of the model that ships with skyrl. Write `./tiny` for a directory of that name."""
 MIN_KEY = 16
+STOP_GRACE_S = 20.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BACKENDS: tuple[str, ...] = ("fsdp", "none")
 NO_VALUE = ("none", "null")
@@ -187,6 +188,8 @@ class ServerKeys(BaseSettings):
     """The dtype of adapters saved for sampling. Training state is always float32; full weights have vLLM's dtype."""
     snapshot_interval_s: float = Field(30.0, gt=0)
     """After a crash of the engine at most this much of a model's training is repeated, and the command that ran."""
+    stop_grace_s: float = Field(STOP_GRACE_S, ge=5)
+    """At a stop, how long the engine may take to end the turn that runs and to snapshot the models in training."""
     threads: int = Field(1, ge=1)
     """CPU threads of the trainer and of vLLM (OMP_NUM_THREADS). Has no effect on a GPU."""
     otlp_endpoint: str | None = None

@@ -19,7 +19,6 @@ from skyrl.cli.launcher.parts import Part
 from skyrl.cli.launcher.preflight import Findings
 from skyrl.cli.launcher.skyrl_processes import (
     ENGINE,
-    ENGINE_GRACE_S,
     PLACEMENT,
     PLACEMENT_GRACE_S,
     ROUTER,
@@ -138,7 +137,7 @@ class BaseModelParts:
                 needs = (*needs, watch)
         if self._config.modes.trains:
             engine = self._process(own, ENGINE, "skyrl.training.engine.main")
-            yield own.part(engine, needs, ENGINE_GRACE_S)
+            yield own.part(engine, needs, self._config.stop_grace_s)
         elif self._config.modes.manages_inference:
             from skyrl.cli.launcher.only_sampled import only_sampled_part  # 7 MB that other servers need not have
 

@@ -18,11 +18,12 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.cli.launcher.parts import Part
 from skyrl.inference.adapter_host import AdapterMissing
+from skyrl.inference.cpu_context import LEAST
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.router_members import RouterMembers
-from skyrl.inference.vllm_command import CPU_CONTEXT, context_length
+from skyrl.inference.vllm_command import context_length
 from skyrl.inference.vllm_metrics import VllmMetrics
 from skyrl.runtime.metrics.adapters import AdapterMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory
@@ -58,7 +59,7 @@ def served_limits(config: ServerConfig, *, cuda: bool) -> ServedLimits | None:
     model = model_config(config.base_model_path)
     if "vocab_size" not in model:
         return None
-    context = context_length(config, cuda=cuda) or model.get("max_position_embeddings", CPU_CONTEXT)
+    context = context_length(config, cuda=cuda) or model.get("max_position_embeddings", LEAST)
     return ServedLimits(model["vocab_size"], context)
 
 

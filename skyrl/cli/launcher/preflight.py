@@ -20,7 +20,7 @@ from skyrl.cli.launcher.model_location import check_model
 from skyrl.cli.launcher.ray_room import check_room_of_ranks, check_room_of_vllms, check_shared_gpus
 from skyrl.inference.expert_adapters import host_memory_warning
 from skyrl.inference.features import vllm_version
-from skyrl.inference.vllm_command import cuda_devices
+from skyrl.inference.vllm_command import context_sentence, cuda_devices
 from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
 from skyrl.inference.vllm_version import check_vllm
 from skyrl.runtime.processes.ports import LOOPBACK, check_free
@@ -145,6 +145,8 @@ def check(config: ServerConfig) -> Findings:
     if not config.modes.manages_inference:
         return found
     _warn_of_host_memory(config)
+    if sentence := context_sentence(config, cuda=found.cuda):
+        logger.info("%s%s", f"{config.served_names[0]}: " if config.role.name else "", sentence)
     if config.ray in (None, "local"):  # else each node checks its own vLLM
         found = replace(found, vllm_tested=check_vllm(cuda=found.cuda, colocated=not config.modes.forwards))
         if config.full_finetuning and not found.vllm_tested:

@@ -33,7 +33,6 @@ from skyrl.storage.db.database import Database
 logger = logging.getLogger(__name__)
 
 API_GRACE_S = 15.0
-ENGINE_GRACE_S = 20.0
 ROUTER_GRACE_S = 3.0
 PLACEMENT_GRACE_S = 15.0
 RAY_GRACE_S = 10.0

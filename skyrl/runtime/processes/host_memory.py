@@ -49,7 +49,7 @@ def host_bytes(root: Path = Path("/")) -> float:
 
 def limit_bytes(root: Path = Path("/")) -> float:
     """What this process may use at most, whatever others use now: the host's memory without swap space, within the
-    limits of this process's cgroups."""
+    limits of this process's cgroups. Raises FileNotFoundError on a system without /proc."""
     total = 1024.0 * _number((root / "proc/meminfo").read_text(), "MemTotal:")
     return min([total, *_limits_of_cgroups(root)])
 

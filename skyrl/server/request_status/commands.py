@@ -50,11 +50,17 @@ def of_model(model_id: str, activity: EngineActivity, now: float, before: Sequen
                 f"the tokens of this minute are used up; {next_command} starts in about {duration(starts_s)}"
             )
         case WaitsFor.RECOVERY:
-            return paused("the trainer has restarted, and restores this model")
+            return paused(f"the trainer has restarted, and restores this model{_progress(activity)}")
         case WaitsFor.STORE:
             return paused("the trainer has restarted, and cannot reach the checkpoint store to restore this model")
         case WaitsFor.MEMORY:
             return paused("the trainer has restarted, and waits for memory to restore this model")
+
+
+def _progress(activity: EngineActivity) -> str:
+    if (recovery := activity.recovery) is None or not recovery.commands:
+        return ""
+    return f": of all models' commands, {recovery.repeated} of {recovery.commands} are repeated"
 
 
 def _running(command: PendingCommand, model: ModelActivity, now: float) -> str:

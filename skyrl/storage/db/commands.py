@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select, and_, bindparam, func, or_, select
 
 from skyrl.base.types.command import Command, ExecutedCommand
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.kinds import ENGINE_KINDS, Kind
 from skyrl.base.types.scope import EVERYTHING, Scope
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.storage.db.futures import futures
@@ -81,6 +81,14 @@ def pending(connection: Connection, kinds: Sequence[str], after: int = 0, scope:
     to the next row.
     """
     return [_command(row) for row in connection.execute(_pending_in(scope), {"kinds": kinds, "after": after})]
+
+
+def models_with_pending(connection: Connection) -> set[str]:
+    """Ids of the models that have commands without an outcome."""
+    query = select(futures.c.model_id).where(
+        futures.c.status == "pending", futures.c.kind.in_(ENGINE_KINDS), futures.c.model_id.is_not(None)
+    )
+    return set(connection.execute(query.distinct()).scalars())
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,13 @@ def living(connection: Connection, scope: Scope = EVERYTHING) -> list[ModelRecor
     return [_record(row) for row in connection.execute(query)]
 
 
+def heartbeats(connection: Connection, scope: Scope = EVERYTHING) -> dict[str, float]:
+    """For each model that is being trained, the last heartbeat of its session, in seconds since the epoch."""
+    query = select(models.c.id, sessions.c.heartbeat_at).join(sessions, sessions.c.id == models.c.session_id)
+    query = query.where(models.c.status.in_(LIVING), in_scope(models.c.base_model, scope))
+    return {row.id: row.heartbeat_at for row in connection.execute(query)}
+
+
 def living_among(connection: Connection, model_ids: Collection[str]) -> set[str]:
     """The ids among `model_ids` of models that are being trained."""
     query = select(models.c.id).where(models.c.id.in_(model_ids), models.c.status.in_(LIVING))

@@ -39,11 +39,12 @@ class Rounds:
             )
 
 
-async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[object]]) -> None:
+async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[object]], *, at_once: bool = False) -> None:
     """Run `action` every `period_s` seconds until cancelled. A round that fails is logged, and the next round runs. The
-    first round comes up to half a period earlier, so that processes that start together do not write together."""
+    first round comes up to half a period earlier, so that processes that start together do not write together; or
+    `at_once`."""
     rounds = Rounds(name, period_s)
-    pause_s = period_s * random.uniform(EARLIEST_FIRST, 1.0)
+    pause_s = 0.0 if at_once else period_s * random.uniform(EARLIEST_FIRST, 1.0)
     while True:
         await asyncio.sleep(pause_s)
         pause_s = period_s

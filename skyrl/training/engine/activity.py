@@ -33,13 +33,16 @@ class Holds:
 
     def __init__(self) -> None:
         self.progress: RecoveryProgress | None = None
-        """Set from the start of the engine until all living models are restored, held or failed."""
+        """Set while models are being restored."""
+        self.models: set[str] = set()
+        """The models that are not restored yet."""
         self.reasons: dict[str, WaitsFor] = {}
         """By id, the models that recovery holds longer: for the checkpoint store, or for memory."""
 
     def begin(self, commands: int) -> None:
-        """So many commands will be repeated."""
-        self.progress = RecoveryProgress(0, commands)
+        """So many more commands will be repeated."""
+        before = self.progress or RecoveryProgress(0, 0)
+        self.progress = RecoveryProgress(before.repeated, before.commands + commands)
 
     def repeated(self) -> None:
         if (progress := self.progress) is not None:
@@ -135,7 +138,7 @@ class ActivityWatch:
             return WaitsFor.NOTHING
         if (reason := self._holds.reasons.get(model_id)) is not None:
             return reason
-        if view.held and self._holds.progress is not None:
+        if model_id in self._holds.models:
             return WaitsFor.RECOVERY
         if view.head is not None:
             return WaitsFor.TURN

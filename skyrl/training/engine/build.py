@@ -209,6 +209,7 @@ def _engine(
         sweep,
         base.metrics,
         merges_passes=base.backend.merges_passes,
+        stop_grace_s=base.config.stop_grace_s,
     )
 
 
@@ -227,5 +228,7 @@ def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recov
         base.holds,
         base.tracing,
         base.pictures,
+        base.model_ends,
         base.config.role,
+        wants_all=base.config.full_finetuning,  # a living model keeps the only place for whole models
     )

@@ -6,6 +6,7 @@ switch to another thread would cost more than the read or the write. Does not de
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,9 @@ from skyrl.runtime.metrics.phases import phase_of
 from skyrl.runtime.metrics.processes import EngineMetrics
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import run_steps, usage
-from skyrl.storage.db.database import Change, Connection, Database
-from skyrl.storage.db.fence import Displaced
+from skyrl.storage.db.database import Change, Connection
+from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.db.fence import Displaced, FencedDatabase
 from skyrl.storage.db.futures import Outcome
 from skyrl.training.backends.base import Backend
 from skyrl.training.engine.barriers import Barriers
@@ -47,7 +49,7 @@ class Execution:
 
     def __init__(
         self,
-        database: Database,
+        database: FencedDatabase,
         backend: Backend,
         barriers: Barriers,
         snapshots: Snapshots,
@@ -101,6 +103,27 @@ class Execution:
                 self._scheduler.hold(model_id)
                 await self._threads.on_backend(lambda model_id=model_id: self._snapshot_now(model_id))
                 self._scheduler.release(model_id)
+
+    async def snapshot_last(self, until: float) -> None:
+        """The engine is stopping and runs nothing: snapshot all models, so that the next start repeats no command.
+
+        Leaves out a model that is being restored or whose command is not settled, and one whose snapshot would end
+        after `until` (monotonic seconds). Raises Displaced, and writes nothing then.
+        """
+        lacking = [each for each in self._snapshots.lacking() if each in self._scheduler]
+        ready = [model_id for model_id in lacking if not self._scheduler.is_busy(model_id)]
+        if not ready:
+            return
+        try:
+            await asyncio.to_thread(self._database.confirm_claim)
+        except DatabaseError as error:
+            logger.warning("%d models have no last snapshot: the database cannot be used: %s", len(ready), error)
+            return
+        for model_id in ready:
+            if time.monotonic() + self._snapshots.expected_s(model_id) > until:
+                logger.warning("model %s has no last snapshot: there was no time (stop_grace_s)", model_id)
+            else:
+                await self._threads.on_backend(lambda model_id=model_id: self._snapshot(model_id, self._snapshots.take))
 
     # On the command's own thread.
 
@@ -198,17 +221,9 @@ class Execution:
             self._threads.wait_for_backend(lambda: self._snapshot(model_id, self._snapshots.take))
 
     def _snapshot(self, model_id: str, take: Callable[[str, int], None]) -> bool:
-        """Whether no snapshot is missing. A failure is only logged: without the snapshot, recovery after a crash takes
-        longer and loses nothing."""
+        """Whether no snapshot is missing."""
         next_seq = self._scheduler.next_seq(model_id)
         if next_seq is None:  # the model is closed
             return True
-        try:
-            with self._metrics.phases.phase("snapshot"):
-                take(model_id, next_seq)
-        except Displaced:
-            raise
-        except Exception:  # logged: the commands since the last snapshot are kept and run again
-            logger.exception("model %s has no snapshot at command %d", model_id, next_seq)
-            return False
-        return True
+        with self._metrics.phases.phase("snapshot"):
+            return self._snapshots.attempt(take, model_id, next_seq)

@@ -32,6 +32,8 @@ from skyrl.training.engine.threads import EngineThreads
 SAFETY_POLL_S = 2.0
 """How often the engine asks the database for commands and ended sessions, in case a ring was lost."""
 NOTE_OLDEST_S = 1.0
+EXIT_S = 3.0
+"""What the process needs to exit after its last snapshot, of the time that it has for its stop."""
 
 
 class Engine:
@@ -51,8 +53,10 @@ class Engine:
         metrics: EngineMetrics,
         *,
         merges_passes: bool,
+        stop_grace_s: float,
     ) -> None:
-        """`merges_passes`: the backend gains from running passes of several models together."""
+        """`merges_passes`: the backend gains from running passes of several models together. `stop_grace_s`: how long
+        the engine may take to end when it is told to."""
         self._signals = signals
         self._threads = threads
         self._scheduler = scheduler
@@ -64,6 +68,7 @@ class Engine:
         self._sweep = sweep
         self._metrics = metrics
         self._merges_passes = merges_passes
+        self._stop_grace_s = stop_grace_s
         self._poll_due = 0.0
         """When the next safety poll is due, in monotonic seconds."""
 
@@ -75,7 +80,17 @@ class Engine:
         self._signals.wake()
 
     async def run(self) -> None:
-        """Run until stopped; the running turn ends first. Raises the error that the engine has failed of."""
+        """Run until stopped; the running turn ends first, then all models are snapshotted. Raises the error that the
+        engine has failed of."""
+        try:
+            await self._run_turns()
+            assert self._signals.stopped_at is not None
+            await self._execution.snapshot_last(self._signals.stopped_at + self._stop_grace_s - EXIT_S)
+        finally:
+            await self._threads.shut_down()
+
+    async def _run_turns(self) -> None:
+        """Run until stopped. Nothing runs any more when this returns or raises."""
         work = (self._sweep.run(), self._file_commands.listen(), self._note_oldest())
         background = [asyncio.create_task(each) for each in work]
         try:
@@ -96,7 +111,6 @@ class Engine:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, *self._file_commands.running, return_exceptions=True)
-            await self._threads.shut_down()
 
     async def _poll_if_due(self) -> None:
         if time.monotonic() >= self._poll_due:
@@ -132,7 +146,11 @@ class Engine:
             await self._run_share(ready)
         else:
             spent = 0
-            while spent < self._scheduler.budget and (cost := await self._run_share(ready[:1])):
+            while (
+                spent < self._scheduler.budget
+                and not self._signals.is_stopped
+                and (cost := await self._run_share(ready[:1]))
+            ):
                 spent += cost
         await self._samples.run()
 

@@ -60,6 +60,7 @@ from skyrl.training.engine.heartbeat import Heartbeat
 from skyrl.training.engine.measuring import measuring
 from skyrl.training.engine.publishing import version_files
 from skyrl.training.engine.rank_actors import RankActors
+from skyrl.training.engine.recovery import LOOK_S
 from skyrl.training.engine.sampling import ColocatedSampler
 from skyrl.training.engine.signals import EngineSignals
 from skyrl.training.engine.start_check import StartCheck
@@ -239,9 +240,13 @@ async def run(runtime: Runtime) -> None:
         opened.callback(activity_watch.cancel)
         check = StartCheck(runtime, backend, parts.threads, store, host, group)
         await check.prepare(unfenced)
-        await asyncio.to_thread(state.training, ready=False, reason="restoring the models in training")
-        await parts.recovery.run()
-        watches = [watch for watch in (activity_watch, inference_watch, ranks_watch) if watch is not None]
+        await parts.recovery.begin()
+        if config.full_finetuning:  # before a client may want the only place
+            await asyncio.to_thread(state.training, ready=False, reason="restoring the model in training")
+            await parts.recovery.restore_wanted()
+        restoring = asyncio.create_task(repeat("restoring models", LOOK_S, parts.recovery.restore_wanted, at_once=True))
+        opened.callback(restoring.cancel)
+        watches = [watch for watch in (activity_watch, inference_watch, ranks_watch, restoring) if watch is not None]
         await signals.unless_stopped(check.run(lambda why: state.training(ready=False, reason=why)), watches)
         if not signals.is_stopped:
             limits = _sampling_limits(runtime, backend.limits)
@@ -340,7 +345,7 @@ async def run_until_stopped(parts: EngineParts, watches: Sequence[asyncio.Task[N
     """
     running = asyncio.create_task(parts.engine.run())
     stopping = asyncio.create_task(parts.signals.stopped.wait())
-    retrying = asyncio.create_task(repeat("restoring models", RETRY_S, parts.recovery.retry))
+    retrying = asyncio.create_task(repeat("restoring held models", RETRY_S, parts.recovery.retry))
     try:
         endless = [retrying, *watches]
         await asyncio.wait({running, stopping, *endless}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,5 +1,9 @@
 """Recovery after a restart: every living model is restored from its last snapshot and the commands that ran after it.
 
+Models are restored in the background, a few at a time, between the commands of other models: first those whose commands
+wait, then those whose clients live. A model whose client is gone is restored when the client comes back; mostly its
+session ends before. Commands of a model wait until it is restored.
+
 Every command that changed a model is repeated once, in the old order. Where the backend `repeats_exactly` (on a CPU
 without merged passes), the restored model is the same to the last bit. Elsewhere (on CUDA, or with merged passes) it is
 the same up to rounding: kernels may add in another order, and passes that ran together are repeated one by one. Such a
@@ -36,6 +40,7 @@ from skyrl.training.engine.activity import Holds
 from skyrl.training.engine.command_log import CommandLog
 from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.training.engine.foreign_models import fail_foreign
+from skyrl.training.engine.model_ends import ModelEnds
 from skyrl.training.engine.pictures import PassPictures
 from skyrl.training.engine.repeating import repeat_command
 from skyrl.training.engine.scheduler import Scheduler
@@ -51,6 +56,15 @@ SKIPPED = (
     f"skipped: the engine died {DEATHS_TO_BLAME} times while it ran this command, so the command is not tried again; "
     "it has not changed its model"
 )
+GONE_S = 60.0
+"""A client is gone if its last heartbeat came longer than this before the engine's start. The SDK sends one every
+10 s."""
+LOOK_S = 1.0
+"""How often recovery looks which models are wanted by now."""
+AT_ONCE = 4
+"""How many models are restored at a time. Their commands take turns: a long restoration delays a short one little."""
+SUSPECTS_S = 0.01
+"""How often recovery looks whether a command runs alone, because the engine may have died of it."""
 MEMORY_PAUSE = 9.0
 """A try that found too little memory is followed by a pause of MEMORY_PAUSE times the try's duration. Each try repeats
 commands on the backend thread; in the pause other models train."""
@@ -60,9 +74,13 @@ class _Stopped(Exception):
     """The engine is stopped: the next start restores the remaining models."""
 
 
+class _Closed(Exception):
+    """The model was closed while it was being restored."""
+
+
 class Recovery:
-    """Call `run` once, before the engine's loop. Then call `retry` now and then for held models: their checkpoint store
-    was away, or memory was short."""
+    """Call all methods on the event loop: `begin` once, before the engine's loop; then `restore_wanted` every LOOK_S,
+    and `retry` now and then for held models, whose checkpoint store was away or for which memory was short."""
 
     def __init__(
         self,
@@ -79,9 +97,13 @@ class Recovery:
         holds: Holds,
         tracing: CommandTracing,
         pictures: PassPictures,
+        model_ends: ModelEnds,
         role: Role,
+        *,
+        wants_all: bool,
     ) -> None:
-        """After `signals.stop()`, recovery ends before the next command."""
+        """After `signals.stop()`, recovery ends before the next command. `wants_all`: also restore models whose clients
+        are gone."""
         self._database = database
         self._backend = backend
         self._scheduler = scheduler
@@ -95,39 +117,102 @@ class Recovery:
         self._holds = holds
         self._tracing = tracing
         self._pictures = pictures
+        self._model_ends = model_ends
         self._role = role
+        self._wants_all = wants_all
         self._counts = ledger.counts
         self.on_failed: Callable[[], None] = lambda: None
         """Called when a model has failed for good."""
+        self._unrestored: set[str] = set()
+        """Models that were not tried yet."""
+        self._counted: set[str] = set()
+        """Those whose commands are in the progress."""
+        self._heard_at: dict[str, float] = {}
+        """By model, the last heartbeat of its client before the start, in seconds since the epoch."""
+        self._began_at = 0.0
+        """The engine's start, in seconds since the epoch."""
+        self._suspected: set[str] = set()
         self._held: set[str] = set()
         self._without_memory: set[str] = set()
         """The held models that wait for memory."""
         self._memory_due = 0.0
         """When these models are tried again, in monotonic seconds."""
 
+    async def begin(self) -> None:
+        """Close the models of ended sessions, skip commands that have killed the engine too often, and hold all living
+        models until they are restored."""
+        await self._model_ends.end_sessions()
+        suspects = await asyncio.to_thread(self._skip_poison)
+        await asyncio.to_thread(fail_foreign, self._database, self._settlement, self._role)
+        self._heard_at = await self._heartbeats()
+        self._began_at = time.time()
+        for model in await self._living():
+            next_seq = await self._database.read_async(lambda c, model=model: _next_seq(c, model))
+            self._scheduler.open_model(model.id, next_seq)
+            self._scheduler.hold(model.id)
+            self._unrestored.add(model.id)
+            self._holds.models.add(model.id)
+        self._suspected = {command.request_id for command in suspects if command.model_id in self._unrestored}
+        self._scheduler.suspect(self._suspected)
+        self._forget_deaths_at_end()
+
     async def run(self) -> None:
-        """Skip commands that have killed the engine too often, then restore all living models.
+        """`begin`, and restore the models that are wanted then."""
+        await self.begin()
+        await self.restore_wanted()
+
+    async def restore_wanted(self) -> None:
+        """Restore models, AT_ONCE at a time in turns, as long as there is one that is not restored and is wanted.
 
         A model that cannot be restored is failed, and the log says why. A model is held while its checkpoint store is
         away or memory is short: its commands wait. Other models go on.
         """
-        suspects = await asyncio.to_thread(self._skip_poison)
-        await asyncio.to_thread(fail_foreign, self._database, self._settlement, self._role)
-        models = await self._living()
-        self._holds.begin(
-            await self._database.read_async(lambda c: sum(rows.count_executed(c, m.id, m.next_seq) for m in models))
-        )
-        for model in models:
-            next_seq = await self._database.read_async(lambda c, model=model: _next_seq(c, model))
-            self._scheduler.open_model(model.id, next_seq)
-            self._scheduler.hold(model.id)
-            await self._restore(model)
-        if self._signals.is_stopped:
-            return
-        self._holds.end()
-        suspected = {command.request_id for command in suspects if command.model_id in self._scheduler.model_ids}
-        self._scheduler.suspect(suspected)
-        self._ledger.forget_all_but(suspected)
+        wanted, look_due, running = list[ModelRecord](), 0.0, dict[str, asyncio.Task[None]]()
+        try:
+            while self._unrestored or running:
+                if time.monotonic() >= look_due:
+                    wanted, look_due = await self._look(), time.monotonic() + LOOK_S
+                while wanted and len(running) < AT_ONCE and not self._signals.is_stopped:
+                    model = wanted.pop(0)
+                    if model.id in self._unrestored and model.id not in running:  # it may have ended since the look
+                        running[model.id] = asyncio.create_task(self._restore(model))
+                if not running:
+                    break
+                await asyncio.wait(running.values(), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                for model_id in [model_id for model_id, task in running.items() if task.done()]:
+                    await running.pop(model_id)
+        finally:
+            self._holds.end()
+            for task in running.values():
+                task.cancel()
+            await asyncio.gather(*running.values(), return_exceptions=True)
+
+    async def _look(self) -> list[ModelRecord]:
+        """The models that are not restored and are wanted: those with commands first, then those whose clients live."""
+        for closed in self._unrestored - self._scheduler.model_ids:
+            self._release(closed)
+        models = [model for model in await self._living() if model.id in self._unrestored]
+        asked = await self._database.read_async(rows.models_with_pending)
+        heartbeats = await self._heartbeats()
+        wanted = [m for m in models if m.id in asked or self._wants_all or self._lives(m.id, heartbeats.get(m.id))]
+        uncounted = [model for model in wanted if model.id not in self._counted]
+        if uncounted:
+            self._counted.update(model.id for model in uncounted)
+            self._holds.begin(
+                await self._database.read_async(
+                    lambda c: sum(rows.count_executed(c, model.id, model.next_seq) for model in uncounted)
+                )
+            )
+        return sorted(wanted, key=lambda model: model.id not in asked)
+
+    def _lives(self, model_id: str, heard_at: float | None) -> bool:
+        """Whether the model's client lives, which was last heard at that time."""
+        if heard_at is None:
+            return False
+        return heard_at >= self._began_at - GONE_S or heard_at != self._heard_at.get(model_id)
+
+    async def _heartbeats(self) -> dict[str, float]:
+        return await self._database.read_async(lambda c: model_rows.heartbeats(c, self._role.scope))
 
     async def retry(self) -> None:
         """Try again to restore the models that are held."""
@@ -155,15 +240,18 @@ class Recovery:
         if self._signals.is_stopped:
             return
         try:
-            await asyncio.to_thread(self._restore_state, model)
+            await self._restore_state(model)
         except _Stopped:
             return
+        except _Closed:
+            pass
         except Exception as error:  # one model's error must not keep the others from training
             if is_transient(error) or isinstance(error, Displaced):
                 raise
             if self._signals.is_stopped:  # the error may come from the shutdown, so the model may be intact
                 logger.info("model %s is left to the next start: %s", model.id, error)
                 return
+            self._snapshots.stop_tracking(model.id)
             if await self._hold(model.id, error):
                 return
             logger.exception("model %s cannot be restored", model.id)
@@ -171,6 +259,7 @@ class Recovery:
             await self._log.close_queue(model.id)
             self.on_failed()
         if model.id not in self._scheduler:  # the model has failed, or its session has ended meanwhile
+            self._snapshots.stop_tracking(model.id)
             await self._threads.on_backend(lambda: self._backend.delete_model(model.id))
         self._release(model.id)
 
@@ -188,29 +277,67 @@ class Recovery:
         else:
             return False
         self._held.add(model_id)
+        self._tried(model_id)
         return True
 
     def _release(self, model_id: str) -> None:
         self._held.discard(model_id)
         self._without_memory.discard(model_id)
         self._holds.reasons.pop(model_id, None)
+        self._holds.models.discard(model_id)
         self._scheduler.release(model_id)
+        self._tried(model_id)
         self._signals.wake()
 
-    def _restore_state(self, model: ModelRecord) -> None:
-        """Runs on a worker thread. Fetches the files of all loads first, so that the backend thread never waits for the
-        network."""
-        commands = self._database.read(lambda c: rows.executed(c, model.id, model.next_seq))
-        with contextlib.ExitStack() as files:
-            loaded = {
-                executed.command.request_id: files.enter_context(
-                    self._store.reading(self._loaded_from(executed, model))
-                )
-                for executed in commands
-                if executed.command.kind == Kind.LOAD_WEIGHTS
-            }
-            self._threads.wait_for_backend(lambda: self._repeat_all(model, commands, loaded))
-        self._snapshots.restored(model.id, model.next_seq, commands)
+    def _tried(self, model_id: str) -> None:
+        if model_id in self._unrestored:
+            self._unrestored.discard(model_id)
+            self._forget_deaths_at_end()
+
+    def _forget_deaths_at_end(self) -> None:
+        """When every model was tried: forget the deaths of all commands but those that still run alone."""
+        if not self._unrestored:
+            self._ledger.forget_all_but(self._suspected)
+
+    async def _restore_state(self, model: ModelRecord) -> None:
+        """Fetches the files of all loads first, so that the backend thread never waits for the network. Each command is
+        repeated by itself, so that commands of other models run in between. Raises _Stopped and _Closed."""
+        commands = await self._database.read_async(lambda c: rows.executed(c, model.id, model.next_seq))
+        files = contextlib.ExitStack()
+        try:
+            loaded = await asyncio.to_thread(self._fetch, model, commands, files)
+            self._snapshots.restoring(model.id, model.next_seq)
+            await self._alone(model.id, lambda: self._load_snapshot(model))
+            for executed in commands:
+                await self._alone(model.id, lambda executed=executed: self._repeat(executed, model, loaded))
+                self._holds.repeated()
+        finally:
+            await asyncio.to_thread(files.close)
+        self._snapshots.restored(model.id)
+        logger.info("model %s: %d commands repeated", model.id, len(commands))
+
+    def _fetch(
+        self, model: ModelRecord, commands: Sequence[ExecutedCommand], files: contextlib.ExitStack
+    ) -> dict[str, Path]:
+        """By request id, the directory of each checkpoint that these commands have loaded, until `files` is closed."""
+        return {
+            executed.command.request_id: files.enter_context(self._store.reading(self._loaded_from(executed, model)))
+            for executed in commands
+            if executed.command.kind == Kind.LOAD_WEIGHTS
+        }
+
+    async def _alone(self, model_id: str, work: Callable[[], None]) -> None:
+        """Run on the backend thread, and not beside a suspect, so that a death is blamed on one of them."""
+        while self._scheduler.suspect_is_due and not self._signals.is_stopped:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(SUSPECTS_S)
+        if self._signals.is_stopped:
+            raise _Stopped
+        if model_id not in self._scheduler:
+            raise _Closed
+        with self._scheduler.repeating():
+            await self._threads.on_backend(work)
+        if self._suspected:
+            self._signals.wake()
 
     def _loaded_from(self, executed: ExecutedCommand, model: ModelRecord) -> str:
         """The checkpoint store's key of the checkpoint that a command has loaded. Raises FileNotFoundError when the
@@ -222,22 +349,26 @@ class Recovery:
             raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
         return saved.store_key
 
-    def _repeat_all(self, model: ModelRecord, commands: Sequence[ExecutedCommand], loaded: Mapping[str, Path]) -> None:
-        """Runs on the backend thread. The crash ledger records each step, because the engine may die in it again."""
-        if model.next_seq > 0:
-            with self._recorded(f"snapshot {model.id}", "its snapshot was loaded"):
-                directory = self._snapshots.path(model.id, model.next_seq)
-                self._backend.restore_model(model.id, model.lora, directory)
-        for executed in commands:
-            if self._signals.is_stopped:
-                raise _Stopped
-            command = executed.command
-            began_at = time.time()
-            with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
-                repeat_command(executed, self._body(command), model, self._backend, loaded, self._pictures)
-            self._holds.repeated()
-            self._tracing.repeated(command, began_at)
-        logger.info("model %s: %d commands repeated", model.id, len(commands))
+    def _load_snapshot(self, model: ModelRecord) -> None:
+        """Runs on the backend thread, also for a model without a snapshot: an earlier try may have left something. The
+        crash ledger records this and each command, because the engine may die of it again."""
+        self._backend.delete_model(model.id)
+        if model.next_seq == 0:
+            return
+        with self._recorded(f"snapshot {model.id}", "its snapshot was loaded"):
+            self._backend.restore_model(model.id, model.lora, self._snapshots.path(model.id, model.next_seq))
+
+    def _repeat(self, executed: ExecutedCommand, model: ModelRecord, loaded: Mapping[str, Path]) -> None:
+        """Runs on the backend thread. Takes snapshots after steps, as training does, so that another stop or death
+        repeats little of this."""
+        command, began_at = executed.command, time.time()
+        assert command.seq_id is not None
+        with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
+            repeat_command(executed, self._body(command), model, self._backend, loaded, self._pictures)
+        self._tracing.repeated(command, began_at)
+        self._snapshots.ran(model.id, command.kind)
+        if command.kind is Kind.OPTIM_STEP:
+            self._snapshots.attempt(self._snapshots.after_step, model.id, command.seq_id + 1)
 
     def _body(self, command: Command) -> bytes:
         return self._database.read(lambda c: rows.bodies(c, [command.request_id]))[command.request_id]

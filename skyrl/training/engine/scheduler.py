@@ -5,6 +5,7 @@ Pure bookkeeping. Knows neither what a command does nor the database.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -57,11 +58,31 @@ class Scheduler:
         self._running: dict[int, Command] = {}
         self._busy: set[str] = set()
         self._suspects: set[str] = set()
+        self._repeating = 0
+        """How many commands of models that are being restored run now."""
 
     def suspect(self, request_ids: Collection[str]) -> None:
         """These requests were running when the engine died. Run each before all other commands, and alone: if the
         engine dies again, the request that was running is the cause."""
         self._suspects |= set(request_ids)
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """A command of a model that is being restored runs, beside which no suspect may begin."""
+        self._repeating += 1
+        try:
+            yield
+        finally:
+            self._repeating -= 1
+
+    @property
+    def suspect_is_due(self) -> bool:
+        """Whether a suspect runs, or is the next command of a model that is not held."""
+        if not self._suspects:
+            return False
+        heads = (self._head(model_id) for model_id in self._queues)
+        commands = (*self._running.values(), *(head for head in heads if head is not None))
+        return any(command.request_id in self._suspects for command in commands)
 
     def open_model(self, model_id: str, next_seq: int = 0) -> None:
         if model_id not in self._queues:
@@ -171,7 +192,7 @@ class Scheduler:
     def _may_run(self, head: Command) -> bool:
         """A suspect runs once no other command runs. Other commands wait for running and for runnable suspects."""
         if head.request_id in self._suspects:
-            return not self._running
+            return not self._running and not self._repeating
         heads = (self._head(model_id) for model_id in self._queues)
         due = any(other is not None and other.request_id in self._suspects for other in heads)
         return not due and not any(command.request_id in self._suspects for command in self._running.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Coroutine
 from typing import Any
 
@@ -17,6 +18,8 @@ class EngineSignals:
         """Commands may have arrived or become ready. `FileCommands.listen` hears this also while a turn runs."""
         self.stopped = asyncio.Event()
         """The engine was told to stop, or has failed: it begins no more turns."""
+        self.stopped_at: float | None = None
+        """When that was, in monotonic seconds."""
         self._failure: BaseException | None = None
 
     def wake(self) -> None:
@@ -25,6 +28,8 @@ class EngineSignals:
 
     def stop(self) -> None:
         """End the engine after the turn that is running."""
+        if self.stopped_at is None:
+            self.stopped_at = time.monotonic()
         self.stopped.set()
         self.work.set()
 

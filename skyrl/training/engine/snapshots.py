@@ -1,29 +1,33 @@
 """Snapshots: the state of each model on disk, from which a starting engine restores the model.
 
-A snapshot is taken at three moments:
+A snapshot is taken at four moments:
 
 - after an optimizer step, when the last snapshot is old: this bounds how much a restart repeats;
 - after every load, because the checkpoint may be replaced or deleted later;
 - when a model has run commands for long without a step: the database keeps the bodies of all commands that no snapshot
-  holds.
+  holds;
+- when the engine is told to stop, so that the next start repeats nothing.
 
 Knows directories and the numbers of commands. The backend decides what a snapshot contains.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.command import ExecutedCommand
 from skyrl.base.types.kinds import SAVES, Kind
 from skyrl.storage.checkpoint_store.directories import atomic_directory, link_tree, remove, safe_name
 from skyrl.storage.db import models as model_rows
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.fence import Displaced
 from skyrl.training.backends.base import Backend
+
+logger = logging.getLogger(__name__)
 
 OVERDUE_S = 60.0
 """A model without steps is snapshotted this long after the snapshot interval has passed."""
@@ -62,16 +66,19 @@ class Snapshots:
         """By model, the number of its snapshot on disk."""
         self._uncovered: dict[str, _Uncovered] = {}
 
-    def restored(self, model_id: str, next_seq: int, commands: Sequence[ExecutedCommand]) -> None:
-        """Note that a model was restored from snapshot `next_seq` (0: no snapshot), and `commands` were repeated after
-        that."""
+    def restoring(self, model_id: str, next_seq: int) -> None:
+        """Note that a model is being restored from snapshot `next_seq` (0: no snapshot)."""
+        self.stop_tracking(model_id)
+        self._taken_at[model_id] = time.monotonic()
         if next_seq > 0:
             self._newest[model_id] = next_seq
-        for executed in commands:
-            self.ran(model_id, executed.command.kind)
+
+    def restored(self, model_id: str) -> None:
+        """Note that a model is restored. The interval to its next snapshot begins with its first step."""
+        self._taken_at.pop(model_id, None)
 
     def ran(self, model_id: str, kind: str) -> None:
-        """Note that a command of this model has run, with or without success."""
+        """Note that a command of this model has run, or was repeated, with or without success."""
         uncovered = self._uncovered.setdefault(model_id, _Uncovered(time.monotonic()))
         uncovered.changed |= kind not in _ONLY_READ
 
@@ -95,9 +102,29 @@ class Snapshots:
             if uncovered.since <= now - self._interval_of(model_id) - OVERDUE_S
         ]
 
+    def lacking(self) -> list[str]:
+        """Models that have run commands which their newest snapshot does not hold, the quickest snapshot first."""
+        return sorted(self._uncovered, key=self.expected_s)
+
+    def expected_s(self, model_id: str) -> float:
+        """How long a snapshot of the model will take, as the last one did; 0 if none was taken."""
+        return self._took_s.get(model_id, 0.0)
+
     def put_off(self, model_id: str) -> None:
         """A snapshot could not be taken: try again OVERDUE_S and the interval from now."""
         self._uncovered[model_id].since = time.monotonic()
+
+    def attempt(self, take: Callable[[str, int], None], model_id: str, next_seq: int) -> bool:
+        """Call `take`, which is `self.take` or `self.after_step`. Whether no snapshot is missing: a failure is only
+        logged, because without the snapshot recovery takes longer and loses nothing. Raises Displaced."""
+        try:
+            take(model_id, next_seq)
+        except Displaced:
+            raise
+        except Exception:  # logged: the commands since the last snapshot are kept and run again
+            logger.exception("model %s has no snapshot at command %d", model_id, next_seq)
+            return False
+        return True
 
     def take(self, model_id: str, next_seq: int) -> None:
         """Snapshot a model that has run all commands before `next_seq`. Runs on the backend thread.

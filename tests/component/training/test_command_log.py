@@ -431,9 +431,10 @@ class CommandLog(RuleBasedStateMachine):
             client.lost.discard(number)
             client.not_run.add(number)
 
-    @rule()
-    def engine_is_stopped(self) -> None:
-        self.run_on_loop(self.engine.stop())
+    @rule(steps=st.one_of(st.none(), st.integers(0, 20)))
+    def engine_is_stopped(self, steps: int | None) -> None:
+        """Stop the engine in order. It may die meanwhile, for example in its last snapshots."""
+        self.run_on_loop(self.engine.stop(steps))
 
     @rule(steps=st.one_of(st.none(), st.integers(0, 20)))
     def engine_starts(self, steps: int | None) -> None:

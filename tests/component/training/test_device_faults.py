@@ -163,7 +163,7 @@ async def test_a_device_fault_during_restoration_is_blamed_on_the_repeated_comma
     for trainer in (poisoned, other):
         await trainer.step(1)
     before = await other.state()
-    await harness.stop()
+    await harness.crash()
 
     def faulty(harness: Harness) -> None:
         run = harness.backend.run
@@ -195,7 +195,7 @@ async def test_a_device_fault_while_retrying_a_waiting_model_ends_the_engine(
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     before = await trainer.state()
-    await harness.stop()
+    await harness.crash()
     monkeypatch.setattr(main, "RETRY_S", 0.01)
 
     def short_of_memory(harness: Harness) -> None:

@@ -504,7 +504,7 @@ async def test_a_failed_snapshot_stops_nothing(tmp_path: Path, monkeypatch: pyte
             assert (await trainer.step(2))["optimizer_step"] == 2
             assert "no space left" in ((await trainer.fails(Kind.SAVE_WEIGHTS, path="x")).error or "")
         assert (await trainer.step(3))["optimizer_step"] == 3
-        await harness.stop()
+        await harness.crash()
         assert [path.name for path in harness.snapshots.path(trainer.model_id, 0).parent.iterdir()] == ["11"]
 
 

@@ -33,7 +33,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 async def restart(harness: Harness, prepare: Callable[[Harness], None] = lambda _: None) -> None:
-    await harness.stop()
+    await harness.crash()
     await harness.start(prepare)
 
 

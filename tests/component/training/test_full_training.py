@@ -217,7 +217,7 @@ async def test_the_base_models_weights_come_back_when_the_model_cannot_be_restor
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
     snapshots = world.harness.snapshots
     await world.harness.threads.on_backend(lambda: snapshots.take(trainer.model_id, trainer.seq_id + 1))
-    await world.harness.stop()
+    await world.harness.crash()
     shutil.rmtree(world.harness.config.snapshots_dir / safe_name(trainer.model_id))
     assert world.server.version == f"{trainer.model_id}@1"
     await world.harness.start(group=world.group)
@@ -235,7 +235,7 @@ async def test_a_snapshot_restores_the_same_bits(tmp_path: Path) -> None:
         await trainer.result(await trainer.forward_backward(5))
         before = await trainer.state()
         assert harness.model_row(trainer.model_id).next_seq > 0
-        await harness.stop()
+        await harness.crash()
         await harness.start()
         assert await trainer.state() == before
 
@@ -254,7 +254,7 @@ async def test_snapshots_that_take_long_are_taken_seldom(tmp_path: Path) -> None
         await trainer.step(3)
         await trainer.state()
         assert harness.model_row(trainer.model_id).next_seq == taken
-        await harness.stop()
+        await harness.crash()
 
 
 async def test_a_checkpoint_begins_a_model_whose_place_has_just_become_free(world: World) -> None:

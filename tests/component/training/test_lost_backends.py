@@ -137,7 +137,7 @@ async def test_a_rank_that_dies_during_restoration_ends_the_engine(harness: Harn
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
     await trainer.step(2)
     before = await other.state()
-    await harness.stop()
+    await harness.crash()
     for _ in range(2):
         with pytest.raises(RankDied):
             await harness.start(lambda harness: lose_a_rank(harness, method))
@@ -157,7 +157,7 @@ async def test_a_rank_that_dies_while_retrying_a_waiting_model_ends_the_engine(
     await trainer.step(1)
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
     before = await trainer.state()
-    await harness.stop()
+    await harness.crash()
     monkeypatch.setattr(main, "RETRY_S", 0.01)
 
     def fail_once_then_lose_a_rank(harness: Harness) -> None:

@@ -64,7 +64,7 @@ async def test_a_number_that_comes_too_late_is_not_run(harness: Harness, restart
     trainer, waiting = await with_a_hole(harness)
     await failure(trainer, waiting[-1])
     if restarts:
-        await harness.stop()
+        await harness.crash()
         await harness.start()
     late = await trainer.forward_backward(2, 2)
     assert CAME_LATE in await failure(trainer, late)
@@ -74,7 +74,7 @@ async def test_a_number_that_comes_too_late_is_not_run(harness: Harness, restart
 async def test_a_number_that_comes_while_the_engine_is_away_is_still_too_late(harness: Harness) -> None:
     trainer, waiting = await with_a_hole(harness)
     await failure(trainer, waiting[-1])
-    await harness.stop()
+    await harness.crash()
     late = await trainer.forward_backward(2, 2)
     await harness.start()
     assert CAME_LATE in await failure(trainer, late)
@@ -84,7 +84,7 @@ async def test_a_number_that_comes_while_the_engine_is_away_is_still_too_late(ha
 async def test_after_a_restart_a_step_that_was_not_run_has_dropped_no_gradient(harness: Harness) -> None:
     trainer, waiting = await with_a_hole(harness)
     await failure(trainer, waiting[-1])
-    await harness.stop()
+    await harness.crash()
     await harness.start()
     await as_without(harness, trainer)
 

@@ -71,7 +71,7 @@ async def test_the_bodies_of_forward_passes_are_deleted(
         await wait_for_snapshot(harness, trainer)
         delete_ended_commands(harness)
         assert numbers(harness, trainer.model_id) == []
-        await harness.stop()
+        await harness.crash()
         await harness.start()
         assert [await forward(trainer, seed) for seed in range(3)] == before
         await wait_for_snapshot(harness, trainer)
@@ -104,7 +104,7 @@ async def test_an_unchanged_model_is_not_saved_again(harness: Harness, monkeypat
     (second,) = snapshots(harness, trainer.model_id)
     assert files_in(second) == contents
     assert {file.name: file.stat().st_ino for file in second.iterdir()} == inodes
-    await harness.stop()
+    await harness.crash()
     await harness.start()
     assert await trainer.state() == state
     await forward(trainer, 2)  # also after a snapshot of an earlier engine
@@ -129,7 +129,7 @@ async def test_a_snapshot_holds_a_gradient_that_no_step_has_used(harness: Harnes
         await wait_for_snapshot(harness, trainer)
         delete_ended_commands(harness)
         assert numbers(harness, trainer.model_id) == [], "the snapshot holds the gradient, so its commands may go"
-        await harness.stop()
+        await harness.crash()
         await harness.start()
     await trainer.result(await trainer.optim_step())
     assert await trainer.state() == expected
@@ -144,7 +144,7 @@ async def test_the_bodies_of_a_gradient_without_a_snapshot_are_kept(tmp_path: Pa
         before = await trainer.state()
         delete_ended_commands(harness)
         assert numbers(harness, trainer.model_id) == [0, 1, 2]
-        await harness.stop()
+        await harness.crash()
         await harness.start()
         assert await trainer.state() == before
 
@@ -212,7 +212,7 @@ async def test_a_death_during_a_snapshot_loses_nothing(
             with pytest.raises(Killed):
                 await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
         delete_ended_commands(harness)
-        await harness.stop()
+        await harness.crash()
         await harness.start()
         assert await trainer.state() == before
         assert (await trainer.step(4))["optimizer_step"] == 2

@@ -118,7 +118,7 @@ async def _learn(harness: Harness, sight: Sight, *, dies: bool) -> tuple[list[di
     await pictures.trainer.result(await pictures.trainer.optim_step())
     metrics.append(await pictures.step(*group(sight, 2)))
     state = await pictures.trainer.state()
-    await harness.stop()
+    await harness.crash()
     return metrics, state
 
 
@@ -165,7 +165,7 @@ async def test_the_files_of_unfinished_commands_outlive_the_engine(model: Path, 
         await harness.start()
         pictures = PictureTrainer(await Trainer.create(harness), sight)
         await pictures.step(*group(sight, 0))
-        await harness.stop()
+        await harness.crash()
         waiting = await pictures.send(datum(sight, PICTURES[2], [9, 9]))
         while harness.database.write(lambda c: rows.forget(c, 10**12)):
             pass

@@ -35,7 +35,7 @@ async def test_a_poison_pass_fails_no_other_pass(tmp_path: Path, merged: bool) -
         pair = [await Trainer.create(harness, tenant=f"t{seed}", seed=seed) for seed in (1, 2)]
         for trainer in pair:
             await trainer.step(1)
-        await harness.stop()
+        await harness.crash()
         mine, other = pair
         passes = [await mine.forward_backward(seed) for seed in (2, 3, 4)]
         others = [await other.forward_backward(seed) for seed in (2, 3)]
@@ -83,7 +83,7 @@ async def test_a_skipped_poison_barrier_leaves_its_model_unchanged(
         await trainer.step(1)
         await trainer.result(await trainer.forward_backward(2))
         before = await trainer.state()
-        await harness.stop()
+        await harness.crash()
         poison = await trainer.send(kind, **body)
         await start_and_die_of(harness, poison)
         await start_and_die_of(harness, poison)
@@ -115,13 +115,13 @@ async def test_two_deaths_under_different_commands_fail_no_command(tmp_path: Pat
         await harness.start()
         trainer = await Trainer.create(harness)
         await trainer.step(1)
-        await harness.stop()
+        await harness.crash()
         for _ in range(3):
             unlucky = await trainer.forward_backward(2)
             await start_and_die_of(harness, unlucky)
             await harness.start()
             await trainer.result(unlucky)
-            await harness.stop()
+            await harness.crash()
 
 
 async def test_a_model_fails_if_repeating_its_commands_kills_the_engine_and_others_go_on(
@@ -143,7 +143,7 @@ async def test_a_model_fails_if_repeating_its_commands_kills_the_engine_and_othe
         for trainer in (poisoned, other):
             await trainer.step(1)
         before = await other.state()
-        await harness.stop()
+        await harness.crash()
         for _ in range(2):
             with contextlib.suppress(Killed):
                 await harness.start(die_of)

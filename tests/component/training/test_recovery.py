@@ -45,8 +45,9 @@ async def die_at(trainer: Trainer, kind: Kind, **body: Any) -> str:
 
 
 async def restart(harness: Harness) -> None:
-    """Stop in order and start: every outcome is committed, and the new engine has nothing of the old one's memory."""
-    await harness.stop()
+    """Every outcome is committed, no snapshot was taken at the end, and the new engine has nothing of the old one's
+    memory."""
+    await harness.crash()
     await harness.start()
 
 
@@ -229,7 +230,7 @@ async def test_a_model_that_cannot_be_restored_fails_and_other_models_go_on(
         await saver.do(Kind.SAVE_WEIGHTS, path="start", overwrite=True)
     await saver.step(2)
     before = await saver.state()
-    await harness.stop()
+    await harness.crash()
     pending = await loader.forward_backward(1)
     await harness.start()
     assert harness.model_row(loader.model_id).status == "failed"
@@ -290,7 +291,7 @@ async def test_a_lost_snapshot_fails_its_model_only(harness: Harness, caplog: py
         await harness.threads.on_backend(
             lambda trainer=trainer: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1)
         )
-    await harness.stop()
+    await harness.crash()
     shutil.rmtree(harness.config.snapshots_dir / safe_name(lost.model_id))
     await harness.start()
     assert harness.model_row(lost.model_id).status == "failed"
@@ -331,7 +332,7 @@ async def test_a_snapshot_without_its_row_is_ignored_and_then_replaced(harness: 
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
     await trainer.step(2)
     before = await trainer.state()
-    await harness.stop()
+    await harness.crash()
     shutil.copytree(harness.snapshots.path(trainer.model_id, 4), harness.snapshots.path(trainer.model_id, 7))
     await harness.start()
     assert await trainer.state() == before
@@ -390,7 +391,7 @@ async def test_an_engine_that_ends_while_retrying_a_waiting_model_leaves_it_to_t
         path = (await saver.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
         await loader.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
         before = await loader.state()
-        await harness.stop()
+        await harness.crash()
     fetching, go, reading = threading.Event(), threading.Event(), harness.checkpoint_store.reading
 
     def away(_: str) -> Any:
@@ -407,7 +408,7 @@ async def test_an_engine_that_ends_while_retrying_a_waiting_model_leaves_it_to_t
         patched.setattr(harness.checkpoint_store, "reading", slow)
         trying = asyncio.create_task(harness.recovery.retry())
         await until(fetching.is_set)
-        await harness.stop()
+        await harness.crash()
         go.set()
         await trying
     assert harness.model_row(loader.model_id).status == "ready"
@@ -428,7 +429,7 @@ async def test_a_model_waits_for_an_unreachable_store_and_other_models_train(
             await trainer.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
         await loader.step(2)
         before = await loader.state()
-        await harness.stop()
+        await harness.crash()
     waiting = await loader.forward_backward(3)
 
     def away(_: str) -> Any:

@@ -73,7 +73,7 @@ async def test_an_engine_that_dies_leaves_the_other_alone_and_recovers_its_own_m
     lost = await other.send_step(2)
     await second.wait_until_killed()
     await mine.step(2)
-    await first.stop()
+    await first.crash()
     await first.start()
     assert first.scheduler.model_ids == {mine.model_id}
     await mine.step(3)

@@ -74,6 +74,7 @@ SERVER_KEYS = {
     "unnamed_saves_idle_s",
     "snapshot_interval_s",
     "state_dir",
+    "stop_grace_s",
     "threads",
     "tokenizer_id",
     "uses",

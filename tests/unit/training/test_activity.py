@@ -129,6 +129,7 @@ def test_behind_a_gap_a_delayed_command_waits_for_the_missing_one(world: World) 
 def test_a_model_waits_for_its_restoration_and_for_what_that_waits_for(world: World) -> None:
     world.scheduler.add(command(0))
     world.scheduler.hold("m")
+    world.holds.models.add("m")
     world.holds.begin(3)
     world.holds.repeated()
     assert world.look().recovery == RecoveryProgress(1, 3)
