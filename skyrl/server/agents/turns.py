@@ -240,6 +240,8 @@ class Turns:
                     fork=_fork(live, plan, attempt + number),
                     forked_at=plan.place.forked_at,
                     routed_experts=choice.experts,
+                    constrained=choice.constrained,
+                    own_logprobs=choice.tells_constrained or not plan.generation.has_grammar,
                 )
             )
         return turns

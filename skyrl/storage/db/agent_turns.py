@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 from sqlalchemy import Connection, bindparam, insert, select
 
 from skyrl.base.types.agent_reasons import ForkReason
@@ -61,6 +62,9 @@ class _Content(msgspec.Struct, array_like=True):
     created_at: float
     forked_at: int | None
     routed_experts: bytes | None
+    constrained: bytes | None = None
+    """A bit for each sampled token. Rows of earlier versions have neither this field nor the next."""
+    own_logprobs: bool = True
 
 
 T = TypeVar("T")
@@ -133,6 +137,8 @@ def _row(turn: AgentTurn) -> dict[str, Any]:
             created_at=turn.created_at,
             forked_at=turn.forked_at,
             routed_experts=turn.routed_experts,
+            constrained=None if turn.constrained is None else np.packbits(turn.constrained).tobytes(),
+            own_logprobs=turn.own_logprobs,
         )
     )
     long = len(content) > COMPRESSED_BYTES
@@ -185,7 +191,13 @@ def _turn(row: Any) -> AgentTurn:
         fork=fork,
         forked_at=content.forked_at,
         routed_experts=content.routed_experts,
+        constrained=None if content.constrained is None else _bits(content.constrained, len(content.sampled) // 4),
+        own_logprobs=content.own_logprobs,
     )
+
+
+def _bits(packed: bytes, count: int) -> NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)
 
 
 def _given(value: T | bytes) -> T:
