@@ -70,6 +70,6 @@ def collect(
     data = []
     for group, values in zip(groups, advantages(groups, divide_by_std=divide_by_std), strict=True):
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
-            rows = trajectory.rows if advantage else ()
-            data += [row.datum(advantage, train_constrained=train_constrained) for row in rows]
+            if advantage:
+                data += [row.datum(advantage, train_constrained=train_constrained) for row in trajectory.rows]
     return data

@@ -120,7 +120,7 @@ def test_the_logprobs_are_those_under_which_the_tokens_were_sampled(
 def test_logprobs_under_a_grammar_are_the_models_own(agent: Agent, connect: Any, stream: bool) -> None:
     """The grammar forces words that the model would never say: under it each token has about the logprob 0."""
     free = [*agent.say(TASK, temperature=1.0), user("Say a word.")]
-    shape = {"structured_outputs": {"choice": ["Zebra quartz", "Zebra vortex"]}}
+    shape: dict[str, Any] = {"structured_outputs": {"choice": ["Zebra quartz", "Zebra vortex"]}}
     answer = agent.post(free, temperature=1.0, max_tokens=32, logprobs=True, top_logprobs=2, stream=stream, **shape)
     assert answer.status_code == 200, answer.text
     first, second = agent.turns()

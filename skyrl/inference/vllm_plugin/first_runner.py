@@ -85,7 +85,8 @@ def keep_own_logprobs() -> None:
 
     One row of logits for each request of the batch: steps with draft tokens have more, and stay as vLLM has them.
     """
-    apply_grammar, sample = gpu_model_runner.apply_grammar_bitmask, GPUModelRunner._sample
+    module: Any = gpu_model_runner
+    apply_grammar, sample = module.apply_grammar_bitmask, GPUModelRunner._sample
     if sample.__module__ == __name__:
         return
 
@@ -105,5 +106,5 @@ def keep_own_logprobs() -> None:
             put_own(output.logprobs_tensors, before, batch.sampling_metadata.temperature, runner.sampler.logprobs_mode)
         return output
 
-    gpu_model_runner.apply_grammar_bitmask = apply_and_keep
+    module.apply_grammar_bitmask = apply_and_keep
     GPUModelRunner._sample = sample_with_own  # type: ignore[method-assign]

@@ -8,6 +8,9 @@ The mark travels to vLLM's API server as the rank of the sampled token: `~rank`,
 `constrained` in each token's logprob: where it is true, and everywhere in requests whose tokens are named by id, so
 that a client knows whose logprobs it has. Other routes have the model's logprobs without a mark. With speculative
 decoding, or where vLLM gives logits for logprobs, vLLM's numbers stay, and nothing is told.
+
+vLLM's mode `raw_logprobs` is no way: it, too, looks at the logits after the grammar, and at those before the
+temperature for all requests. Scoring such an answer again would be a second pass over its prompt.
 """
 
 from __future__ import annotations
@@ -83,8 +86,9 @@ def tell_marks() -> None:
     """Patch this process, which is vLLM's API server. A second call changes nothing."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
-    from vllm.v1.engine import logprobs as engine_logprobs
+    from vllm.v1.engine import logprobs
 
+    engine_logprobs: Any = logprobs
     append, chat = engine_logprobs.append_logprobs_for_next_position, OpenAIServingChat._create_chat_logprobs
     generated = ServingTokens._create_tokens_logprobs
     if chat.__module__ == __name__:
@@ -96,7 +100,7 @@ def tell_marks() -> None:
             kept[-1][token_ids[0]].rank = rank  # vLLM has overwritten it if the token is among the best, too
 
     def create_chat_logprobs(self: Any, token_ids: Any, top_logprobs: Any, *args: Any, **kwargs: Any) -> Any:
-        created = chat(self, token_ids, top_logprobs, *args, **kwargs)
+        created: Any = chat(self, token_ids, top_logprobs, *args, **kwargs)
         config = self.engine_client.vllm_config
         if config.speculative_config is None and config.model_config.logprobs_mode in (RAW, PROCESSED):
             for content, token, step in zip(created.content, token_ids, top_logprobs, strict=False):
@@ -106,7 +110,7 @@ def tell_marks() -> None:
         return created
 
     def create_tokens_logprobs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        created = generated(self, *args, **kwargs)
+        created: Any = generated(self, *args, **kwargs)
         for content in created.content:
             for each in (content, *content.top_logprobs):
                 each.rank = ~each.rank if (each.rank or 0) < 0 else each.rank
