@@ -62,11 +62,14 @@ def _in_group(group: Group[T], divide_by_std: bool) -> list[float | None]:
     return [None if each.reward is None else float((each.reward - mean) / scale) for each in group.trajectories]
 
 
-def collect(groups: Sequence[Group[T]], *, divide_by_std: bool = False) -> list[types.Datum]:
+def collect(
+    groups: Sequence[Group[T]], *, divide_by_std: bool = False, train_constrained: bool = True
+) -> list[types.Datum]:
     """Data for `forward_backward(data, "importance_sampling")` or `"ppo"`. Trajectories whose advantage is 0 are left
-    out, because they have no gradient. Needs the package `tinker`."""
+    out, because they have no gradient. `train_constrained`: see `Row.datum`. Needs the package `tinker`."""
     data = []
     for group, values in zip(groups, advantages(groups, divide_by_std=divide_by_std), strict=True):
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
-            data += [row.datum(advantage) for row in trajectory.rows] if advantage else []
+            if advantage:
+                data += [row.datum(advantage, train_constrained=train_constrained) for row in trajectory.rows]
     return data

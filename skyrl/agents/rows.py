@@ -24,6 +24,10 @@ class Row:
     """`tokens` (int64), `mask` (bool: trained here) and `logprobs` (float32, those under which the tokens were sampled;
     0 where the mask is False) have the same shape [n], n at least 2. The first token is never trained.
 
+    `constrained` (bool [n]) are the tokens of which a grammar, such as that of a tool that must be called, has narrowed
+    the choice; None: none. Their logprobs are the model's own. Where the server does not know those, the whole turn is
+    constrained, and its mask is False.
+
     `routed_experts` (int64 [n - 1, columns], packed) are the experts of a mixture that the sampler used, if the session
     kept them; see docs/howto/mixtures-of-experts.md. `template_note` says how the model's template writes a part of the
     row otherwise, in a session with `thinking="keep"`; None if the row is as the template writes it."""
@@ -32,16 +36,19 @@ class Row:
     mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     routed_experts: NDArray[np.int64] | None = None
+    constrained: NDArray[np.bool_] | None = None
     template_note: str | None = None
 
-    def datum(self, advantage: float) -> types.Datum:
-        """For the losses `importance_sampling`, `ppo` and `cispo`: position i of the inputs is about token i + 1."""
+    def datum(self, advantage: float, *, train_constrained: bool = True) -> types.Datum:
+        """For the losses `importance_sampling`, `ppo` and `cispo`: position i of the inputs is about token i + 1.
+        Without `train_constrained`, constrained tokens have no part in the loss."""
         from tinker import types  # only here: a caller that trains elsewhere does not need it
 
+        trained = self.mask if train_constrained or self.constrained is None else self.mask & ~self.constrained
         inputs = {
             "target_tokens": types.TensorData.from_numpy(self.tokens[1:]),
             "logprobs": types.TensorData.from_numpy(self.logprobs[1:]),
-            "advantages": types.TensorData.from_numpy(self.mask[1:].astype(np.float32) * np.float32(advantage)),
+            "advantages": types.TensorData.from_numpy(trained[1:].astype(np.float32) * np.float32(advantage)),
         }
         if self.routed_experts is not None:
             inputs["routed_experts"] = types.TensorData.from_numpy(self.routed_experts)
@@ -69,6 +76,7 @@ class _LossInputs(msgspec.Struct):
     logprobs: _Floats
     mask: _Floats
     routed_experts: _Integers | None = None
+    constrained: _Floats | None = None
 
 
 class _Datum(msgspec.Struct):
@@ -90,7 +98,9 @@ def _row(datum: dict[str, Any]) -> Row:
     except msgspec.ValidationError as error:
         raise BadAnswer(f"a row of a trajectory: {error}") from None
     before, inputs = read.model_input.chunks[0].tokens, read.loss_fn_inputs
-    lengths = {len(before), *(len(each.data) for each in (inputs.target_tokens, inputs.logprobs, inputs.mask))}
+    narrowed = inputs.constrained
+    lists = (inputs.target_tokens, inputs.logprobs, inputs.mask, narrowed or inputs.mask)
+    lengths = {len(before), *(len(each.data) for each in lists)}
     if len(lengths) > 1 or not before:
         raise BadAnswer("a row of a trajectory has lists of different lengths")
     tokens = np.array([*before, *inputs.target_tokens.data[-1:]], np.int64)
@@ -101,4 +111,5 @@ def _row(datum: dict[str, Any]) -> Row:
         packed = None if experts is None else np.array(experts.data, np.int64).reshape(len(before), -1)
     except ValueError:
         raise BadAnswer("a row of a trajectory has routed experts for another number of tokens") from None
-    return Row(tokens, mask, np.where(mask, logprobs, np.float32(0)), packed, read.template_note)
+    constrained = None if narrowed is None else np.array([0, *narrowed.data], np.bool_)
+    return Row(tokens, mask, np.where(mask, logprobs, np.float32(0)), packed, constrained, read.template_note)

@@ -24,15 +24,18 @@ CHARACTERS, END = 40, 100
 
 @dataclass(frozen=True)
 class Sampled:
-    """An answer. `logprobs` are in the order of `ids`."""
+    """An answer. `logprobs` are in the order of `ids`, and so are `marks`, if the server has skyrl's plugin."""
 
     ids: list[int]
     logprobs: list[float]
+    marks: list[bool] | None = None
 
     def shown(self, start: int, stop: int) -> dict[str, Any]:
         """The logprobs of these tokens in vLLM's form."""
         pairs = zip(self.ids[start:stop], self.logprobs[start:stop], strict=True)
-        named = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+        named: list[dict[str, Any]] = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+        for each, mark in zip(named, (self.marks or [])[start:stop], strict=False):
+            each["constrained"] = mark
         return {"content": [each | {"bytes": [], "top_logprobs": []} for each in named]}
 
 
@@ -51,6 +54,8 @@ class ChattingUpstream:
     """Whether the request had the ids of that prompt, in place of messages."""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     """A stream waits for this after its first token, and a whole answer before it is sent. It is set at first."""
+    marks: list[bool] | None = None
+    """Which tokens of each answer a grammar narrows, as skyrl's plugin tells it; None: a vLLM without the plugin."""
 
     def __post_init__(self) -> None:
         self._tokenizer = Tokenizer.from_file(f"{self.model}/tokenizer.json")
@@ -74,7 +79,7 @@ class ChattingUpstream:
         self.prompt, self.was_given = (self._rendered(asked), False) if given is None else (given, True)
         number, length = len(self.answers), len(self.prompt)
         ids = [*(FIRST + (number + place) % MANY for place in range(SAMPLED - 1)), self.end]
-        sampled = Sampled(ids, [-(SAMPLED * number + place + 1) / 1024 for place in range(SAMPLED)])
+        sampled = Sampled(ids, [-(SAMPLED * number + place + 1) / 1024 for place in range(SAMPLED)], self.marks)
         self.answers.append(sampled)
         head: dict[str, Any] = {"id": f"chatcmpl-{number}", "created": 1, "model": asked["model"]}
         if asked.get("return_token_ids"):

@@ -116,6 +116,32 @@ def test_the_logprobs_are_those_under_which_the_tokens_were_sampled(
     assert row["loss_mask"][-sampled:] == [1] * sampled
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_logprobs_under_a_grammar_are_the_models_own(agent: Agent, connect: Any, stream: bool) -> None:
+    """The grammar forces words that the model would never say: under it each token has about the logprob 0."""
+    free = [*agent.say(TASK, temperature=1.0), user("Say a word.")]
+    shape: dict[str, Any] = {"structured_outputs": {"choice": ["Zebra quartz", "Zebra vortex"]}}
+    answer = agent.post(free, temperature=1.0, max_tokens=32, logprobs=True, top_logprobs=2, stream=stream, **shape)
+    assert answer.status_code == 200, answer.text
+    first, second = agent.turns()
+    assert "constrained" not in first
+    assert "own_logprobs" not in second
+    assert second["constrained"] == [1] * len(second["sampled_tokens"])
+    (row,) = agent.get("/trajectory", format="samples")["rows"]
+    sampled = len(second["sampled_tokens"])
+    sampler = connect(KEY).create_sampling_client(base_model="tiny").result()
+    logprobs = sampler.compute_logprobs(types.ModelInput.from_ints(row["tokens"])).result()
+    own = np.array(logprobs[-sampled:], np.float32)
+    assert own.min() < -4, "the grammar must force something"
+    np.testing.assert_allclose(own, row["rollout_log_probs"][-sampled:], atol=2e-2)
+    assert row["loss_mask"][-sampled:] == row["metadata"]["constrained"][-sampled:] == [1] * sampled
+    assert row["metadata"]["constrained"][: len(first["sampled_tokens"])] == [0] * len(first["sampled_tokens"])
+    if not stream:
+        told = answer.json()["choices"][0]["logprobs"]["content"]
+        assert all(each["constrained"] for each in told)
+        np.testing.assert_allclose(own, [each["logprob"] for each in told], atol=2e-2)
+
+
 def test_datums_train_as_they_are(agent: Agent, connect: Any) -> None:
     agent.say(agent.say(TASK) + [user("And at night?")])
     (row,) = agent.get("/trajectory", advantage=1.0)["rows"]

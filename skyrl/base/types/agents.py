@@ -81,7 +81,8 @@ class AgentTurn:
 
     The request's messages are those of the turn `parent` (None: there is none), that turn's `answer`, and `messages`.
     The prompt's tokens are those of the parent's prompt, the parent's `sampled`, and `added`; all are token ids, int32.
-    `logprobs` (float32, of the length of `sampled`) are those under which the tokens were sampled. A turn whose request
+    `logprobs` (float32, of the length of `sampled`) are those under which the tokens were sampled, and under a grammar
+    the model's own. A turn whose request
     shares messages with an earlier turn but not its tokens has no parent; then `messages` are all its messages, and
     `added` is the whole prompt.
 
@@ -116,3 +117,8 @@ class AgentTurn:
     template_note: str | None = None
     routed_experts: bytes | None = None
     """As vLLM sends them: NumPy's file format, uint8 or int16 [tokens, layers, experts per token]."""
+    constrained: NDArray[np.bool_] | None = None
+    """Which of the sampled tokens a grammar has narrowed the choice of; None: none."""
+    own_logprobs: bool = True
+    """Whether `logprobs` of constrained tokens are the model's own. False: the inference server gave those under the
+    grammar, and the turn is not trained."""

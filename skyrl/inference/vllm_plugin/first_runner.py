@@ -1,6 +1,7 @@
-"""Prompt logprobs in vLLM's first model runner (`gpu_model_runner`), which CPUs use, and GPUs where it is chosen.
+"""Logprobs in vLLM's first model runner (`gpu_model_runner`), which CPUs use, and GPUs where it is chosen.
 
-Knows how this runner scores a prompt: one request at a time, into tensors that it keeps with the request.
+Knows how this runner scores a prompt: one request at a time, into tensors that it keeps with the request; and where it
+applies grammars before it samples.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from skyrl.inference.vllm_plugin.own_logprobs import put_own, unmasked
 from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits
 from skyrl.inference.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
 
@@ -75,3 +78,33 @@ def _scored_prompts(runner: Any, num_scheduled_tokens: dict[str, int]) -> dict[i
             row = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]])
             scored[row] = request.skyrl_prompt.continued_at(request.num_computed_tokens)
     return scored
+
+
+def keep_own_logprobs() -> None:
+    """Patch this process (see `own_logprobs`). A second call changes nothing.
+
+    One row of logits for each request of the batch: steps with draft tokens have more, and stay as vLLM has them.
+    """
+    module: Any = gpu_model_runner
+    apply_grammar, sample = module.apply_grammar_bitmask, GPUModelRunner._sample
+    if sample.__module__ == __name__:
+        return
+
+    def apply_and_keep(scheduled: Any, grammar: Any, batch: Any, logits: torch.Tensor) -> None:
+        metadata = batch.sampling_metadata
+        asked = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
+        if asked and not scheduled.scheduled_spec_decode_tokens:
+            rows = [batch.req_id_to_index[name] for name in grammar.structured_output_request_ids]
+            batch.skyrl_unmasked = unmasked(logits, rows, grammar.grammar_bitmask)
+        apply_grammar(scheduled, grammar, batch, logits)
+
+    def sample_with_own(runner: Any, logits: torch.Tensor | None, drafts: Any) -> Any:
+        batch = runner.input_batch
+        before = batch.__dict__.pop("skyrl_unmasked", None)
+        output = sample(runner, logits, drafts)
+        if before is not None and output.logprobs_tensors is not None:
+            put_own(output.logprobs_tensors, before, batch.sampling_metadata.temperature, runner.sampler.logprobs_mode)
+        return output
+
+    module.apply_grammar_bitmask = apply_and_keep
+    GPUModelRunner._sample = sample_with_own  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""Prompt logprobs in vLLM's second model runner (`v1.worker.gpu`), which GPUs use by default.
+"""Logprobs in vLLM's second model runner (`v1.worker.gpu`), which GPUs use by default.
 
 Knows how this runner scores prompts: it computes logits of all rows of the forward pass, some rows at a time, and then
-takes out those of each prompt.
+takes out those of each prompt; and where it applies grammars before it samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
+from skyrl.inference.vllm_plugin.own_logprobs import put_own, unmasked
 from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits
 from skyrl.inference.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
 
@@ -145,3 +148,30 @@ def _with_scores(own: LogprobsTensors, prompt: ScoredPrompt | None) -> LogprobsT
     logprobs = prompt.logprobs[first:].to(own.logprobs).expand(-1, own.logprobs.shape[1])
     ranks = prompt.ranks[first:].to(own.selected_token_ranks)
     return LogprobsTensors.cat([own, LogprobsTensors(ids, logprobs, ranks)])
+
+
+def keep_own_logprobs() -> None:
+    """Patch this process (see `own_logprobs`). A second call changes nothing.
+
+    One row of logits for each request of the batch: steps with draft tokens have more, and stay as vLLM has them.
+    """
+    apply_grammar, sample_rows = StructuredOutputsWorker.apply_grammar_bitmask, Sampler.__call__
+    if sample_rows.__module__ == __name__:
+        return
+
+    def apply_and_keep(worker: Any, logits: torch.Tensor, batch: Any, names: list[str], bitmask: np.ndarray) -> None:
+        if names and logits.shape[0] == batch.num_reqs:
+            row_of = {name: row for row, name in enumerate(batch.req_ids)}
+            batch.skyrl_unmasked = unmasked(logits, [row_of[name] for name in names], bitmask)
+        apply_grammar(worker, logits, batch, names, bitmask)
+
+    def sample_with_own(sampler: Any, logits: torch.Tensor, batch: Any) -> Any:
+        before = batch.__dict__.pop("skyrl_unmasked", None)
+        output = sample_rows(sampler, logits, batch)
+        if before is not None and output.logprobs_tensors is not None:
+            temperatures = sampler.sampling_states.temperature.gpu[batch.idx_mapping]
+            put_own(output.logprobs_tensors, before, temperatures, sampler.logprobs_mode)
+        return output
+
+    StructuredOutputsWorker.apply_grammar_bitmask = apply_and_keep  # type: ignore[method-assign]
+    Sampler.__call__ = sample_with_own  # type: ignore[method-assign]

@@ -30,12 +30,15 @@ class _Logprob(msgspec.Struct):
     logprob: float | None = None
     bytes: list[int] | None = None
     top_logprobs: list[_Logprob] = []
+    constrained: bool | None = None
+    """Whether a grammar has narrowed the token's choice; None: the inference server does not tell."""
 
     def shown(self) -> dict[str, Any]:
         """As a client reads it, which knows tokens by their texts."""
         text = bytes(self.bytes or ()).decode(errors="replace")
         top = [each.shown() for each in self.top_logprobs]
-        return {"token": text, "logprob": self.logprob, "bytes": self.bytes, "top_logprobs": top}
+        shown = {"token": text, "logprob": self.logprob, "bytes": self.bytes, "top_logprobs": top}
+        return shown | {"constrained": True} if self.constrained else shown
 
 
 class _Logprobs(msgspec.Struct):
@@ -84,6 +87,8 @@ class Sampled:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    marks: list[bool | None] = field(default_factory=list)
+    """For each token whether a grammar has narrowed its choice; None: the inference server does not tell."""
     message: dict[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -96,6 +101,17 @@ class Sampled:
         if self.finish_reason is None:
             raise MalformedAnswer("a choice has no finish reason")
         return self.finish_reason
+
+    @property
+    def tells_constrained(self) -> bool:
+        """Whether the inference server has told of each token if it is constrained. Then its logprob is the model's
+        own."""
+        return None not in self.marks
+
+    @property
+    def constrained(self) -> NDArray[np.bool_] | None:
+        """Bool [tokens]; None if no token is constrained, as far as the inference server tells."""
+        return np.array([mark is True for mark in self.marks]) if True in self.marks else None
 
     @property
     def experts(self) -> bytes | None:
@@ -182,6 +198,7 @@ class Answers:
                 raise MalformedAnswer("a sampled token came without its id or its logprob")
             mine.ids.append(int(token.token[len(_TOKEN) :]))
             mine.logprobs.append(token.logprob)
+            mine.marks.append(token.constrained)
         if choice.finish_reason is not None:
             mine.finish_reason, mine.stop_reason = choice.finish_reason, choice.stop_reason
         if spans := spans_in(choice.weight_versions):

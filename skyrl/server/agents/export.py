@@ -29,7 +29,8 @@ class About:
 def datum(row: Row, about: About) -> dict[str, Any]:
     """A Datum for `importance_sampling` and `ppo`: position i of the inputs is about token i + 1. `mask` says which
     positions are trained; take it out before `forward_backward`, which knows them by their advantages. With
-    `routed_experts`, packed, if the session kept them, and with the row's `template_note`, if it has one."""
+    `constrained`, to be taken out like `mask`, if the row has constrained tokens. With `routed_experts`, packed, if the
+    session kept them, and with the row's `template_note`, if it has one."""
     mask = row.mask[1:]
     inputs = {
         "target_tokens": _tensor(row.tokens[1:], "int64"),
@@ -37,6 +38,8 @@ def datum(row: Row, about: About) -> dict[str, Any]:
         "advantages": _tensor(np.where(mask, np.float32(about.advantage), np.float32(0)), "float32"),
         "mask": _tensor(mask.astype(np.float32), "float32"),
     }
+    if row.constrained.any():
+        inputs["constrained"] = _tensor(row.constrained[1:].astype(np.float32), "float32")
     if about.experts is not None and (replayed := about.experts.replayed(row)) is not None:
         inputs["routed_experts"] = _tensor(replayed, "int64")
     chunk = {"type": "encoded_text", "tokens": row.tokens[:-1].tolist()}
@@ -48,6 +51,7 @@ def sample(row: Row, about: About) -> dict[str, Any]:
     """The fields of slime's Sample. `loss_mask`, `rollout_log_probs` and `weight_versions` are of the response, which
     begins with the first sampled token."""
     session, last = about.session, row.turns[-1].turn
+    marks = {"constrained": _marks(row)} if row.constrained.any() else {}
     experts = as_slime(row)
     return ({} if experts is None else {"rollout_routed_experts": experts}) | {
         "tokens": row.tokens.tolist(),
@@ -58,14 +62,15 @@ def sample(row: Row, about: About) -> dict[str, Any]:
         "reward": session.reward,
         "status": "truncated" if last.finish_reason == "length" else "completed",
         "metadata": {**session.metadata, "session_id": session.id, "turns": [each.turn.id for each in row.turns]}
-        | {"template_note": row.template_note},
+        | {"template_note": row.template_note}
+        | marks,
     }
 
 
 def verl(row: Row, about: About) -> dict[str, Any]:
     """The fields of one row of verl's batch, without padding."""
     response = row.tokens[row.prompt :].tolist()
-    return {
+    return ({"constrained": _marks(row)} if row.constrained.any() else {}) | {
         "prompts": row.tokens[: row.prompt].tolist(),
         "responses": response,
         "response_mask": row.mask[row.prompt :].astype(int).tolist(),
@@ -111,9 +116,18 @@ def line(turn: AgentTurn) -> dict[str, Any]:
     }
     if turn.parent is None:
         shown["setting"] = turn.setting
+    if turn.constrained is not None:
+        shown["constrained"] = turn.constrained.astype(int).tolist()
+    if not turn.own_logprobs:
+        shown["own_logprobs"] = False
     if turn.routed_experts is not None:
         shown["routed_experts"] = base64.b64encode(turn.routed_experts).decode()
     return shown
+
+
+def _marks(row: Row) -> list[int]:
+    """Which tokens of the response are constrained."""
+    return row.constrained[row.prompt :].astype(int).tolist()
 
 
 def _tensor(values: NDArray[Any], dtype: str) -> dict[str, Any]:

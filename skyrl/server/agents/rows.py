@@ -19,7 +19,7 @@ from skyrl.server.agents.tree import Tree
 @dataclass(frozen=True, slots=True)
 class TrainedTurn:
     """A turn of a row: its sampled tokens are those from `start` to `stop`. `trained` is False where an earlier row
-    trains them."""
+    trains them, and where their logprobs are a grammar's (`AgentTurn.own_logprobs`)."""
 
     turn: AgentTurn
     start: int
@@ -30,11 +30,14 @@ class TrainedTurn:
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """`tokens` are ids (int32), `mask` says which are trained, `logprobs` (float32) are those under which tokens were
-    sampled, 0 where a token is not trained; all of shape [tokens]."""
+    sampled, 0 where a token is not trained, `constrained` (bool) says of which a grammar has narrowed the choice; all
+    of shape [tokens]. The logprob of a constrained token is the model's own. Where that is not known, all tokens of the
+    turn count as constrained, and none is trained."""
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
+    constrained: NDArray[np.bool_]
     turns: Sequence[TrainedTurn]
 
     @property
@@ -78,10 +81,11 @@ def _row(path: Sequence[AgentTurn], seen: set[str]) -> Row:
     parts: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
+    constrained: list[NDArray[np.bool_]] = []
     turns: list[TrainedTurn] = []
     at = 0
     for turn in path:
-        trained = turn.id not in seen
+        trained = turn.id not in seen and turn.own_logprobs
         seen.add(turn.id)
         start = at + len(turn.added)
         at = start + len(turn.sampled)
@@ -90,4 +94,13 @@ def _row(path: Sequence[AgentTurn], seen: set[str]) -> Row:
         masks += [np.zeros(len(turn.added), np.bool_), np.full(len(turn.sampled), trained)]
         given = turn.logprobs if trained else np.zeros(len(turn.sampled), np.float32)
         logprobs += [np.zeros(len(turn.added), np.float32), given]
-    return Row(np.concatenate(parts), np.concatenate(masks), np.concatenate(logprobs), turns)
+        constrained += [np.zeros(len(turn.added), np.bool_), _constrained(turn)]
+    return Row(
+        np.concatenate(parts), np.concatenate(masks), np.concatenate(logprobs), np.concatenate(constrained), turns
+    )
+
+
+def _constrained(turn: AgentTurn) -> NDArray[np.bool_]:
+    if turn.constrained is not None and turn.own_logprobs:
+        return turn.constrained
+    return np.full(len(turn.sampled), not turn.own_logprobs)

@@ -241,6 +241,8 @@ class Turns:
                     forked_at=plan.prompt.forked_at,
                     template_note=plan.prompt.template_note,
                     routed_experts=choice.experts,
+                    constrained=choice.constrained,
+                    own_logprobs=choice.tells_constrained or not plan.generation.has_grammar,
                 )
             )
         return turns

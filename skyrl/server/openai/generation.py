@@ -54,10 +54,17 @@ class Generation:
     """Whether the answer has logprobs of the prompt."""
     shape: str | None
     """The field that says what the answer must look like; None if it may be any text."""
+    strict_tools: bool = False
+    """Whether a call must follow its tool's schema, where the answer may have none."""
     pictures: tuple[ChatPicture, ...] = ()
     """Of all messages. `size` does not count their tokens, before `with_pictures`."""
     limits: ContextLimits = ContextLimits()
     """Those that the request was checked against."""
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether vLLM forbids tokens while it samples the answer."""
+        return self.shape is not None or self.strict_tools
 
     @property
     def prompt_field(self) -> str:
@@ -228,6 +235,7 @@ def _generation(
         continuous_usage=bool(options.continuous_usage_stats),
         scores_prompt=size.prompt_topk is not None,
         shape=_shape(given),
+        strict_tools=isinstance(given, ChatFields) and any(tool.function.strict for tool in given.tools or ()),
         pictures=pictures,
         limits=limits,
     )

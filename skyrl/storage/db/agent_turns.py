@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 from sqlalchemy import Connection, bindparam, insert, select
 
 from skyrl.base.types.agent_reasons import ForkReason
@@ -62,6 +63,9 @@ class _Content(msgspec.Struct, array_like=True):
     forked_at: int | None
     routed_experts: bytes | None
     template_note: str | None = None
+    constrained: bytes | None = None
+    """A bit for each sampled token. Rows of earlier versions lack it, the field before it and the next."""
+    own_logprobs: bool = True
 
 
 T = TypeVar("T")
@@ -135,6 +139,8 @@ def _row(turn: AgentTurn) -> dict[str, Any]:
             forked_at=turn.forked_at,
             routed_experts=turn.routed_experts,
             template_note=turn.template_note,
+            constrained=None if turn.constrained is None else np.packbits(turn.constrained).tobytes(),
+            own_logprobs=turn.own_logprobs,
         )
     )
     long = len(content) > COMPRESSED_BYTES
@@ -188,7 +194,13 @@ def _turn(row: Any) -> AgentTurn:
         forked_at=content.forked_at,
         routed_experts=content.routed_experts,
         template_note=content.template_note,
+        constrained=None if content.constrained is None else _bits(content.constrained, len(content.sampled) // 4),
+        own_logprobs=content.own_logprobs,
     )
+
+
+def _bits(packed: bytes, count: int) -> NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)
 
 
 def _given(value: T | bytes) -> T:

@@ -72,13 +72,15 @@ class Mixture:
 class ModelLimits:
     """Limits of the base model: token ids are in [0, vocab_size), sequences have at most max_context tokens. `mixture`:
     its experts; None for a dense model. `sight`: how it sees; None if the backend takes no pictures. `base_model`: its
-    name, for messages; empty where the server has one."""
+    name, for messages; empty where the server has one. `ties_unembedding`: lm_head and the embeddings are one
+    tensor."""
 
     vocab_size: int
     max_context: int
     mixture: Mixture | None = None
     sight: Sight | None = None
     base_model: str = ""
+    ties_unembedding: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ files. A load calls the backend thread when its files have been fetched.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,12 @@ from skyrl.training.engine.threads import EngineThreads
 
 PLACE_S, PLACE_POLL_S = 10.0, 0.05
 """How long a load that makes a model waits for the place of a model that has ended, and how often it looks."""
+ON_A_TIED_HEAD = (
+    "model %s has an adapter on lm_head, which its base model ties to the embeddings: the adapter does not change "
+    "those. Programs that merge it into both, or take no adapter on lm_head, need `skyrl adapter merge` or `skyrl "
+    "adapter without-lm-head`; train_unembed=False avoids this"
+)
+logger = logging.getLogger(__name__)
 
 
 def model_is_gone(command: Command) -> FailedRequest:
@@ -87,6 +94,8 @@ class Barriers:
 
     def _create_model(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
         self._backend.create_model(model.id, model.lora)
+        if self._backend.limits.ties_unembedding and model.lora.train_unembed and not model.lora.is_full:
+            logger.info(ON_A_TIED_HEAD, model.id)
         return BarrierResult({"type": "create_model", "model_id": model.id}, set_model(model.id, status="ready"))
 
     def _with_place(self, work: Callable[[], None]) -> None:

@@ -7,10 +7,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from one_turn import session, turn
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from skyrl.base.types.agents import AgentTurn, VersionSpan
 from skyrl.storage.db.agent_sessions import AgentSessions
@@ -78,6 +79,8 @@ def full(texts: int) -> AgentTurn:
         finish_reason="tool_calls",
         stop_reason=151_645,
         routed_experts=b"\x93NUMPY\x00\xff",
+        constrained=np.array([False, True, True, False]),
+        own_logprobs=False,
     )
 
 
@@ -87,6 +90,19 @@ async def test_a_turn_is_read_bit_for_bit_as_it_was_written(kept: AgentTurns, te
     assert await kept.add(written) is written
     [read], _ = await kept.of("s1")
     assert fields(read) == fields(written)
+
+
+async def test_a_turn_of_the_version_before_is_read(kept: AgentTurns, database: Database) -> None:
+    """Its content had neither `constrained` nor `own_logprobs`, the last two of 16."""
+    written = full(0)
+    await kept.add(written)
+    stored = database.read(lambda c: c.execute(select(turns.c.content)).scalar_one())
+    content = msgspec.msgpack.decode(stored[1:])
+    assert content[-2:] == [b"\x60", False]
+    before = stored[:1] + msgspec.msgpack.encode(content[:-2])
+    database.write(lambda c: c.execute(update(turns).values(content=before)))
+    [read], _ = await kept.of("s1")
+    assert fields(read) == fields(written) | {"constrained": None, "own_logprobs": True}
 
 
 async def test_integers_of_more_than_64_bits_are_kept(kept: AgentTurns) -> None:

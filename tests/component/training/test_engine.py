@@ -28,6 +28,7 @@ from skyrl.storage.db.sessions import sessions
 from skyrl.storage.notify.doorbell import SESSIONS
 from skyrl.training.backends.base import TrainingPass
 from skyrl.training.engine import reclaim
+from tests.families import make_family
 
 
 @pytest.fixture
@@ -61,6 +62,21 @@ async def test_every_command_gives_its_result(harness: Harness) -> None:
     assert stepped["metrics"]["optimizer_step"] == 1
     assert stepped["metrics"]["grad_norm"] > 0
     assert harness.model_row(trainer.model_id).status == "ready"
+
+
+async def test_a_new_adapter_on_a_tied_lm_head_is_told_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for tied in (False, True):
+        base = make_family("qwen2", tmp_path / str(tied), vocab_size=512, tie_word_embeddings=tied)
+        async with harness_in(tmp_path / f"state-{tied}", base_model=base) as harness:
+            await harness.start()
+            trainer = await Trainer.create(harness)
+            assert trainer.creating is not None
+            await trainer.result(trainer.creating)
+        said = [record.getMessage() for record in caplog.records if "skyrl adapter merge" in record.getMessage()]
+        assert [trainer.model_id in line for line in said] == [True] * tied
 
 
 async def test_training_lowers_the_loss(harness: Harness) -> None:

@@ -63,7 +63,21 @@ def test_a_datum_has_the_experts_that_the_session_kept() -> None:
     assert "routed_experts" not in without.datum(1.0).loss_fn_inputs
 
 
-@pytest.mark.parametrize("damage", [{"mask": [1.0]}, {"target_tokens": [6.5, 7, 8, 9]}, {"routed_experts": [1, 2, 3]}])
+def test_constrained_tokens_can_be_left_out_of_the_loss() -> None:
+    (marked,) = rows_of([row(constrained=[0.0, 1.0, 0.0, 0.0])])
+    assert marked.constrained is not None
+    assert marked.constrained.tolist() == [False, False, True, False, False]
+    trajectories = (Trajectory("s", 1.0, (marked,)), Trajectory("s", -1.0, (marked,)))
+    for kept, weights in ((True, [0, 1, 0, 1]), (False, [0, 0, 0, 1])):
+        better, _ = collect([Group("task", trajectories)], train_constrained=kept)
+        assert better.loss_fn_inputs["advantages"].to_numpy().tolist() == weights
+        assert "constrained" not in better.loss_fn_inputs, "no loss knows it"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"constrained": [1.0]}, {"mask": [1.0]}, {"target_tokens": [6.5, 7, 8, 9]}, {"routed_experts": [1, 2, 3]}],
+)
 def test_a_row_that_contradicts_itself_is_refused(damage: dict[str, list[int] | list[float]]) -> None:
     with pytest.raises(BadAnswer):
         rows_of([row(**damage)])

@@ -20,6 +20,7 @@ from skyrl.training.backends.quantizing.__main__ import main
 from skyrl.training.backends.quantizing.choice import SMALL
 from skyrl.training.backends.quantizing.release import quantize
 from skyrl.training.backends.quantizing.rounding import Scheme
+from skyrl.training.backends.torch_full import tensor_files
 from skyrl.training.backends.torch_lora.loading import load_model
 from skyrl.training.backends.torch_lora.quantized_weights import QuantizedWeight, held_bytes
 from tests.families import make_family
@@ -80,7 +81,7 @@ def test_the_formats_own_library_reads_the_same_weights(case: str, bits: int, tm
 def test_rows_are_rounded_in_parts_as_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_family("qwen3", tmp_path)
     quantize(path, tmp_path / "whole", Scheme(4, 32))
-    monkeypatch.setattr(release, "AT_ONCE", 300)
+    monkeypatch.setattr(tensor_files, "AT_ONCE", 300)
     monkeypatch.setattr(release, "SHARD", 40_000)
     quantize(path, tmp_path / "parts", Scheme(4, 32))
     files = sorted((tmp_path / "parts").glob("model-*.safetensors"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from skyrl.base.model_files import json_of
 from skyrl.training.backends.quantizing.choice import large_matrices
 from skyrl.training.backends.quantizing.rounding import Scheme
 from skyrl.training.backends.torch_full.model_files import bytes_of, files_beside_weights
-from skyrl.training.backends.torch_full.tensor_files import TensorFiles
+from skyrl.training.backends.torch_full.tensor_files import TensorFiles, row_parts
 from skyrl.training.backends.torch_lora.loading import check_weights, class_of
 from skyrl.training.backends.torch_lora.model_config import read_config
 from skyrl.training.backends.torch_lora.quantization import PackedInt
@@ -31,8 +31,6 @@ from skyrl.training.backends.torch_lora.stored_weights import INDEX, PLAIN, Stor
 SHARD = "4GB"
 SMALLEST_GROUP = 32
 """Columns. vLLM has no kernels for smaller groups."""
-AT_ONCE = 2**22
-"""Elements that are rounded or copied at a time, or one row: 16 MiB in float32."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def _write(out: Path, slices: Mapping[str, Any], chosen: Collection[str], scheme
 
 def _write_rounded(tensors: TensorFiles, name: str, stored: Any, scheme: Scheme) -> None:
     numbers, factors, stated = _stored_names(name)
-    for rows in _parts(stored.get_shape()):
+    for rows in row_parts(stored.get_shape()):
         try:
             packed, of_groups = scheme.rounded(stored[rows])
         except ValueError as error:
@@ -136,15 +134,8 @@ def _copy(tensors: TensorFiles, name: str, stored: Any) -> None:
     if not shape:
         tensors.write(name, 0, bytes_of(stored[...]))
         return
-    for rows in _parts(shape):
+    for rows in row_parts(shape):
         tensors.write(name, rows.start * math.prod(shape[1:]), bytes_of(stored[rows]))
-
-
-def _parts(shape: list[int]) -> Iterator[slice]:
-    """A tensor's rows in parts of at most AT_ONCE elements, or one row."""
-    step = max(1, AT_ONCE // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield slice(start, min(start + step, shape[0]))
 
 
 def _stored_names(name: str) -> list[str]:

@@ -94,6 +94,7 @@ class FullRank(RankBase):
             self._device.type,
             base.packed.mixture,
             base.sight,
+            base.ties_unembedding,
             self._row_budget(()),
             shapes,
             sharded.in_files,

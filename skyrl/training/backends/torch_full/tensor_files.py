@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,15 @@ from skyrl.training.backends.torch_lora.stored_weights import PLAIN
 _NAMES = {dtype: name for name, dtype in PLAIN.items()} | {torch.int32: "I32"}
 _ALIGNMENT = 8
 Shapes = Mapping[str, tuple[int, ...]]
+AT_ONCE = 2**22
+"""Elements that are computed or copied at a time, or one row: 16 MiB in float32."""
+
+
+def row_parts(shape: Sequence[int]) -> Iterator[slice]:
+    """A tensor's rows in parts of at most AT_ONCE elements, or one row."""
+    step = max(1, AT_ONCE // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))
 
 
 class TensorFiles:

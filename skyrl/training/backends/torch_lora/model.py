@@ -48,6 +48,7 @@ class BaseModel:
         self.tower = tower
         self.vocab_size = int(text_config.vocab_size)
         self.max_context = int(text_config.max_position_embeddings)
+        self.ties_unembedding = bool(text_config.tie_word_embeddings)
         self._vision_probe = None if tower is None else VisionProbe.of(tower, self.vocab_size, device)
 
     @property
@@ -58,7 +59,7 @@ class BaseModel:
     def limits(self, config: ServerConfig) -> ModelLimits:
         context = min(self.max_context, config.backend_config.inference.max_model_len or self.max_context)
         name = config.role.state_keys[0]
-        return ModelLimits(self.vocab_size, context, self.packed.mixture, self.sight, name)
+        return ModelLimits(self.vocab_size, context, self.packed.mixture, self.sight, name, self.ties_unembedding)
 
     @property
     def sight(self) -> Sight | None:

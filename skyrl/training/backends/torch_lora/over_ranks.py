@@ -62,11 +62,11 @@ class BackendOverRanks(StateSnapshots):
         self._on_cpu = all(each.device == "cpu" for each in facts)
         self._budget = BudgetSettings.of(config).chosen([each.budget for each in facts])
         max_model_len = config.backend_config.inference.max_model_len
-        max_context = facts[0].max_context
-        context = min(max_context, max_model_len or max_context)
+        first = facts[0]
+        context = min(first.max_context, max_model_len or first.max_context)
         name = config.role.state_keys[0]
-        self._limits = ModelLimits(facts[0].vocab_size, context, facts[0].mixture, facts[0].sight, name)
-        self._facts: Any = facts[0]
+        self._limits = ModelLimits(first.vocab_size, context, first.mixture, first.sight, name, first.ties_unembedding)
+        self._facts: Any = first
 
     @property
     def limits(self) -> ModelLimits:

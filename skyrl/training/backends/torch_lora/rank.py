@@ -76,7 +76,10 @@ class Rank(RankBase):
         base = self._load_model(self._form()).base
         mixture, targets = base.packed.mixture, tuple(base.targets)
         budget = self._row_budget(targets)
-        return AdapterFacts(base.vocab_size, base.max_context, self._device.type, mixture, base.sight, budget, targets)
+        tied = base.ties_unembedding
+        return AdapterFacts(
+            base.vocab_size, base.max_context, self._device.type, mixture, base.sight, tied, budget, targets
+        )
 
     def _form(self) -> ModelForm:
         settings = self._settings

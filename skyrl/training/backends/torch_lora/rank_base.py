@@ -70,6 +70,7 @@ class BaseFacts:
     device: str
     mixture: Mixture | None
     sight: Sight | None
+    ties_unembedding: bool
     budget: RowBudget
 
 
