@@ -171,3 +171,12 @@ def test_doctor_has_a_row_for_each_base_model_and_one_for_their_memory(tmp_path:
     row = checks(None, tmp_path, file)[-1]
     assert row.status == "missing"
     assert "'student' is a name of base_models[0] too" in row.found
+
+
+def test_doctor_takes_a_base_model_before_that_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "skyrl.toml"
+    file.write_text('base_model = "nobody/has-this"')
+    found = [row.found for row in checks(None, tmp_path, file, str(model_path())) if row.name == "base model"]
+    assert found == [f"{model_path()}: trains and samples, CPU, 0.6483 million parameters"]
+    (memory,) = (row for row in checks(None, tmp_path, file, str(model_path())) if row.name == "memory")
+    assert memory.found.startswith("about ")
