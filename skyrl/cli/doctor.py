@@ -281,8 +281,10 @@ def _base_model(config: ServerConfig) -> str:
     return f"{names}: {uses}, {where}, {parameters}"
 
 
-def checks(port: int | None, state_dir: Path | None, config_file: Path | None = None) -> list[Check]:
-    """All rows, in the order of the report. `port` and `state_dir` come before those of the file."""
+def checks(
+    port: int | None, state_dir: Path | None, config_file: Path | None = None, base_model: str | None = None
+) -> list[Check]:
+    """All rows, in the order of the report. `port`, `state_dir` and `base_model` come before those of the file."""
     machine: list[Callable[[], Check]] = [
         check_python,
         check_torch,
@@ -295,7 +297,7 @@ def checks(port: int | None, state_dir: Path | None, config_file: Path | None = 
     ]
     rows = [check() for check in machine]
     try:
-        config = load_config({"port": port, "state_dir": state_dir}, config_file)
+        config = load_config({"port": port, "state_dir": state_dir, "base_model": base_model}, config_file)
     except ConfigError as error:
         return [*rows, Check("configuration", "missing", str(error), "correct the option, key or variable it names")]
     return [
@@ -309,9 +311,11 @@ def checks(port: int | None, state_dir: Path | None, config_file: Path | None = 
     ]
 
 
-def report(port: int | None, state_dir: Path | None, config_file: Path | None = None) -> int:
+def report(
+    port: int | None, state_dir: Path | None, config_file: Path | None = None, base_model: str | None = None
+) -> int:
     """Print the table. Returns 0 if a server can start with this configuration, else 1."""
-    rows = checks(port, state_dir, config_file)
+    rows = checks(port, state_dir, config_file, base_model)
     table = Table("", "", "found", "to fix it", show_edge=False)
     for row in rows:
         table.add_row(row.name, Text(row.status, _COLOURS[row.status]), Text(row.found), Text(row.fix))

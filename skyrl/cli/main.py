@@ -177,11 +177,14 @@ def doctor(
     port: Annotated[int | None, typer.Option(help="The port that the server will listen on.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the server will keep its state.")] = None,
     config: Annotated[Path | None, typer.Option(help="The server's TOML file.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Directory or hub name of the base model that the server will have.")
+    ] = None,
 ) -> None:
     """Report what is missing on this machine to run a server, and how to fix it."""
     from skyrl.cli.doctor import report
 
-    raise typer.Exit(report(port, state_dir, config))
+    raise typer.Exit(report(port, state_dir, config, base_model))
 
 
 @app.command()

@@ -145,7 +145,7 @@ def _kv_cache(
     touches all of that memory.
 
     The cache holds all `sequences` at full length if they fit into 256 MiB, else as many blocks as fit. If fewer than 8
-    sequences fit, the cache has whole GiB: at least 4, and enough for one sequence.
+    sequences fit, the cache has whole GiB for 8: at most 4, or enough for one sequence if that is more.
     """
     try:
         block_bytes, per_sequence = _blocks(model, length, block_tokens)
@@ -153,7 +153,8 @@ def _kv_cache(
         return None, 4
     fitting = CPU_KV_BYTES // block_bytes
     if fitting < 8 * per_sequence:
-        return None, max(4, math.ceil(per_sequence * block_bytes / 2**30))
+        of_one = per_sequence * block_bytes / 2**30
+        return None, max(math.ceil(of_one), min(4, math.ceil(8 * of_one)))
     return min(fitting, per_sequence * sequences) + 1, 1
 
 

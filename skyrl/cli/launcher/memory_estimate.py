@@ -2,13 +2,15 @@
 
 On a CPU a base model of P parameters needs about
 
-    vLLMs     num_engines × (850 MB for the processes + w × P + the key-value cache)
+    vLLMs     num_engines × (850 MB + 6 kB × V for the processes + w × (P + E + slots) + the key-value cache)
     trainer   430 MB for each rank + 4 × P with adapters, 16 × P with full weights (weights, gradient, two moments)
 
 with w = 4 bytes in float32 and 2 in bfloat16; of a release with fewer bits the bytes of its files count in place of w ×
-P, and with `trainer.keep_quantized` also in place of 4 × P. Adapters, activations and the logits of a step come on top:
-docs/operating/sizing.md has them. On GPUs each vLLM takes `gpu_memory_utilization` of its GPUs, and what matters is the
-sum on each GPU.
+P, and with `trainer.keep_quantized` also in place of 4 × P. V is the vocabulary: each process has a tokenizer.
+E are the numbers of the embedding, and of the output layer if it is another matrix: vLLM packs both for its kernels and
+keeps them beside. A slot has room for an adapter of `max_lora_rank` on the linear layers of a dense model, and on the
+output layer. The trainer's adapters, activations and the logits of a step come on top: docs/operating/sizing.md has
+them. On GPUs each vLLM takes `gpu_memory_utilization` of its GPUs, and what matters is the sum on each GPU.
 
 Reads the headers of the weights' files, and no weights.
 """
@@ -24,9 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl.base.config.mixtures import model_config, whole_config
+from skyrl.base.config.backend import LoraConfig
+from skyrl.base.config.mixtures import experts_of, model_config, whole_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.inference.model_options import cpu_options, kv_cache_bytes, quantization_of
+from skyrl.inference.model_options import (
+    cpu_options,
+    has_delta_rule,
+    has_latent_attention,
+    has_mamba,
+    kv_cache_bytes,
+    quantization_of,
+)
 from skyrl.inference.vllm_command import context_length, inference_devices
 from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes
 
@@ -34,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 VLLM_BYTES, RANK_BYTES = 850e6, 430e6
 """The processes of a vLLM on a CPU, and of a rank of the trainer, without a model."""
+TOKEN_BYTES = 6_000
+"""Of a token of the vocabulary in the tokenizers of a vLLM's processes, and what is derived from them. Fitted to
+SmolLM2-135M (49k tokens), Qwen2.5-Coder-0.5B (152k) and Gemma 3 270M (262k): their servers took 7.5, 11.5 and 10.6 GB
+when ready, and this sum is at most 2 % off."""
 FLOAT32_BYTES, FULL_BYTES = 4, 16
 """Of a parameter in a trainer: of a frozen base model, and of full fine-tuning."""
 _BIN_BYTES = 2
@@ -141,7 +155,12 @@ def need_of(config: ServerConfig, size: Size) -> Need:
     length = context_length(config, cuda=False)
     assert length is not None
     float32 = cpu_options(model, quantization, length, inference.max_num_seqs)[0]["dtype"] == "float32"
-    served = size.file_bytes if quantization else (4 if float32 else 2) * size.parameters
+    width = 4 if float32 else 2
+    served = size.file_bytes if quantization else width * size.parameters
+    beside = width * packed_numbers(model)
+    if not config.full_finetuning:
+        beside += width * slot_numbers(model, config.backend_config.lora)
+    processes = VLLM_BYTES + TOKEN_BYTES * (model.get("vocab_size") or 0)
     vllms = inference.num_engines if config.modes.manages_inference else 0
     frozen = size.file_bytes if quantization and trainer.keep_quantized else FLOAT32_BYTES * size.parameters
     trained = FULL_BYTES * size.parameters if config.full_finetuning else frozen
@@ -149,9 +168,32 @@ def need_of(config: ServerConfig, size: Size) -> Need:
     return Need(
         config.served_names[0],
         ranks * RANK_BYTES + (trained if ranks else 0),
-        vllms * (VLLM_BYTES + served + kv_cache_bytes(model, length, inference.max_num_seqs)),
+        vllms * (processes + served + beside + kv_cache_bytes(model, length, inference.max_num_seqs)),
         vllms * served + (trained if ranks else 0),
     )
+
+
+def packed_numbers(model: dict[str, Any]) -> int:
+    """The numbers that vLLM on a CPU has twice: of the embedding and of the output layer. 0 where config.json lacks a
+    size."""
+    matrices = 1 if model.get("tie_word_embeddings") else 2
+    return matrices * (model.get("vocab_size") or 0) * (model.get("hidden_size") or 0)
+
+
+def slot_numbers(model: dict[str, Any], lora: LoraConfig) -> int:
+    """The numbers in the slots of adapters: those of the output layer, and in a dense model those of its linear layers.
+    0 where config.json lacks a size."""
+    try:
+        vocabulary, hidden, heads = model["vocab_size"], model["hidden_size"], model["num_attention_heads"]
+        layers, between = model["num_hidden_layers"], model["intermediate_size"]
+    except KeyError:
+        return 0
+    features = hidden + vocabulary
+    if not (experts_of(model) or has_delta_rule(model) or has_mamba(model) or has_latent_attention(model)):
+        width = model.get("head_dim") or hidden // heads
+        keys = (model.get("num_key_value_heads") or heads) * width
+        features += layers * (7 * hidden + 2 * heads * width + 2 * keys + 3 * between)
+    return lora.max_loras * lora.max_lora_rank * features
 
 
 def gb(size: float) -> str:

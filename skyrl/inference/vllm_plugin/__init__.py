@@ -82,13 +82,15 @@ def register() -> None:
     second_runner.keep_own_logprobs()
     if parent is None:
         from skyrl.inference.vllm_plugin.cached_prompts import tell_cached_prompts
+        from skyrl.inference.vllm_plugin.dead_engine import exit_with_engine
         from skyrl.inference.vllm_plugin.grammars import hold_from_the_start
         from skyrl.inference.vllm_plugin.lost_pictures import repeat_requests
-        from skyrl.inference.vllm_plugin.prompt_thoughts import read_prompts
         from skyrl.inference.vllm_plugin.own_logprobs import tell_marks
+        from skyrl.inference.vllm_plugin.prompt_thoughts import read_prompts
         from skyrl.inference.vllm_plugin.token_versions import tell_versions
         from skyrl.inference.vllm_plugin.tokens_only import allow_tokens_only
 
+        exit_with_engine()
         hold_from_the_start()
         read_prompts()
         allow_tokens_only()

@@ -1,7 +1,8 @@
 """Logprobs in vLLM's first model runner (`gpu_model_runner`), which CPUs use, and GPUs where it is chosen.
 
-Knows how this runner scores a prompt: one request at a time, into tensors that it keeps with the request; and where it
-applies grammars before it samples.
+Knows how this runner scores a prompt: one request at a time, into tensors that it keeps with the request. It would
+compute the logits of all rows of the prompt at once; the plugin computes those of some rows at a time. And knows where
+it applies grammars before it samples.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from skyrl.inference.vllm_plugin.own_logprobs import put_own, unmasked
-from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits
+from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits, part_rows
 from skyrl.inference.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
 
 
 def score_prompts() -> None:
     """Patch this process. A second call changes nothing.
 
-    The runner turns the logits of a prompt into logprobs and gathers some of them; there the plugin gathers its own.
+    The runner computes the logits of a prompt, then the logprobs of these, then gathers some of them. Here the first
+    two steps hand the hidden states on, and the third does all three for each part of the prompt.
     """
     original = GPUModelRunner._get_prompt_logprobs_dict
     if original.__module__ == __name__:
@@ -32,23 +34,59 @@ def score_prompts() -> None:
     ) -> dict[str, LogprobsTensors | None]:
         if not runner.num_prompt_logprobs:
             return original(runner, hidden_states, num_scheduled_tokens)
-        scored = _scored_prompts(runner, num_scheduled_tokens)
         model, sampler = runner.model, runner.sampler
-        gather_logprobs = sampler.gather_logprobs
-        logits = PromptLogits(model.compute_logits, hidden_states)
-
-        def gather_and_score(logprobs: torch.Tensor, *args: Any) -> Any:
-            if (prompt := scored.get(logits.start)) is not None:
-                prompt.add(logprobs)
-            return gather_logprobs(logprobs, *args)
-
-        model.compute_logits, sampler.gather_logprobs = logits, gather_and_score
+        parts = _Parts(runner, hidden_states, _scored_prompts(runner, num_scheduled_tokens))
+        model.compute_logits, sampler.compute_logprobs = parts.keep, _hand_on
+        sampler.gather_logprobs = parts.gather
         try:
             return original(runner, hidden_states, num_scheduled_tokens)
         finally:
-            del model.compute_logits, sampler.gather_logprobs
+            del model.compute_logits, sampler.compute_logprobs, sampler.gather_logprobs
 
     GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict  # type: ignore[method-assign]
+
+
+def _hand_on(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+class _Parts:
+    """The logprobs of the prompts of one forward pass, computed for some rows of a prompt at a time."""
+
+    def __init__(self, runner: Any, hidden_states: torch.Tensor, scored: dict[int, ScoredPrompt]) -> None:
+        """`scored`: the prompts that the plugin scores, by their first row in the pass."""
+        sampler = runner.sampler
+        self._logits = PromptLogits(runner.model.compute_logits, hidden_states)
+        self._rows_at_a_time = part_rows(runner.model_config.get_vocab_size())
+        self._gather = sampler.gather_logprobs
+        takes_logits = runner.model_config.logprobs_mode in ("raw_logits", "processed_logits")
+        self._scores = torch.Tensor.float if takes_logits else sampler.compute_logprobs
+        self._scored = scored
+        self._rows = hidden_states
+
+    def keep(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` [n, width] are the hidden states of the prompt whose logprobs are gathered next."""
+        self._rows = rows
+        return rows
+
+    def gather(self, _: torch.Tensor, count: int, token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tokens, logprobs and ranks of the kept rows: of `token_ids` [n], and of the `count` best tokens."""
+        parts = -(-self._rows.shape[0] // self._rows_at_a_time)
+        # Written into tensors that are there before: small results of each part, kept until the end, would lie between
+        # its freed large ones, and glibc then finds no place for the large ones of the next part.
+        ids, logprobs = (token_ids.new_empty(len(token_ids), 1 + count, dtype=t) for t in (torch.int32, torch.float32))
+        ranks = torch.empty_like(token_ids)
+        prompt, first = None, 0
+        for rows, own in zip(self._rows.tensor_split(parts), token_ids.tensor_split(parts), strict=True):
+            scores = self._scores(self._logits(rows))
+            prompt = prompt or self._scored.get(self._logits.start)
+            if prompt is not None:
+                prompt.add(scores)
+            last = first + len(own)
+            ids[first:last], logprobs[first:last], ranks[first:last] = self._gather(scores, count, own)[:3]
+            first = last
+            del scores  # before the logits of the next part
+        return ids, logprobs, ranks
 
 
 def _scored_prompts(runner: Any, num_scheduled_tokens: dict[str, int]) -> dict[int, ScoredPrompt]:

@@ -1,7 +1,8 @@
 """Logprobs in vLLM's second model runner (`v1.worker.gpu`), which GPUs use by default.
 
 Knows how this runner scores prompts: it computes logits of all rows of the forward pass, some rows at a time, and then
-takes out those of each prompt; and where it applies grammars before it samples.
+takes out those of each prompt; and where it applies grammars before it samples. The number of rows is vLLM's for any
+vocabulary; the plugin sets it by the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from skyrl.inference.vllm_plugin.own_logprobs import put_own, unmasked
-from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits
+from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits, part_rows
 from skyrl.inference.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
-
-SCORED_ROWS = 128
-"""Rows whose logprobs are computed at a time: 78 MB with 152k tokens. vLLM's profile of memory does not count them."""
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -80,6 +79,8 @@ def score_prompts() -> None:
         asked = _asked_of(worker)
         parts = _parts(asked, input_batch, prompt_lens)
         logits_of = PromptLogits(logits_fn, hidden_states)
+        if asked:
+            _set_rows_at_a_time(worker, logits_of, hidden_states)
 
         def compute_and_score(rows: torch.Tensor) -> torch.Tensor:
             logits = logits_of(rows)
@@ -93,10 +94,21 @@ def score_prompts() -> None:
         return {name: _with_scores(own, asked[name].prompt) for name, own in answers.items()}
 
     def compute_token_ids(worker: Any, logits_fn: Logits, hidden_states: torch.Tensor, *args: Any) -> Any:
-        return compute_prompt_token_id_logprobs(worker, PromptLogits(logits_fn, hidden_states), hidden_states, *args)
+        logits_of = PromptLogits(logits_fn, hidden_states)
+        if worker.token_id_scores:
+            _set_rows_at_a_time(worker, logits_of, hidden_states)
+        return compute_prompt_token_id_logprobs(worker, logits_of, hidden_states, *args)
 
     worker.add_request, worker.remove_request = add, remove
     worker.compute_prompt_logprobs, worker.compute_prompt_token_id_logprobs = compute, compute_token_ids
+
+
+def _set_rows_at_a_time(worker: Any, logits_of: Logits, hidden_states: torch.Tensor) -> None:
+    """Let vLLM compute logits of one part at a time. The worker does not know the vocabulary, so the first call
+    computes the logits of one row."""
+    if "skyrl_vocabulary" not in worker.__dict__:
+        worker.skyrl_vocabulary = logits_of(hidden_states[:1]).shape[1]
+        prompt_logprob.CHUNK_SIZE = part_rows(worker.skyrl_vocabulary)
 
 
 def _asked_of(worker: Any) -> dict[str, _Asked]:
@@ -135,8 +147,7 @@ def _score(part: _Part, logits: torch.Tensor, start: int) -> None:
     if asked.prompt is None or first >= last:
         return
     asked.prompt.continued_at(part.position + first - part.rows.start)
-    for rows in logits[first - start : last - start].split(SCORED_ROWS):
-        asked.prompt.add(rows.log_softmax(dim=-1, dtype=torch.float32))
+    asked.prompt.add(logits[first - start : last - start].log_softmax(dim=-1, dtype=torch.float32))
 
 
 def _with_scores(own: LogprobsTensors, prompt: ScoredPrompt | None) -> LogprobsTensors:

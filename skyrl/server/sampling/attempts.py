@@ -32,6 +32,10 @@ class Attempts(Generic[T]):
         """How often the connection broke, or the server died, while the server had the request."""
         self.sent_alone = False
         """Whether no other suspect was sent during the last try."""
+        self.was_alone = False
+        """Whether no other request of this process was sent during the last try."""
+        self.deaths = 0
+        """How often the server's engine died during a try that was alone."""
         self.aborts = 0
         """How often vLLM aborted the sample."""
         self.errors = 0

@@ -27,6 +27,7 @@ from skyrl.server.sampling.attempts import Attempts
 from skyrl.server.sampling.endpoint import Endpoint, EndpointResolver, EndpointUnknown
 from skyrl.server.sampling.error_messages import describe, server_failure
 from skyrl.server.sampling.exchange import Exchange
+from skyrl.server.sampling.flights import Flights
 from skyrl.server.sampling.health import HEALTH_TIMEOUT_S, Health, health_of
 from skyrl.server.sampling.job import SampleJob
 from skyrl.server.sampling.loaded_weights import LoadedWeights, OtherWeights
@@ -43,6 +44,9 @@ from skyrl.server.sampling.waits import Waits, backoff
 
 MAX_INTERRUPTIONS = 3
 """One more interruption fails a sample, if no other suspect was sent at the same time."""
+MAX_DEATHS = 1
+"""Deaths of the engine while it computed no other request of this process. One is allowed: it may have had another
+cause."""
 MAX_ABORTS = 1
 MAX_ERRORS = 1
 """Failures of a server that reports good health. One is allowed, because the server that failed may have been replaced
@@ -108,6 +112,7 @@ class ForwardingClient:
         self._context = ServedContext(transport, self._headers)
         self._waits = Waits(transport, self._headers, replicas, deadline_s)
         self._suspects = Suspects()
+        self._flights = Flights()
         self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
         self._pictures = None if pictures is None else PictureSends(pictures)
         self._attempts: dict[str, Attempts[Any]] = {}
@@ -211,9 +216,13 @@ class ForwardingClient:
         remaining = attempts.deadline - now()
         if remaining <= 0:
             raise self._waits.deadline_failure(attempts)
+        flight = self._flights.start()
         try:
             attempts.sent_at = now()
-            answer = await attempts.exchange.send(endpoint, attempts.headers, remaining)
+            try:
+                answer = await attempts.exchange.send(endpoint, attempts.headers, remaining)
+            finally:
+                attempts.was_alone = self._flights.end(flight)
         except ContextNotKnownYet as error:
             return await self._handle(error.answer, endpoint, attempts)
         except NotAccepted as error:
@@ -300,8 +309,12 @@ class ForwardingClient:
 
     async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
         """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""
-        if await health_of(self._transport, server, self._headers) is not Health.ALIVE:
+        was_alone = attempts.was_alone
+        health = await health_of(self._transport, server, self._headers)
+        if health is not Health.ALIVE:
             self._count_interruption(attempts, describe(answer))
+            if health is Health.DYING and was_alone:
+                self._count_death(attempts, describe(answer))
             attempts.trouble = "the inference server is dying"
             await self._waits.wait_out_death(server, attempts)
             return
@@ -317,6 +330,16 @@ class ForwardingClient:
             raise server_failure(
                 f"the inference server aborted the sample {attempts.aborts} times ({error})"
             ) from error
+
+    def _count_death(self, attempts: Attempts[Any], reason: str) -> None:
+        """A server that answers and has lost its engine. A server that is stopped or restarted breaks connections."""
+        attempts.deaths += 1
+        if attempts.deaths > MAX_DEATHS:
+            raise server_failure(
+                f"the inference server's engine died {attempts.deaths} times while it computed request "
+                f"{attempts.exchange.request_id} and no other, so the request is not sent again; the log of the "
+                f"inference server says why it died, and the kernel's log if it took too much memory ({reason})"
+            )
 
     def _count_interruption(self, attempts: Attempts[Any], reason: str) -> None:
         self.counts["interrupted"] += 1

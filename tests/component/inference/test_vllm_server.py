@@ -643,6 +643,28 @@ async def test_a_hanging_server_is_lost_and_returns_with_its_adapters(served: Ru
     assert (await sample_of(served, retired)).status_code == 404
 
 
+@pytest.mark.slow  # vLLM starts again
+async def test_a_dead_engine_is_noticed_within_3_s_although_a_request_waits_for_it(
+    served: RunningServer, tmp_path: Path
+) -> None:
+    """vLLM waits for the load of an adapter that its engine has begun, and would refuse connections for a minute."""
+    directory, started = adapter(tmp_path / "never", 8), served.handle.incarnation
+    group = processes_of_group(process_of(served))
+    engine = next(pid for pid, name in group.items() if "EngineCore" in name)
+    os.kill(engine, signal.SIGSTOP)
+    async with client_of(served) as http:
+        load = {"lora_name": "never", "lora_path": str(directory)}
+        loading = asyncio.create_task(http.post("/v1/load_lora_adapter", json=load))
+        await asyncio.sleep(0.5)
+        os.kill(engine, signal.SIGKILL)
+        died = time.monotonic()
+        await until(lambda: served.handle.incarnation != started, 60)
+        assert time.monotonic() - died < 3
+        answer = (await asyncio.gather(loading, return_exceptions=True))[0]
+        assert isinstance(answer, httpx.TransportError) or (isinstance(answer, httpx.Response) and answer.is_error)
+    await until(lambda: served.group.ready and served.handle.incarnation not in (None, started), 400)
+
+
 @pytest.mark.slow
 async def test_a_restarted_server_loads_the_adapters_in_use_before_it_is_ready(
     served: RunningServer, tmp_path: Path

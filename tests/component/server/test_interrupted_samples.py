@@ -171,3 +171,42 @@ async def test_a_cancelled_suspect_sample_delays_no_other_sample(
     samples[sent].cancel()
     assert await samples[last] == {}
     assert len(upstream.completions) == 8
+
+
+DEAD_ENGINE = reply(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+
+async def test_a_request_beside_others_is_not_blamed_for_two_deaths_of_the_engine(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    """A dying vLLM answers 500 to all requests in flight, and 503 when it is asked for its health."""
+    both, probes = asyncio.Barrier(2), itertools.count()
+
+    async def health(request: Received, writer: asyncio.StreamWriter) -> None:
+        await reply(503 if next(probes) % 4 < 2 else 200, "")(request, writer)
+
+    async def die(request: Received, writer: asyncio.StreamWriter) -> None:
+        await both.wait()
+        await DEAD_ENGINE(request, writer)
+
+    upstream.on_get = health
+    upstream.script += [die] * 4
+    upstream.default = complete()
+    assert await sample_all(client, [1, 2]) == {}
+    assert len(upstream.completions) == 6
+    assert client.counts["interrupted"] == 4
+
+
+async def test_a_death_of_the_engine_with_one_request_is_survived(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    probes = itertools.count()
+
+    async def health(request: Received, writer: asyncio.StreamWriter) -> None:
+        await reply(503 if next(probes) == 0 else 200, "")(request, writer)
+
+    upstream.on_get = health
+    upstream.script += [DEAD_ENGINE]
+    upstream.default = complete()
+    assert await sample_all(client, [1]) == {}
+    assert client.counts["interrupted"] == 1

@@ -25,12 +25,23 @@ from skyrl.cli.launcher.memory_estimate import (
     check_memory,
     memory_sentence,
     need_of,
+    packed_numbers,
     size_of,
+    slot_numbers,
 )
 
 STUDENT = {"base_model": "tiny", "served_model_names": ["student"]}
 TEACHER = {"base_model": "tiny", "served_model_names": ["teacher"], "uses": ["sample"]}
 JUDGE = {"base_model": "judge", "uses": ["sample"], "external_inference_url": "http://127.0.0.1:1"}
+QWEN = {
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
 GIB = 2**30
 
 
@@ -67,6 +78,13 @@ def test_a_file_that_cannot_be_read_has_bytes_and_no_parameters(tmp_path: Path) 
     assert size_of(str(tmp_path)) == Size(0, 10)
 
 
+def test_the_estimate_of_a_small_qwen_is_what_its_vllm_took(tmp_path: Path) -> None:
+    """6.02 GB when it was ready: the shape of Qwen2.5-Coder-0.5B, float32, a context of 4,096, the other keys unset."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"model_type": "qwen2"}))
+    need = need_of(load_config({"base_model": str(tmp_path)}), Size(494_000_000, 988_000_000))
+    assert need.vllms == pytest.approx(6.02e9, rel=0.1)
+
+
 def test_a_trainer_and_each_vllm_hold_the_weights_and_a_teacher_has_no_trainer(tmp_path: Path) -> None:
     full = {"trainer.full_finetuning": True}
     two = {"generator.inference_engine.num_engines": 2}
@@ -78,10 +96,21 @@ def test_a_trainer_and_each_vllm_hold_the_weights_and_a_teacher_has_no_trainer(t
     )
     student, teacher, tuned = (need_of(part, size) for part in parts_of(tmp_path, *entries))
     assert student.trainer == RANK_BYTES + 4e9
-    assert 0 < student.vllms - VLLM_BYTES - 4e9 < GIB, "the key-value cache"
+    assert 0 < student.vllms - VLLM_BYTES - 4e9 < GIB, "the key-value cache, the embedding once more, and slots"
     assert (teacher.trainer, teacher.vllms) == (0, 2 * student.vllms)
     assert tuned.trainer == RANK_BYTES + 16e9
     assert (student.weights, teacher.weights, tuned.weights) == (8e9, 8e9, 20e9)
+
+
+def test_a_vllm_has_its_embedding_twice_and_slots_for_adapters() -> None:
+    assert packed_numbers(QWEN) == 151_936 * 896
+    assert packed_numbers(QWEN | {"tie_word_embeddings": False}) == 2 * 151_936 * 896
+    lora = load_config({"backend_config": {"trainer.policy.model.lora": {"max_loras": 3}}}).backend_config.lora
+    attention, mlp = 24 * (4 * 896 + 2 * 896 + 2 * 128), 24 * (3 * 896 + 3 * 4864)
+    assert slot_numbers(QWEN, lora) == 3 * 32 * (attention + mlp + 896 + 151_936)
+    mixture = QWEN | {"num_experts": 8, "moe_intermediate_size": 64}
+    assert slot_numbers(mixture, lora) == 3 * 32 * (896 + 151_936)
+    assert packed_numbers({}) == slot_numbers({}, lora) == 0
 
 
 @pytest.mark.parametrize("case", ["dense-fp8", "latent-mixture-int4", "fused-mixture-mxfp4"])
@@ -171,3 +200,12 @@ def test_doctor_has_a_row_for_each_base_model_and_one_for_their_memory(tmp_path:
     row = checks(None, tmp_path, file)[-1]
     assert row.status == "missing"
     assert "'student' is a name of base_models[0] too" in row.found
+
+
+def test_doctor_takes_a_base_model_before_that_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "skyrl.toml"
+    file.write_text('base_model = "nobody/has-this"')
+    found = [row.found for row in checks(None, tmp_path, file, str(model_path())) if row.name == "base model"]
+    assert found == [f"{model_path()}: trains and samples, CPU, 0.6483 million parameters"]
+    (memory,) = (row for row in checks(None, tmp_path, file, str(model_path())) if row.name == "memory")
+    assert memory.found.startswith("about ")

@@ -30,13 +30,13 @@ with warnings.catch_warnings():
     from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from skyrl.inference.vllm_plugin import first_runner, punica_cuda, second_runner
+    from skyrl.inference.vllm_plugin import first_runner, prompt_rows, punica_cuda, second_runner
     from skyrl.inference.vllm_plugin.extra_args import PromptScores
     from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits
 
 WIDTH, VOCAB, RANK, SLOTS = 6, 40, 2, 3
-LOGITS_AT_A_TIME = 4
-"""Rows of which the second runner computes logits at a time; vLLM's own number is 1024."""
+ROWS_AT_A_TIME = 4
+"""Rows of which a runner computes logits at a time; with a real vocabulary some hundred."""
 
 
 @dataclass
@@ -75,8 +75,11 @@ class Model:
         self.lora_b = torch.randn((SLOTS, 1, VOCAB, RANK), generator=seed)
         config = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=False)
         self.wrapper = PunicaWrapperGPU(256, 16, torch.device("cpu"), lora_config=config)
+        self.counts: list[int] = []
+        """The number of rows of each call of `compute_logits`."""
 
     def compute_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        self.counts.append(rows.shape[0])
         logits = rows @ self.weight.T
         self.wrapper.add_lora_logits(logits, rows, self.lora_a, self.lora_b, 1.0)
         return logits
@@ -235,8 +238,8 @@ def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(prompt_logprob, "get_prompt_logprobs_token_ids", _next_tokens)
     monkeypatch.setattr(prompt_logprob, "compute_topk_scores", _top_scores)
     monkeypatch.setattr(prompt_logprob, "compute_token_logprobs", lambda x, ids: x.log_softmax(-1).gather(1, ids))
-    monkeypatch.setattr(prompt_logprob, "CHUNK_SIZE", LOGITS_AT_A_TIME)
-    monkeypatch.setattr(second_runner, "SCORED_ROWS", 3)
+    monkeypatch.setattr(prompt_logprob, "CHUNK_SIZE", prompt_logprob.CHUNK_SIZE)
+    monkeypatch.setattr(prompt_rows, "PART_LOGITS", ROWS_AT_A_TIME * VOCAB)
     monkeypatch.setattr(sampler_module, "batched_count_greater_than", lambda x, values: (x >= values).sum(-1))
     for part in (first_runner, second_runner):
         part.score_prompts()
@@ -278,6 +281,35 @@ def test_each_row_of_a_prompt_has_the_part_of_its_own_adapter(batches: Batches) 
     batches.step(base=9, one=7, other=6)
     for request in (base, one, other):
         check(batches.model, request)
+
+
+def test_a_prompt_of_any_length_has_logits_of_a_few_rows_at_a_time(batches: Batches) -> None:
+    """All logits of 1,000 tokens of a vocabulary of 262k are 1 GB, and their logprobs as much again."""
+    wanted = scores({0: [1], 20: [2], 40: [3]}, draws=1)
+    long, other = ask("long", 2, 43, wanted, top=2), ask("other", 0, 13)
+    batches.add(long, other)
+    batches.step(long=30, other=13)
+    batches.step(long=13)
+    check(batches.model, long, wanted)
+    check(batches.model, other)
+    assert max(batches.model.counts) == ROWS_AT_A_TIME
+    assert sum(batches.model.counts) >= 42 + 12
+
+
+def test_ranks_and_best_tokens_do_not_depend_on_the_parts(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = scores({7: [1, 2]}, draws=2)
+    parts, whole = ask("x", 1, 19, wanted, top=3), ask("x", 1, 19, wanted, top=3)
+    batches.add(parts)
+    batches.step(x=19)
+    monkeypatch.setattr(prompt_rows, "PART_LOGITS", 19 * VOCAB)
+    at_once = Batches(batches.second)
+    at_once.add(whole)
+    at_once.step(x=19)
+    assert max(at_once.model.counts) >= 18 > ROWS_AT_A_TIME == max(batches.model.counts)
+    assert parts.answer is not None
+    assert whole.answer is not None
+    for part, one in zip(parts.answer[:3], whole.answer[:3], strict=True):
+        torch.testing.assert_close(part, one, rtol=0, atol=1e-6)
 
 
 def test_logits_that_are_sampled_from_are_vllms_own(batches: Batches) -> None:
