@@ -7,10 +7,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
-
 from skyrl.base.config.mixtures import whole_config
-from skyrl.base.model_files import file_of, template_of
+from skyrl.base.model_files import template_of
+from skyrl.base.model_tokenizer import tokenizer_of
 from skyrl.inference.parsers import parsers_of
 from skyrl.server.agents.rendering.continuation import Continuations, Continued, Fork, Kept, Step
 from skyrl.server.agents.rendering.habits import Habits, habits_of
@@ -74,14 +73,14 @@ def load(base_model: str) -> Loaded:
     """From the files of a model: a directory, or a name of the model hub."""
     tokens: FileTokens | None = None
     try:
-        file = file_of(base_model, "tokenizer.json")
-        if file is None or not file.is_file():
-            return _unloaded(base_model, None, "the model has no tokenizer.json on this machine")
-        tokens = FileTokens(Tokenizer.from_file(str(file)))
+        tokenizer = tokenizer_of(base_model)
+        if tokenizer is None:
+            return _unloaded(base_model, None, "the model has no tokenizer on this machine")
+        tokens = FileTokens(tokenizer)
         renderer = renderer_of(base_model)
     except CannotRender as error:
         return _unloaded(base_model, tokens, str(error))
-    except Exception as error:  # tokenizers raises bare exceptions
+    except ValueError as error:
         return _unloaded(base_model, None, f"the tokenizer cannot be read: {error}")
     if renderer is None:
         return _unloaded(base_model, tokens, "the model has no chat template that this process can render")

@@ -191,12 +191,16 @@ class Planner:
         for name, continues in (("continue_final_message", True), ("add_generation_prompt", False)):
             if fields.get(name) is continues:
                 return Prompt(None, "not_extendable", place.forked_at, f"the request has {name}")
-        step = _step(live, place.parent, place.new, fields, turn_id)
+        setting = Setting.of(fields, live.tree.path(place.parent)[0].created_at, self._efforts(target))
+        step = _step(live, place.parent, place.new, setting, turn_id)
         done = await self._continuations.continued(target.number, step, live.kept)
         if isinstance(done, Fork):
             return Prompt(None, done.reason, done.message, done.note)
         tokens = np.concatenate([before, np.array(done.ids, np.int32)])
         return Prompt(tokens, place.fork, place.forked_at, done.note)
+
+    def _efforts(self, target: Target) -> Sequence[str]:
+        return self.models[target.number].service.efforts
 
     async def _checked(self, fields: dict[str, Any], target: Target, size: int) -> Generation:
         limits = self.models[target.number].limits()
@@ -233,9 +237,7 @@ class Planner:
         return replace(asked, request=request.with_prompt(tokens.tolist(), most, experts_from=known))
 
 
-def _step(
-    live: LiveSession, parent: AgentTurn, new: list[dict[str, Any]], fields: dict[str, Any], turn_id: str
-) -> Step:
+def _step(live: LiveSession, parent: AgentTurn, new: list[dict[str, Any]], setting: Setting, turn_id: str) -> Step:
     before: list[dict[str, Any]] = []
     said: list[bool] = []
     joined: int | None = None
@@ -257,7 +259,7 @@ def _step(
         new=new,
         prompt=parent.added,
         sampled=parent.sampled,
-        setting=Setting.of(fields, path[0].created_at),
+        setting=setting,
         keep=live.session.keep_thinking,
         joined=joined,
     )

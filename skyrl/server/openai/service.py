@@ -115,7 +115,7 @@ class OpenAIService:
         self._pictures = pictures
         self._has_system_role = has_system_role
         self._takes_documents = takes_documents
-        self._efforts = efforts
+        self.efforts = efforts
         self._renderer_note = renderer_note
         """None once it was logged."""
 
@@ -182,7 +182,7 @@ class OpenAIService:
         return replace(asked, request=request.at_most(min(wanted, context - prompt)))
 
     def _sending(self, asked: Asked, priority: int | None = None) -> Sending:
-        request = asked.request.with_effort(self._efforts)
+        request = asked.request.with_effort(self.efforts)
         request = request if self._has_system_role else request.without_system_role()
         return Sending(request, asked.target, priority, asked.tenant, asked.id, asked.prefix_key)
 

@@ -102,8 +102,8 @@ async def test_a_session_says_at_its_creation_what_becomes_of_thoughts(serve: Se
         assert {name: made[name] for name in ("thinking", "chat_template_kwargs", "user_turns", "tool_loops")} == {
             "thinking": "template",
             "chat_template_kwargs": {},
-            "user_turns": "the model has no tokenizer.json on this machine",
-            "tool_loops": "the model has no tokenizer.json on this machine",
+            "user_turns": "the model has no tokenizer on this machine",
+            "tool_loops": "the model has no tokenizer on this machine",
         }
         kept = (await api.post("agent_sessions", {"model": BASE, "keep_thinking": True})).json()
         assert kept["thinking"] == "keep", "its older name"

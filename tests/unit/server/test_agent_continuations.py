@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_families import FAMILIES, Family, write_model
+from chat_families import FAMILIES, HERMES, Family, write_model
 from transformers import AutoTokenizer
 
 from skyrl.base.tiny import model_path
@@ -570,7 +571,7 @@ def test_a_model_without_template_has_no_continuations(tmp_path: Path) -> None:
     loaded = load(str(directory))
     assert loaded.continuations is None
     assert loaded.habits.user_turns == loaded.why == "the model has no chat template that this process can render"
-    assert load(str(tmp_path / "nothing")).why == "the model has no tokenizer.json on this machine"
+    assert load(str(tmp_path / "nothing")).why == "the model has no tokenizer on this machine"
 
 
 def test_a_model_whose_chats_vllm_renders_otherwise_has_no_continuations(tmp_path: Path) -> None:
@@ -578,6 +579,31 @@ def test_a_model_whose_chats_vllm_renders_otherwise_has_no_continuations(tmp_pat
     assert load(str(directory)).continuations is not None
     (directory / "config.json").write_text('{"model_type": "kimi_k3"}')
     assert load(str(directory)).continuations is None
+
+
+def test_a_chat_with_tools_has_the_template_for_tools(tmp_path: Path) -> None:
+    """Where a model has several by name; vLLM chooses alike."""
+    directory = write_model(
+        tmp_path, Family("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+    )
+    file = directory / "chat_template.jinja"
+    named = {"default": file.read_text(), "tool_use": HERMES}
+    settings = directory / "tokenizer_config.json"
+    kept = [{"name": name, "template": template} for name, template in named.items()]
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": kept}))
+    file.unlink()
+    continuations = load(str(directory)).continuations
+    assert continuations is not None
+    for tools, begins in ((False, "<|im_start|>And now?"), (True, "\n<|im_start|>user\nAnd now?")):
+        done = continuations.continued(step([USER], SAID, [AGAIN], tools=tools))
+        assert isinstance(done, Continued)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
+        assert tokenizer.decode(done.ids).startswith("<|im_end|>" + begins)
+
+
+def test_an_effort_that_the_template_does_not_take_is_the_nearest_one() -> None:
+    setting = Setting.of({"reasoning_effort": "medium"}, 0.0, ["high", "low", "no_think"])
+    assert setting.arguments == {"enable_thinking": True, "reasoning_effort": "high"}
 
 
 def test_a_broken_template_has_no_continuations(tmp_path: Path) -> None:

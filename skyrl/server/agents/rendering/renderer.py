@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
 
+from skyrl.server.openai.effort import with_taken_effort
 from skyrl.server.openai.nested import tools_without_echoes
 
 
@@ -28,9 +29,10 @@ class Setting:
         return datetime.fromtimestamp(self.at)
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], at: float) -> Setting:
-        """Of the fields of a chat completion, which were checked."""
-        return cls(template_arguments(fields), tools_of(fields.get("tools")), at)
+    def of(cls, fields: Mapping[str, Any], at: float, efforts: Sequence[str] = ()) -> Setting:
+        """Of the fields of a chat completion, which were checked. `efforts` are the values of `reasoning_effort` that
+        the template takes alone, if there are some."""
+        return cls(template_arguments(with_taken_effort(fields, efforts)), tools_of(fields.get("tools")), at)
 
 
 class Renderer(Protocol):

@@ -26,9 +26,10 @@ def renderer_of(base_model: str) -> Renderer | None:
         return inkling.Inkling()
     if kind in RENDERED_BY_VLLM or ((own := file_of(base_model, _MISTRAL)) is not None and own.is_file()):
         return None
-    text = template_of(base_model)
+    text, with_tools = template_of(base_model, tools=False), template_of(base_model, tools=True)
     settings = json_of(base_model, "tokenizer_config.json")
-    return None if text is None else ChatTemplate(text, special_tokens(settings))
+    text = with_tools if text is None else text
+    return None if text is None else ChatTemplate(text, special_tokens(settings), with_tools)
 
 
 def has_system_role(base_model: str) -> bool:
