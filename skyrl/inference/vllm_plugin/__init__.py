@@ -1,16 +1,17 @@
 """vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
-Changes nineteen things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+Changes twenty things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
 allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens (see
-`token_versions`); clients may do without the text of completions (see `tokens_only`); grammars of what is no chat hold
-from the first token (see `grammars`); requests whose pictures the engine has lost are repeated (see `lost_pictures`);
-adapters on lm_head work in more architectures (see `unembedding`); adapters on fused experts are read in one more
-architecture (see `fused_experts`); adapters of which vLLM would ignore a part are refused (see `checked_adapters`);
-prompt logprobs have the right adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own
-(see `extra_args`); on a CPU, LoRA computes correct results (see `punica_cpu`), and so does latent attention (see
-`rotary_cpu`), routed experts can be returned (see `routed_experts_cpu`), mixtures of experts can be served with
-adapters, on experts too (see `experts_cpu` and `routers_cpu`), and neither the engine core nor the look at a model's
-class imports vLLM a second time (see `cpu_patches`).
+`token_versions`); clients may do without the text of completions (see `tokens_only`); ids of tokens beyond the model's
+rows are refused (see `rows_of_tokens`); grammars of what is no chat hold from the first token (see `grammars`);
+requests whose pictures the engine has lost are repeated (see `lost_pictures`); adapters on lm_head work in more
+architectures (see `unembedding`); adapters on fused experts are read in one more architecture (see `fused_experts`);
+adapters of which vLLM would ignore a part are refused (see `checked_adapters`); prompt logprobs have the right
+adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own (see `extra_args`); on a CPU,
+LoRA computes correct results (see `punica_cpu`), and so does latent attention (see `rotary_cpu`), routed experts can be
+returned (see `routed_experts_cpu`), mixtures of experts can be served with adapters, on experts too (see `experts_cpu`
+and `routers_cpu`), and neither the engine core nor the look at a model's class imports vLLM a second time (see
+`cpu_patches`).
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.
@@ -72,12 +73,14 @@ def register() -> None:
     if parent is None:
         from skyrl.inference.vllm_plugin.grammars import hold_from_the_start
         from skyrl.inference.vllm_plugin.lost_pictures import repeat_requests
+        from skyrl.inference.vllm_plugin.rows_of_tokens import refuse_ids_beyond_rows
         from skyrl.inference.vllm_plugin.token_versions import tell_versions
         from skyrl.inference.vllm_plugin.tokens_only import allow_tokens_only
 
         hold_from_the_start()
         allow_tokens_only()
         repeat_requests()
+        refuse_ids_beyond_rows()
         tell_versions(early=os.environ.get(TELL_VERSIONS_VARIABLE) == "1")
         _guard_all_endpoints()
     if current_platform.is_cpu():
