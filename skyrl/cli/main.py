@@ -1,5 +1,5 @@
 """The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, status, usage, db, demo, doctor, quantize,
-adapter, version."""
+adapter, model, version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from skyrl import __version__
-from skyrl.cli import adapter, db, keys, quotas
+from skyrl.cli import adapter, db, keys, model, quotas
 from skyrl.cli.quantize import quantize
 from skyrl.cli.rollout import RolloutCommand, rollout
 from skyrl.cli.router import RouterCommand, router
@@ -29,6 +29,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(quotas.app, name="quotas")
 app.add_typer(db.app, name="db")
 app.add_typer(adapter.app, name="adapter")
+app.add_typer(model.app, name="model")
 app.command(cls=RouterCommand)(router)
 app.command(cls=RolloutCommand)(rollout)
 app.command()(sidecar)

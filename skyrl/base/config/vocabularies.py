@@ -36,14 +36,14 @@ class Shared:
 def shared_ids(one: str, other: str) -> Shared | None:
     """Compare two base models: directories, or names of the model hub. Reads files of several megabytes. None if one of
     them has no tokenizer.json on this machine, or one that lists no tokens."""
-    tokens, others = _tokens(one), _tokens(other)
+    tokens, others = tokens_of(one), tokens_of(other)
     if tokens is None or others is None:
         return None
     return Shared(len(tokens.items() & others.items()), len(tokens.keys() | others.keys()))
 
 
-def _tokens(base_model: str) -> dict[int, str] | None:
-    """The token of each id."""
+def tokens_of(base_model: str) -> dict[int, str] | None:
+    """The token of each id, by a model's tokenizer.json; None as for `shared_ids`."""
     file = file_of(base_model, "tokenizer.json")
     try:
         found = None if file is None else msgspec.json.decode(file.read_bytes(), type=_Tokenizer)

@@ -18,6 +18,7 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.cli.launcher.memory_estimate import check_memory
 from skyrl.cli.launcher.model_location import check_model
 from skyrl.cli.launcher.ray_room import check_room_of_ranks, check_room_of_vllms, check_shared_gpus
+from skyrl.cli.launcher.tokenizer_notes import log_notes
 from skyrl.inference.expert_adapters import host_memory_warning
 from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import context_sentence, cuda_devices
@@ -134,6 +135,7 @@ def check(config: ServerConfig) -> Findings:
     if config.ray is None:
         check_gpus(config, devices)
     found = replace(found, offline=check_base_model(config))
+    log_notes(config.tokenizer_id or config.base_model_path)
     if config.ray is not None:
         found = _check_ray(config, config.ray, found)
         if config.ray == "local":

@@ -4,18 +4,18 @@ What it changes: no process of vLLM outlives its parent; every endpoint needs th
 new weights empty the prefix cache (see `prefix_cache`), and samples of one prompt share the part of it behind its last
 full block (see `shared_tails`); answers tell which weights sampled which tokens (see `token_versions`), and what each
 sequence found in the prefix cache (see `cached_prompts`); clients may do without the text of completions (see
-`tokens_only`); grammars of what is no chat hold from the first token (see `grammars`), and logprobs under a grammar are
-the model's own (see `own_logprobs`); thoughts that a model may write are read (see `written_thoughts`), those of
-earlier answers do not count as the answer's (see `prompt_thoughts`), and ids in Mistral's calls are no part of their
-names (see `mistral_calls`); requests whose pictures the engine has lost are repeated (see `lost_pictures`); adapters on
-lm_head work in more architectures (see `unembedding`); adapters on fused experts are read in one more architecture (see
-`fused_experts`); adapters of which vLLM would ignore a part are refused (see `checked_adapters`); prompt logprobs are
-computed by parts and have the right adapter's part of lm_head (see `prompt_rows`), and there are more of them than
-vLLM's own (see `extra_args`); the API server ends when its engine has died (see `dead_engine`); on a CPU, LoRA computes
-correct results (see `punica_cpu`), and so does latent attention (see `rotary_cpu`), routed experts can be returned (see
-`routed_experts_cpu`), mixtures of experts can be served with adapters, on experts too (see `experts_cpu` and
-`routers_cpu`), and neither the engine core nor the look at a model's class imports vLLM a second time (see
-`cpu_patches`).
+`tokens_only`); ids of tokens beyond the model's rows are refused (see `rows_of_tokens`); grammars of what is no chat
+hold from the first token (see `grammars`), and logprobs under a grammar are the model's own (see `own_logprobs`);
+thoughts that a model may write are read (see `written_thoughts`), those of earlier answers do not count as the answer's
+(see `prompt_thoughts`), and ids in Mistral's calls are no part of their names (see `mistral_calls`); requests whose
+pictures the engine has lost are repeated (see `lost_pictures`); adapters on lm_head work in more architectures (see
+`unembedding`); adapters on fused experts are read in one more architecture (see `fused_experts`); adapters of which
+vLLM would ignore a part are refused (see `checked_adapters`); prompt logprobs are computed by parts and have the right
+adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own (see `extra_args`); the API
+server ends when its engine has died (see `dead_engine`); on a CPU, LoRA computes correct results (see `punica_cpu`),
+and so does latent attention (see `rotary_cpu`), routed experts can be returned (see `routed_experts_cpu`), mixtures of
+experts can be served with adapters, on experts too (see `experts_cpu` and `routers_cpu`), and neither the engine core
+nor the look at a model's class imports vLLM a second time (see `cpu_patches`).
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.
@@ -87,6 +87,7 @@ def register() -> None:
         from skyrl.inference.vllm_plugin.lost_pictures import repeat_requests
         from skyrl.inference.vllm_plugin.own_logprobs import tell_marks
         from skyrl.inference.vllm_plugin.prompt_thoughts import read_prompts
+        from skyrl.inference.vllm_plugin.rows_of_tokens import refuse_ids_beyond_rows
         from skyrl.inference.vllm_plugin.token_versions import tell_versions
         from skyrl.inference.vllm_plugin.tokens_only import allow_tokens_only
 
@@ -97,6 +98,7 @@ def register() -> None:
         tell_cached_prompts()
         repeat_requests()
         tell_marks()
+        refuse_ids_beyond_rows()
         tell_versions(early=os.environ.get(TELL_VERSIONS_VARIABLE) == "1")
         _guard_all_endpoints()
     if current_platform.is_cpu():

@@ -17,15 +17,18 @@ with warnings.catch_warnings():
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
     from vllm.distributed.aux_output_connector.store import BackgroundBlockObjectStore, BlockObjectStore
     from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+    from vllm.exceptions import VLLMValidationError
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.renderers.base import BaseRenderer
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     from skyrl.inference.vllm_plugin import unembedding
     from skyrl.inference.vllm_plugin.prefix_cache import name_rows_anew
     from skyrl.inference.vllm_plugin.routed_experts_cpu import _add_rows, _AsVersion2
+    from skyrl.inference.vllm_plugin.rows_of_tokens import refuse_ids_beyond_rows
     from skyrl.inference.vllm_plugin.unembedding import add_lm_head
 
 BLOCK, SHAPE = 4, (3, 2)
@@ -240,3 +243,24 @@ def test_a_tied_lm_head_has_the_rows_of_the_embeddings_on_each_of_two_ranks(monk
     head = unembedding._tied_to(embeddings)
     assert head.weight is embeddings.weight
     assert head.get_sharded_to_full_mapping() == embeddings.get_sharded_to_full_mapping()
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_ids_beyond_the_models_rows_are_refused_unless_they_may_be_pictures(
+    sees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BaseRenderer, "validate_token_ids", BaseRenderer.validate_token_ids)
+    config = SimpleNamespace(is_multimodal_model=sees, get_vocab_size=lambda: 512)
+    renderer: Any = SimpleNamespace(tokenizer=SimpleNamespace(max_token_id=512), model_config=config)
+    BaseRenderer.validate_token_ids(renderer, [3, 512])  # vLLM's own check
+    refuse_ids_beyond_rows()
+    refuse_ids_beyond_rows()
+    BaseRenderer.validate_token_ids(renderer, [])
+    BaseRenderer.validate_token_ids(renderer, [3, 511])
+    if sees:
+        BaseRenderer.validate_token_ids(renderer, [3, 512])
+        return
+    with pytest.raises(VLLMValidationError, match="Token id 512 is out of vocabulary: the model has 512 rows"):
+        BaseRenderer.validate_token_ids(renderer, [3, 512])
+    with pytest.raises(VLLMValidationError, match="Token id -1"):
+        BaseRenderer.validate_token_ids(renderer, [-1, 512])
