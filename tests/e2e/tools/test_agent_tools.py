@@ -42,9 +42,14 @@ def session(url: str) -> Session:
     return made_at(url)
 
 
-def made_at(url: str) -> Session:
+def made_at(url: str, thinking: str = "keep") -> Session:
+    """Without thoughts, the template begins an answer behind empty ones, which it drops later: kept, turns go on."""
     answer = httpx.post(
-        f"{url}/api/v1/agent_sessions", headers={"X-API-Key": KEY}, json={"model": "tools"}, trust_env=False, timeout=60
+        f"{url}/api/v1/agent_sessions",
+        headers={"X-API-Key": KEY},
+        json={"model": "tools", "thinking": thinking},
+        trust_env=False,
+        timeout=60,
     )
     made = answer.json()
     return Session(made["session_id"], made["key"], url)
@@ -72,8 +77,21 @@ def test_a_call_is_answered_and_its_result_continues_the_turn(session: Session, 
     first, second = session.turns()
     assert [first["parent"], second["parent"]] == [None, first["id"]]
     assert second["fork"] is None
+    assert "</think>" in second["template_note"]
     before = [*first["added_tokens"], *first["sampled_tokens"], *second["added_tokens"]]
     assert second["usage"]["prompt"] == talk.prompt_tokens == len(before)
+
+
+def test_a_turn_that_the_template_writes_otherwise_later_forks(url: str) -> None:
+    session = made_at(url, thinking="template")
+    client, talk = DIALECTS["chats"](session.url, session.key), Talk()
+    client.ask(talk, streamed=True)
+    client.answer(talk)
+    client.ask(talk, streamed=True)
+    first, second = session.turns()
+    assert (second["parent"], second["fork"]) == (None, "template_rewrites")
+    assert "</think>" in second["template_note"]
+    assert second["usage"]["prompt"] == talk.prompt_tokens == len(second["added_tokens"])
 
 
 @dialects
@@ -99,7 +117,8 @@ def test_tokens_are_counted_as_the_same_request_has_them(session: Session) -> No
 
 
 @streams
-def test_thoughts_come_apart_in_each_dialect_and_are_continued(session: Session, streamed: bool) -> None:
+def test_thoughts_come_apart_in_each_dialect_and_are_continued(url: str, streamed: bool) -> None:
+    session = made_at(url, thinking="template")
     api = openai.OpenAI(base_url=f"{session.url}/v1", api_key=session.key, max_retries=0)
     other = anthropic.Anthropic(base_url=session.url, auth_token=session.key, api_key=None, max_retries=0)
     asked: Any = {"model": "tools", "max_tokens": 30, "messages": TASK}

@@ -48,7 +48,8 @@ class BaseModel:
         self.tower = tower
         self.vocab_size = int(text_config.vocab_size)
         self.max_context = int(text_config.max_position_embeddings)
-        self.ties_unembedding = bool(text_config.tie_word_embeddings)
+        parts = (text_config, config)  # the text part of a model that sees may not say it
+        self.ties_unembedding = any(getattr(part, "tie_word_embeddings", False) for part in parts)
         self._vision_probe = None if tower is None else VisionProbe.of(tower, self.vocab_size, device)
 
     @property
