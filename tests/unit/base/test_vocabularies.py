@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from skyrl.base.config.vocabularies import Shared, _tokens, shared_ids
+from skyrl.base.config.vocabularies import Shared, shared_ids, tokens_of
 from skyrl.base.tiny import model_path
 
 
@@ -33,7 +33,7 @@ def test_ids_are_shared_if_both_tokenizers_have_the_same_token_there(tmp_path: P
 def test_the_tokens_are_those_of_the_tokenizer_itself() -> None:
     """Of every id of the tiny model, and of no other."""
     real = PreTrainedTokenizerFast(tokenizer_file=f"{model_path()}/tokenizer.json")
-    assert _tokens(str(model_path())) == {number: token for token, number in real.get_vocab().items()}
+    assert tokens_of(str(model_path())) == {number: token for token, number in real.get_vocab().items()}
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", '{"model": {"vocab": 3}}', '{"model": {}}'])

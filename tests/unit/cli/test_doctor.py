@@ -241,7 +241,10 @@ def test_a_bad_configuration_is_a_row_of_the_report(tmp_path: Path, monkeypatch:
     assert last.found.startswith("threads: ")
 
 
-def test_the_report_reads_the_servers_file_and_asks_its_ray_cluster(tmp_path: Path, port: int) -> None:
+def test_the_report_reads_the_servers_file_and_asks_its_ray_cluster(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SKYRL_THREADS", raising=False)  # a variable wins over the file
     file = tmp_path / "skyrl.toml"
     file.write_text(
         f'port = {port}\nstate_dir = "{tmp_path / "state"}"\nray_address = "127.0.0.1:1"\n'

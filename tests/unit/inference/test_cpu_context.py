@@ -34,7 +34,8 @@ WIDE = SMALL | {"num_hidden_layers": 36, "num_key_value_heads": 8, "head_dim": 1
     [
         (SMALL, 24 * GIB, 32_768),
         (SMALL, 16 * GIB, 16_384),
-        (SMALL, 2 * GIB, 8_192),
+        (SMALL, 2 * GIB, 4_096),
+        (SMALL, 8 * GIB, 8_192),
         (SMALL | {"max_position_embeddings": 8_192}, 24 * GIB, 8_192),
         (SMALL | {"max_position_embeddings": 20_000}, 24 * GIB, 20_000),
         (SMALL | {"max_position_embeddings": 2_048}, 2 * GIB, 2_048),
@@ -64,7 +65,7 @@ def test_the_start_says_the_context_and_why(directory: Path, monkeypatch: pytest
     assert context_sentence(given, cuda=False) == f"context: sequences of up to 100 tokens, as {key} says"
     monkeypatch.setattr(vllm_command, "limit_bytes", lambda: 4 * GIB)
     assert context_sentence(config, cuda=False) == (
-        "context: sequences of up to 8192 tokens, what this machine's memory easily holds of the model's 32768; "
+        "context: sequences of up to 4096 tokens, what this machine's memory easily holds of the model's 32768; "
         f"{key} sets another length"
     )
     assert context_sentence(config, cuda=True) == ""
@@ -88,7 +89,7 @@ def test_a_system_that_does_not_tell_its_memory_serves_what_costs_no_more(
         raise FileNotFoundError("/proc/meminfo")
 
     monkeypatch.setattr(vllm_command, "limit_bytes", unknown)
-    assert context_length(load_config({"base_model": str(directory)}), cuda=False) == 8_192
+    assert context_length(load_config({"base_model": str(directory)}), cuda=False) == 4_096
 
 
 def test_a_prompt_of_the_longest_length_counts_as_no_hanging_engine(

@@ -231,8 +231,9 @@ def test_a_line_has_all_of_a_turn() -> None:
 
 def test_the_documentation_names_each_field_of_a_line() -> None:
     page = (Path(__file__).parents[3] / "docs/howto/agents.md").read_text()
-    section = page.partition("### The fields of `jsonl`\n")[2].partition("\n## ")[0]
+    section = page.partition("### The fields of `jsonl`\n")[2].partition("\n##")[0]
     first_cells = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
     documented = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
-    turns = [line(each) for each in (a_turn(1), replace(a_turn(1), parent="t0", routed_experts=b"x"))]
+    narrowed = {"constrained": np.ones(1, np.bool_), "own_logprobs": False}
+    turns = [line(each) for each in (a_turn(1), replace(a_turn(1), parent="t0", routed_experts=b"x", **narrowed))]
     assert documented == turns[0].keys() | turns[1].keys()
