@@ -38,6 +38,8 @@ class CrashLedger:
         self._lock = threading.Lock()
         self._running: list[str] = []
         self._recording = True
+        self._dying = False
+        """A block has raised: the engine ends."""
         self._counts = _read(file)
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._write()
@@ -54,18 +56,22 @@ class CrashLedger:
     ) -> Iterator[None]:
         """While the block runs, a death of this process counts against `keys`.
 
-        If the block raises, the engine ends: that counts as a death, too, except for an error in `not_blamed`. If the
-        block succeeds, earlier deaths of `keys` are forgotten.
+        If the block raises, the engine ends: that counts as a death, too, except for an error in `not_blamed`. What
+        begins after that is not to blame. If the block succeeds, earlier deaths of `keys` are forgotten.
         """
         with self._lock:
-            self._running += keys
+            recorded = () if self._dying else keys
+            self._running += recorded
             self._write()
         try:
             yield
         except not_blamed:
-            self._ended(keys)
+            self._ended(recorded)
             raise
-        self._ended(keys, succeeded=True)
+        except BaseException:
+            self._dying = True
+            raise
+        self._ended(recorded, succeeded=True)
 
     def forget_all_but(self, keys: Collection[str]) -> None:
         """Forget the deaths of all other keys: their commands have ended or will never run again."""

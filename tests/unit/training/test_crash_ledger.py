@@ -109,3 +109,14 @@ def test_commands_run_although_the_full_disk_takes_no_ledger(file: Path, monkeyp
         pass
     ledger.close()
     assert counts(file) == {}
+
+
+def test_what_begins_while_the_engine_dies_is_not_to_blame(tmp_path: Path) -> None:
+    """A lost device fails whatever runs next, until the engine has ended."""
+    file = tmp_path / "running"
+    dying = CrashLedger(file)
+    for key in ("culprit", "next"):
+        with pytest.raises(SystemExit), dying.running([key]):
+            raise SystemExit
+    dying.close()
+    assert CrashLedger(file).counts == {"culprit": 1}
