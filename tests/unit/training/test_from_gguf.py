@@ -141,7 +141,7 @@ def test_quantized_matrices_are_what_the_library_reads(kind: str, tmp_path: Path
 
 def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl.training.backends.from_gguf.directory.SHARD", "40KB")
-    monkeypatch.setattr("skyrl.training.backends.from_gguf.directory.AT_ONCE", 300)
+    monkeypatch.setattr("skyrl.training.backends.torch_full.tensor_files.AT_ONCE", 300)
     model = _model("Llama")
     convert(write_gguf(tmp_path / "m.gguf", "llama", model, filler(ROWS)), tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3

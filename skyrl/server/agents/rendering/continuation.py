@@ -182,8 +182,7 @@ class _Differs(Exception):
 
 
 class Continuations:
-    """Of one model. `stops` are the tokens that end an answer, with their texts. `has_system_role`: system messages go
-    to the renderer as such, as they go to the inference server."""
+    """Of one model. `stops` are the ids of the tokens that end an answer, by their texts."""
 
     def __init__(self, renderer: Renderer, tokens: TextTokens, stops: dict[str, int]) -> None:
         self.renderer = renderer

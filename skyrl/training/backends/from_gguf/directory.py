@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 
 from skyrl.base.config.server import ConfigError
 from skyrl.training.backends.from_gguf.architectures import (
@@ -25,12 +22,9 @@ from skyrl.training.backends.from_gguf.architectures import (
 from skyrl.training.backends.from_gguf.reading import GgufFile
 from skyrl.training.backends.from_gguf.tokenizer import write_tokenizer
 from skyrl.training.backends.torch_full.model_files import bytes_of
-from skyrl.training.backends.torch_full.tensor_files import TensorFiles
-from skyrl.training.backends.torch_lora.stored_weights import INDEX
+from skyrl.training.backends.torch_full.tensor_files import row_parts, sharded_files
 
 SHARD = "4GB"
-AT_ONCE = 2**22
-"""Elements that are dequantized at a time, or one row: 16 MiB in float32."""
 _KEPT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The dtype of a directory whose file is not quantized."""
 
@@ -104,29 +98,15 @@ def _write_weights(
 ) -> int:
     shapes = {name: file.tensors[tensor] for tensor, name in names.items()}
     described = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    split = split_torch_state_dict_into_shards(
-        described, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD
-    )
-    files = {one: {name: shapes[name] for name in held} for one, held in split.filename_to_tensors.items()}
-    with TensorFiles(out, files, dict.fromkeys(shapes, dtype), {"format": "pt"}) as tensors:
+    with sharded_files(out, described, SHARD) as tensors:
         for tensor, name in names.items():
             shape = file.tensors[tensor]
             order = row_order(tensor, chosen, config, shape[0])
             offset = chosen.norm_offset if name.endswith("norm.weight") else 0.0
-            for rows in _parts(shape):
+            for rows in row_parts(shape):
                 values = file.rows(tensor, rows if order is None else order[rows]) - np.float32(offset)
                 written = torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
                 if not bool(written.isfinite().all()):
                     raise ConfigError(f"{file.path}: {tensor} has numbers that are too large for {dtype}")
                 tensors.write(name, rows.start * math.prod(shape[1:]), bytes_of(written))
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def _parts(shape: tuple[int, ...]) -> Iterator[slice]:
-    """A tensor's rows in parts of at most AT_ONCE elements, or one row."""
-    step = max(1, AT_ONCE // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield slice(start, min(start + step, shape[0]))

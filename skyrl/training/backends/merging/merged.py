@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 
 from skyrl.base.config.server import ConfigError
 from skyrl.base.model_files import json_of
 from skyrl.training.backends.merging.adapter_files import Update, new_directory, read_updates
 from skyrl.training.backends.merging.without_head import is_head
 from skyrl.training.backends.torch_full.model_files import bytes_of, files_beside_weights
-from skyrl.training.backends.torch_full.tensor_files import TensorFiles, row_parts
+from skyrl.training.backends.torch_full.tensor_files import TensorFiles, row_parts, sharded_files
 from skyrl.training.backends.torch_lora.conversions import Rows, stored_parameters
 from skyrl.training.backends.torch_lora.loading import check_weights, class_of
 from skyrl.training.backends.torch_lora.model_config import read_config
-from skyrl.training.backends.torch_lora.stored_weights import INDEX, PLAIN, StoredWeights, weight_files
+from skyrl.training.backends.torch_lora.stored_weights import PLAIN, StoredWeights, weight_files
 from skyrl.training.backends.torch_lora.text_part import detach_vision, model_class
 
 SHARD = "4GB"
@@ -116,20 +115,9 @@ def _write(out: Path, slices: Mapping[str, Any], tensors: Mapping[str, _Tensor],
         name: torch.empty(slices[each.source].get_shape(), dtype=_dtype(slices[each.source], dtype), device="meta")
         for name, each in tensors.items()
     }
-    split = split_torch_state_dict_into_shards(
-        described, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD
-    )
-    files = {
-        file: {name: tuple(described[name].shape) for name in names}
-        for file, names in split.filename_to_tensors.items()
-    }
-    dtypes = {name: tensor.dtype for name, tensor in described.items()}
-    with TensorFiles(out, files, dtypes, {"format": "pt"}) as written:
+    with sharded_files(out, described, SHARD) as written:
         for name, each in tensors.items():
-            _write_tensor(written, name, slices[each.source], each, dtypes[name])
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            _write_tensor(written, name, slices[each.source], each, described[name].dtype)
     return sum(tensor.nbytes for name, tensor in described.items() if name not in slices)
 
 

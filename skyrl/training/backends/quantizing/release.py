@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from skyrl.base.config.server import ConfigError
@@ -22,11 +21,11 @@ from skyrl.base.model_files import json_of
 from skyrl.training.backends.quantizing.choice import large_matrices
 from skyrl.training.backends.quantizing.rounding import Scheme
 from skyrl.training.backends.torch_full.model_files import bytes_of, files_beside_weights
-from skyrl.training.backends.torch_full.tensor_files import TensorFiles, row_parts
+from skyrl.training.backends.torch_full.tensor_files import TensorFiles, row_parts, sharded_files
 from skyrl.training.backends.torch_lora.loading import check_weights, class_of
 from skyrl.training.backends.torch_lora.model_config import read_config
 from skyrl.training.backends.torch_lora.quantization import PackedInt
-from skyrl.training.backends.torch_lora.stored_weights import INDEX, PLAIN, StoredWeights, weight_files
+from skyrl.training.backends.torch_lora.stored_weights import PLAIN, StoredWeights, weight_files
 
 SHARD = "4GB"
 SMALLEST_GROUP = 32
@@ -97,23 +96,12 @@ def _write(out: Path, slices: Mapping[str, Any], chosen: Collection[str], scheme
         grid = rows, columns // scheme.group_size
         described[factors] = torch.empty(grid, dtype=torch.bfloat16, device="meta")
         described[stated] = torch.empty(2, dtype=torch.int64, device="meta")
-    split = split_torch_state_dict_into_shards(
-        described, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD
-    )
-    files = {
-        file: {name: tuple(described[name].shape) for name in names}
-        for file, names in split.filename_to_tensors.items()
-    }
-    dtypes = {name: tensor.dtype for name, tensor in described.items()}
-    with TensorFiles(out, files, dtypes, {"format": "pt"}) as tensors:
+    with sharded_files(out, described, SHARD) as tensors:
         for name, stored in slices.items():
             if name in chosen:
                 _write_rounded(tensors, name, stored, scheme)
             else:
                 _copy(tensors, name, stored)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return Written(sum(tensor.nbytes for tensor in described.values()), before, len(chosen))
 
 

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards, try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor
 from transformers import GenerationConfig
 
-from skyrl.training.backends.torch_full.tensor_files import StoredTensors, TensorFiles
+from skyrl.training.backends.torch_full.tensor_files import StoredTensors, sharded_files
 from skyrl.training.backends.torch_lora.conversions import FileTensor
 from skyrl.training.backends.torch_lora.model_config import read_config
-from skyrl.training.backends.torch_lora.stored_weights import INDEX, PLAIN, StoredWeights, weight_files
+from skyrl.training.backends.torch_lora.stored_weights import PLAIN, StoredWeights, weight_files
 
 _BESIDE_WEIGHTS = (
     "tokenizer.json",
@@ -86,11 +86,8 @@ class ModelFiles:
             dtypes = dict.fromkeys(self._trained, dtype)
             dtypes |= {name: PLAIN[each.get_dtype()] for name, each in slices.items()}
             described = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
-            split = split_torch_state_dict_into_shards(
-                described, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
-            )
-            files = {file: {name: shapes[name] for name in names} for file, names in split.filename_to_tensors.items()}
-            with TensorFiles(directory, files, dtypes, {"format": "pt"}) as tensors:
+            totals = {"total_parameters": sum(tensor.numel() for tensor in described.values())}
+            with sharded_files(directory, described, shard_bytes, totals) as tensors:
                 for name, each in slices.items():
                     tensors.write(name, 0, bytes_of(each[...]))
 
@@ -100,10 +97,6 @@ class ModelFiles:
                         tensors.write(part.name, part.begin, values[part.place * size : part.end * size])
 
                 yield write
-        if split.is_sharded:
-            total = sum(tensor.numel() for tensor in described.values())
-            index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
-            (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         self._describe(directory, dtype)
 
     def _describe(self, directory: Path, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,9 +18,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 
-from skyrl.training.backends.torch_lora.stored_weights import PLAIN
+from skyrl.training.backends.torch_lora.stored_weights import INDEX, PLAIN
 
 _NAMES = {dtype: name for name, dtype in PLAIN.items()} | {torch.int32: "I32"}
 _ALIGNMENT = 8
@@ -86,6 +87,31 @@ class TensorFiles:
         while len(rest):
             written = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[written:], offset + written
+
+
+@contextmanager
+def sharded_files(
+    directory: Path,
+    described: Mapping[str, torch.Tensor],
+    shard: int | str,
+    totals: Mapping[str, int] | None = None,
+) -> Iterator[TensorFiles]:
+    """The weights of a model as transformers saves them: files of at most `shard` (bytes, or a text such as "4GB"), or
+    one tensor, and their index if there are several. `described`: a tensor on the device "meta" for each name; `totals`
+    stand in the index beside the number of bytes. Raises OSError."""
+    split = split_torch_state_dict_into_shards(
+        dict(described), filename_pattern="model{suffix}.safetensors", max_shard_size=shard
+    )
+    files = {
+        file: {name: tuple(described[name].shape) for name in names}
+        for file, names in split.filename_to_tensors.items()
+    }
+    dtypes = {name: tensor.dtype for name, tensor in described.items()}
+    with TensorFiles(directory, files, dtypes, {"format": "pt"}) as tensors:
+        yield tensors
+    if split.is_sharded:
+        index = {"metadata": {**(totals or {}), **split.metadata}, "weight_map": split.tensor_to_filename}
+        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 class StoredTensors:
