@@ -40,6 +40,7 @@ def _forward_backward(model: FullModel, parameters: FullParameters, piece: Slice
     running = piece.running
     if backward and running.gradient is None:
         running.gradient = parameters.zeros()
+    backward = backward and piece.trained
     made = MicroBatch.without_adapters([piece], [look_at(model.base.tower, piece)], model.base.device)
     (group,) = made.losses.groups
     with torch.set_grad_enabled(backward):
@@ -47,7 +48,7 @@ def _forward_backward(model: FullModel, parameters: FullParameters, piece: Slice
         value = group.value(logprobs)
         total = value.total
         sums = GroupSums.of(group, value, total)
-        if running.gradient is not None:
+        if backward and running.gradient is not None:
             with model.gradients.into(parameters.views(running.gradient)):
                 total.backward()
     return SliceResult(Scores(logprobs, [sums], None).read(), None)

@@ -166,12 +166,13 @@ class TorchLoraBackend(StateSnapshots):
 
     def _run_checked(self, running: Sequence[Running], *, backward: bool) -> None:
         of_each = [slices_of(each, self._budget, self._device) for each in running]
-        slices = [piece for of_one in of_each for piece in of_one]
-        for batch in cut([piece.rows for piece in slices], self._shared_rows):
-            pieces = slices[batch.start : batch.stop]
-            run_micro_batch(self._base, pieces, backward=backward)
-            # soon, so that few gradients wait beside those of the adapters
-            self._finish([piece.running for piece in pieces if piece.last], backward=backward)
+        for trained in (False, True):
+            slices = [piece for of_one in of_each for piece in of_one if piece.trained is trained]
+            for batch in cut([piece.rows for piece in slices], self._shared_rows):
+                pieces = slices[batch.start : batch.stop]
+                run_micro_batch(self._base, pieces, backward=backward)
+                # soon, so that few gradients wait beside those of the adapters
+                self._finish([piece.running for piece in pieces if piece.last], backward=backward)
         self._finish([each for each, of_one in zip(running, of_each, strict=True) if not of_one], backward=backward)
 
     def _finish(self, finished: Sequence[Running], *, backward: bool) -> None:

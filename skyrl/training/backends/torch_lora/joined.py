@@ -43,6 +43,10 @@ class JoinedPasses(Running):
     def data(self) -> Sequence[Datum]:
         return self._data
 
+    @property
+    def trained(self) -> Sequence[bool]:
+        return [trained for member in self.members for trained in member.trained]
+
     def parts(self, indices: Sequence[int], rows: int) -> list[Part]:
         found: list[Part] = []
         stop, counted = 0, 0

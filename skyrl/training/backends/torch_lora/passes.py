@@ -148,7 +148,10 @@ def look_at(tower: VisionTower | None, piece: Slice) -> Mapping[str, Seen]:
     return found
 
 
-def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[SliceResult]:
+def _forward_backward(base: BaseModel, batch: Sequence[Slice], of_passes: bool) -> list[SliceResult]:
+    """of_passes: whether the passes of the slices have a backward. Without a slice that is trained nothing is computed
+    for one."""
+    backward = of_passes and any(piece.trained for piece in batch)
     seen = [look_at(base.tower, piece) for piece in batch]
     parts = together(batch) if groups_adapters(base.device) else None
     made = MicroBatch.of(batch, seen, base.device, backward=backward, together=parts)
@@ -163,6 +166,8 @@ def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -
     results: list[SliceResult] = []
     for piece, gradient in zip(batch, gradients, strict=True):
         own = [next(of_parts) for _ in piece.parts]
+        if of_passes and not backward and not any(piece.running.trained):
+            gradient = torch.zeros_like(piece.running.adapter.weights)  # the step after the pass has a gradient
         results.append(SliceResult(own, gradient if any(part.counts for part in own) else None))
     return results
 

@@ -6,7 +6,7 @@ ids and lengths. Knows nothing of torch, adapters or losses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -132,9 +132,14 @@ class PrefixTree:
         """Whether sequences may run together: at most `budget` rows, with few copies; or one sequence."""
         return len(indices) <= 1 or (self.rows(indices) <= budget and self._has_few_copies(indices))
 
-    def cut(self, budget: int) -> list[list[int]]:
-        """Parts of ascending indices, each of which fits. A family is cut only if it does not fit."""
-        return self._cut(self.families, budget)
+    def cut(self, budget: int, among: Collection[int] | None = None) -> list[list[int]]:
+        """Parts of ascending indices, each of which fits. A family is cut only if it does not fit. among: the sequences
+        to cut; None: all."""
+        if among is None or len(among) == len(self.ends):
+            return self._cut(self.families, budget)
+        wanted = set(among)
+        families = ([index for index in family if index in wanted] for family in self.families)
+        return self._cut([family for family in families if family], budget)
 
     def cut_family(self, family: list[int], budget: int) -> list[list[int]]:
         """One family, in the order of its tree, as `cut`."""

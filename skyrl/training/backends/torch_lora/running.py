@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -24,6 +24,7 @@ from skyrl.training.backends.torch_lora.device import failure_of
 from skyrl.training.backends.torch_lora.losses import Loss
 from skyrl.training.backends.torch_lora.metrics import Tally
 from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+from skyrl.training.backends.torch_lora.untrained import divided, is_trained
 
 
 @dataclass
@@ -41,6 +42,11 @@ class Running(ABC):
     @abstractmethod
     def data(self) -> Sequence[Datum]:
         """The sequences, which indices count."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> Sequence[bool]:
+        """Of each sequence whether the loss may have a gradient there. All are, of passes without a backward."""
 
     @abstractmethod
     def parts(self, indices: Sequence[int], rows: int) -> list[Part]:
@@ -78,6 +84,10 @@ class RunningPass(Running):
     @property
     def data(self) -> Sequence[Datum]:
         return self.training_pass.data
+
+    @property
+    def trained(self) -> Sequence[bool]:
+        return [not self.training_pass.backward or is_trained(datum, self.loss) for datum in self.data]
 
     def parts(self, indices: Sequence[int], rows: int) -> list[Part]:
         return [Part(self, indices, rows)]
@@ -117,16 +127,14 @@ class Part:
 @dataclass(frozen=True)
 class Slice:
     """Sequences that run together: their `indices`, ascending. `rows`: how many rows they have, each common prefix
-    once. `last`: whether no slice of `running` comes after it."""
+    once. `last`: whether no slice of `running` comes after it. `trained`: whether the loss may have a gradient at one
+    of them."""
 
     running: Running
     indices: Sequence[int]
     rows: int
     last: bool
-
-    @staticmethod
-    def of(running: Running, indices: Sequence[int], *, last: bool) -> Slice:
-        return Slice(running, indices, running.tree.rows(indices), last)
+    trained: bool = True
 
     @property
     def data(self) -> list[Datum]:
@@ -147,15 +155,21 @@ class Slice:
         indices = self.running.left(self.indices)
         if len(indices) == len(self.indices):
             return self
-        return Slice.of(self.running, indices, last=self.last) if indices else None
+        return replace(self, indices=indices, rows=self.running.tree.rows(indices)) if indices else None
 
 
 def slices_of(running: Running, budget: int, device: torch.device) -> list[Slice]:
-    """Slices of at most `budget` rows. A longer sequence has its own slice. If that raises, for example because memory
-    is short, `running` fails and has no slices. DeviceFault is raised."""
+    """Slices of at most `budget` rows, those that are trained last. A longer sequence has its own slice. If that
+    raises, for example because memory is short, `running` fails and has no slices. DeviceFault is raised."""
     try:
-        parts = running.tree.cut(budget)
-        return [Slice.of(running, part, last=number == len(parts)) for number, part in enumerate(parts, start=1)]
+        tree = running.tree
+        with_backward, without = divided(tree, running.trained, device)
+        kinds = (False, without), (True, with_backward)
+        parts = [(part, trained) for trained, indices in kinds for part in tree.cut(budget, indices)]
+        return [
+            Slice(running, part, tree.rows(part), number == len(parts), trained)
+            for number, (part, trained) in enumerate(parts, start=1)
+        ]
     except Exception as error:  # it is this pass's outcome; others go on
         running.fail(failure_of(error, device))
         return []
