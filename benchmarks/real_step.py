@@ -1,11 +1,14 @@
 """Seconds of an RL step on a really trained model, through the SDK and a whole server with trainer and vLLM.
 
-    python -m benchmarks.real_step --model DIRECTORY [--against COMMIT] [--seeds 0 1 2] [--steps 20] [--out FILE]
+    python -m benchmarks.real_step --model DIRECTORY [--against COMMIT] [--trl PYTHON] [--seeds 0 1 2] [--steps 20]
+                                   [--out FILE]
 
 A step saves the weights, samples `--prompts` × `--group` answers to "Compute a + b.", and trains on them. With
 `--against` the same steps run on a server of that commit of this repository, which `git archive` takes out into a
 temporary directory; the two servers take turns step by step, so that other load on the machine meets both. CPU seconds
-are those of the processes of vLLM and of the trainer, which other load disturbs less than the clock.
+are those of the processes of vLLM and of the trainer, which other load disturbs less than the clock. With `--trl` the
+first steps of the first seed also run in TRL's GRPOTrainer (`benchmarks/trl_step.py`), by the Python of an environment
+that has it: `pip install trl==1.16.0 transformers==5.19.0 peft==0.21.2 torch==2.13.0`.
 
 Knows the SDK and the processes of a server. Fetches no model: DIRECTORY is one of transformers with a chat template.
 """
@@ -16,8 +19,6 @@ import argparse
 import io
 import json
 import os
-import random
-import re
 import statistics
 import subprocess
 import tarfile
@@ -34,13 +35,15 @@ import tinker
 from tinker import types
 
 from benchmarks.processes import PARTS, cpu_seconds
+from benchmarks.sums import questions, reward
 from benchmarks.table import Row, Target, text_table
 from skyrl.cli.demo.rl import advantages, datum
 from skyrl.cli.demo.server import DemoServer
 
 ROOT = Path(__file__).parents[1]
-OF_BEFORE = 0.35
-"""The part of the time of the commit of `--against 310e1dd5` that a step may take."""
+OF_BEFORE, OF_TRL = 0.35, 0.2
+"""The parts of the time of the commit of `--against 310e1dd5`, and of TRL, that a step may take."""
+TRL_STEPS = 3
 READY_S = 900.0
 """How long a server may take to start beside other load."""
 UNCOUNTED = 1
@@ -102,9 +105,8 @@ class Side:
             ).result()
             tokenizer: Any = trainer.get_tokenizer()
             for number in range(options.steps):
-                draw = random.Random(f"{seed}/{number}")
-                sums = [(draw.randrange(1, 10), draw.randrange(1, 10)) for _ in range(options.prompts)]
-                prompts = [_prompt(tokenizer, a, b) for a, b in sums]
+                asked = questions(seed, number, options.prompts)
+                prompts = [_prompt(tokenizer, question) for question, _ in asked]
                 cpu = self._cpu()
                 marks = [time.perf_counter()]
                 sampler = trainer.save_weights_and_get_sampling_client().result()
@@ -116,8 +118,8 @@ class Side:
                 marks.append(time.perf_counter())
                 data: list[types.Datum] = []
                 rewards: list[float] = []
-                for prompt, (a, b), group in zip(prompts, sums, groups, strict=True):
-                    graded = [_reward(tokenizer.decode(each.tokens), a + b) for each in group]
+                for prompt, (_, answer), group in zip(prompts, asked, groups, strict=True):
+                    graded = [reward(tokenizer.decode(each.tokens), answer) for each in group]
                     rewards += graded
                     for each, advantage in zip(group, advantages(graded), strict=True):
                         data.append(datum(prompt, list(each.tokens), list(each.logprobs or ()), advantage))
@@ -141,18 +143,36 @@ class Side:
         return {name: sum(map(cpu_seconds, pids)) for name, pids in self._pids.items()}
 
 
-def _prompt(tokenizer: Any, a: int, b: int) -> list[int]:
-    question = [{"role": "user", "content": f"Compute {a} + {b}. Answer with the number alone."}]
-    text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+def _prompt(tokenizer: Any, question: str) -> list[int]:
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _reward(text: str, expected: int) -> float:
-    """1 for the number alone, 0.5 where it is the first number of the answer, else 0."""
-    if text.removesuffix("<|im_end|>").strip() == str(expected):
-        return 1.0
-    numbers = re.findall(r"\d+", text)
-    return 0.5 if numbers and int(numbers[0]) == expected else 0.0
+class Trl:
+    """TRL's trainer in a process of its own, which makes a step when it is told to."""
+
+    def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
+        names = ("rank", "prompts", "group", "max_tokens", "learning_rate")
+        settings = {name: getattr(options, name) for name in names}
+        settings |= {"model": str(options.model), "seed": options.seeds[0], "steps": TRL_STEPS}
+        settings["threads"] = options.threads or os.cpu_count()
+        command = [str(options.trl), str(ROOT / "benchmarks" / "trl_step.py"), json.dumps(settings)]
+        self._process = stack.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        stack.callback(self._process.terminate)
+
+    def step(self) -> dict[str, float]:
+        """Seconds of `sample` and of `train`, and the mean `reward`."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("step "):
+                return json.loads(line.removeprefix("step "))
+        raise RuntimeError(f"TRL ended with {self._process.wait()}")
 
 
 def _taken_out(commit: str, directory: Path) -> Path:
@@ -166,6 +186,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_step", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory of a model with a chat template")
     parser.add_argument("--against", metavar="COMMIT", help="take turns with a server of this commit")
+    parser.add_argument("--trl", type=Path, metavar="PYTHON", help="of an environment with trl")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=8)
@@ -179,9 +200,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measured(sides: list[Side], options: argparse.Namespace) -> dict[str, list[list[Step]]]:
-    """The steps of each side, for each seed. Of two sides the one that begins a step alternates."""
+def _measured(
+    sides: list[Side], trl: Trl | None, options: argparse.Namespace
+) -> tuple[dict[str, list[list[Step]]], list[dict[str, float]]]:
+    """The steps of each side, for each seed, and those of TRL. Of two sides the one that begins a step alternates."""
     found: dict[str, list[list[Step]]] = {side.name: [] for side in sides}
+    of_trl: list[dict[str, float]] = []
     for seed in options.seeds:
         runs = {side.name: side.run(seed) for side in sides}
         for side in sides:
@@ -191,13 +215,16 @@ def _measured(sides: list[Side], options: argparse.Namespace) -> dict[str, list[
                 step = next(runs[side.name])
                 found[side.name][-1].append(step)
                 print(f"seed {seed} step {number} {side.name}: {step.seconds:.2f} s, {step}", flush=True)
+            if trl is not None and len(of_trl) < TRL_STEPS:
+                of_trl.append(trl.step())
+                print(f"step {number} TRL: {of_trl[-1]}", flush=True)
         for run in runs.values():
             run.close()  # ends the SDK's session
-    return found
+    return found, of_trl
 
 
-def _rows(found: dict[str, list[list[Step]]]) -> list[Row]:
-    """Medians of the steps of each side; `direct` is the other build."""
+def _rows(found: dict[str, list[list[Step]]], of_trl: list[dict[str, float]]) -> list[Row]:
+    """Medians of the steps of each side; `direct` is the other build, and TRL in the last rows."""
     counted = {name: [step for run in runs for step in run[UNCOUNTED:]] for name, runs in found.items()}
 
     def median(name: str, field: str) -> float | None:
@@ -213,7 +240,16 @@ def _rows(found: dict[str, list[list[Step]]]) -> list[Row]:
     note = "; ".join(f"{name} {', '.join(f'{value:.2f}' for value in values)}" for name, values in last.items())
     before = statistics.mean(last["before"]) if "before" in last else None
     reward = statistics.mean(last["now"])
-    return [*rows, Row("real-step", "reward of the last three steps", "", reward, None, before, note=note)]
+    rows.append(Row("real-step", "reward of the last three steps", "", reward, None, before, note=note))
+    if counted_trl := of_trl[UNCOUNTED:]:
+        own = {"sample": median("now", "sample_s"), "train": median("now", "forward_backward_s")}
+        own["step"] = median("now", "seconds")
+        theirs = {name: statistics.median(each[name] for each in counted_trl) for name in ("sample", "train")}
+        theirs["step"] = statistics.median(each["sample"] + each["train"] for each in counted_trl)
+        for name, direct in theirs.items():
+            target = Target(OF_TRL * direct) if name == "step" else None
+            rows.append(Row("real-step", f"{name}, beside TRL", "s", own[name] or 0.0, target, direct))
+    return rows
 
 
 def main() -> None:
@@ -226,12 +262,13 @@ def main() -> None:
             sides.append(Side("before", _taken_out(options.against, other), options, stack))
         for side in sides:
             side.wait_ready()
-        found = _measured(sides, options)
-    print("\n" + text_table(_rows(found)))
+        trl = Trl(options, stack) if options.trl else None
+        found, of_trl = _measured(sides, trl, options)
+    print("\n" + text_table(_rows(found, of_trl)))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     raw = {name: [[asdict(step) for step in run] for run in runs] for name, runs in found.items()}
-    settings = {name: value for name, value in vars(options).items() if name not in ("model", "out")}
-    options.out.write_text(json.dumps({"settings": settings, "steps": raw}, indent=1) + "\n")
+    settings = {name: value for name, value in vars(options).items() if name not in ("model", "out", "trl")}
+    options.out.write_text(json.dumps({"settings": settings, "steps": raw, "trl": of_trl}, indent=1) + "\n")
     print(f"written: {options.out}")
 
 
