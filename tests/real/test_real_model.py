@@ -82,7 +82,8 @@ def test_clients_get_the_greedy_answer(server: DemoServer, tokenizer: Any, refer
     assert is_cut == (question == QUESTIONS[1])
     messages: list[Any] = [{"role": "user", "content": question}]
     asked: dict[str, Any] = {"model": NAME, "messages": messages, "max_tokens": 16}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+    opened: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    with opened as client:
         whole = client.chat.completions.create(**asked, temperature=0)
         parts = [
             *client.chat.completions.create(**asked, temperature=0, stream=True, stream_options={"include_usage": True})
@@ -93,7 +94,8 @@ def test_clients_get_the_greedy_answer(server: DemoServer, tokenizer: Any, refer
     assert choice.finish_reason == ends[-1] == ("length" if is_cut else "stop")
     for usage in (whole.usage, parts[-1].usage):
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(sampled))
-    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
+    opened = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
+    with opened as client:
         zero: dict[str, Any] = {"extra_body": {"temperature": 0}}  # no argument of the newest client
         message = client.messages.create(**asked, **zero)
         with client.messages.stream(**asked, **zero) as stream:
