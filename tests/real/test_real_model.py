@@ -28,7 +28,7 @@ from skyrl.cli.demo.server import DemoServer
 from tests.e2e.conftest import cross_entropy
 from tests.e2e.test_checkpoints import archive_of
 from tests.real.conftest import EXAMPLE, KEY, NEAR, TEXT, all_logprobs, chat, greedy, logprobs_of
-from tests.sdk_programs import TRACED
+from tests.sdk_programs import TRACED, succeeded
 from tests.servers import SLOW_START_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -39,6 +39,15 @@ QUESTIONS = [
     "Name three animals that can fly.",
     "What is 7 + 5?",
 ]
+
+
+def test_the_start_has_compared_vllm_with_the_trainer(server: DemoServer) -> None:
+    log = (server.state_dir / "logs" / "engine.log").read_text()
+    found = re.search(r"at most (\S+) apart, and of the changes by (\d+) adapters at least ([\d.]+)% is the same", log)
+    assert found is not None
+    assert 0 < float(found[1]) < NEAR
+    assert int(found[2]) == 9, "seven matrices of a layer, the output layer, all of them"
+    assert float(found[3]) > 99.5
 
 
 def test_greedy_answers_are_those_of_transformers(client: Any, tokenizer: Any, reference: Any) -> None:
@@ -134,12 +143,13 @@ def test_an_export_is_the_same_model_in_peft(
     assert said.choices[0].message.content == tokenizer.decode(answer, skip_special_tokens=True)
 
 
+@pytest.mark.timeout(1500)
 def test_the_example_learns_facts_and_sums(server: DemoServer, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--base-url", server.url, "--out", str(tmp_path)]
     model = tmp_path / NAME
     model.symlink_to(EXAMPLE.parents[1] / "out" / "real-model" / NAME)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False, env=os.environ | TRACED)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=os.environ | TRACED)
+    assert succeeded(done.returncode, done.stderr), done.stderr
     losses = [float(loss) for loss in re.findall(r"loss per token ([\d.]+)", done.stdout)]
     known = re.search(r"known word by word: (\d+) of", done.stdout)
     assert losses[0] > 2.0 > 0.1 > losses[-1]
@@ -147,7 +157,7 @@ def test_the_example_learns_facts_and_sums(server: DemoServer, tmp_path: Path) -
     assert int(known[1]) >= 0.9 * FACTS
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", done.stdout)]
     assert len(rewards) == 20
-    assert all(0 <= reward <= 1 for reward in rewards)
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
