@@ -207,10 +207,14 @@ def draw(losses: list[float], rewards: list[float], file: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     left.semilogy(losses)
     left.set(title=f"{FACTS} invented facts", xlabel="step", ylabel="loss per trained token (nats)")
-    right.plot(rewards, alpha=0.4)
-    right.plot([float(np.mean(rewards[max(0, i - 4) : i + 1])) for i in range(len(rewards))], color="C0")
-    right.set(title="sums", xlabel="step", ylabel="mean reward (and of the last 5 steps)", ylim=(0, 1))
-    figure.savefig(file, dpi=110)
+    right.plot(rewards, alpha=0.4, label="of a step")
+    means = [float(np.mean(rewards[max(0, i - 4) : i + 1])) for i in range(len(rewards))]
+    right.plot(means, color="C0", label="of the last 5 steps")
+    right.set(title="sums", xlabel="step", ylabel="mean reward", ylim=(0, 1))
+    right.legend(loc="lower right")
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(file, dpi=100)
     print(f"wrote {file}")
 
 
