@@ -28,7 +28,9 @@ def _results(monkeypatch: pytest.MonkeyPatch, *, kept: bool) -> tuple[torch.Tens
     gradient = backend._adapters["m"].gradient
     assert gradient is not None
     assert gradient.abs().sum() > 0
-    return gradient, result[0].metrics, backend._base.packed.recomputation.bytes_of_row
+    recomputation = backend._base.packed.recomputation
+    assert recomputation is not None
+    return gradient, result[0].metrics, recomputation.bytes_of_row
 
 
 def test_a_layer_keeps_two_wide_tensors_less_and_its_gradient_has_the_same_bits(

@@ -59,6 +59,7 @@ def test_a_layer_keeps_the_numbers_that_its_config_says(architecture: str, tmp_p
     backend.create_model("m", spec(rank))
     ok(backend.run([train("m", sft(0, 64, 64))]))
     packed = backend._base.packed
+    assert packed.recomputation is not None
     kept = packed.recomputation.bytes_of_row
     expected = 4 * widths.layers * widths.kept_numbers(rank)
     shared = 4 * 4 * widths.queries // widths.heads + 4 * 64 * (architecture in FAMILIES)
