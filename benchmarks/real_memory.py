@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from skyrl.base.config.pass_memory import Passing
 from skyrl.cli.demo.rl import datum
 from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.launcher.memory_estimate import Need, need_of, size_of
+from skyrl.inference.model_options import BLOCK_TOKENS
 from skyrl.runtime.processes.host_memory import free_host_bytes
 
 GROUPS = ("vLLM", "trainer")
@@ -54,7 +56,7 @@ WARM = 128
 class Measured:
     """Bytes of one group of processes: before a case, at its peak, and after it. At rest all three are the same. The
     prediction follows from the host's `free` bytes before, from the `versions` of the adapter that vLLM has loaded, and
-    the tokens that it has `computed`."""
+    the tokens of the blocks that it has taken (`computed`)."""
 
     case: str
     group: str
@@ -78,7 +80,7 @@ class Client:
         self.versions = 0
         """Of the adapter, that vLLM has loaded."""
         self.computed = 0
-        """Tokens that vLLM has computed."""
+        """Tokens for which vLLM has taken blocks of its cache."""
         self._sampler = self._saved()
         self.supervised(1, WARM)
 
@@ -119,7 +121,8 @@ class Client:
     def sampled(
         self, prompts: Sequence[list[int]], group: int, max_tokens: int, *, scored: bool = False
     ) -> list[list[types.SampledSequence]]:
-        self.computed += sum(len(each) + group * max_tokens for each in prompts)
+        blocks = [math.ceil((len(each) + max_tokens) / BLOCK_TOKENS) for each in prompts]
+        self.computed += group * BLOCK_TOKENS * sum(blocks)
         params = types.SamplingParams(max_tokens=max_tokens, temperature=1.0)
         pending = [
             self._sampler.sample(types.ModelInput.from_ints(each), group, params, include_prompt_logprobs=scored)
@@ -146,7 +149,7 @@ def cases(context: int, rows: int) -> dict[str, Case]:
 
 class Prediction:
     """The bytes of each group at the peak of a case, by the formulas of the estimate before a start. vLLM's cache grows
-    with the tokens that were computed, until it is full."""
+    with each block, until it is full."""
 
     def __init__(self, need: Need, passing: Passing) -> None:
         self._need, self._passing = need, passing
