@@ -70,8 +70,8 @@ class Measured:
 
 
 class Client:
-    """One training client of the SDK and what the cases do with it. Token ids are drawn from the first half of the
-    vocabulary, where no special tokens are."""
+    """One training client of the SDK and what the cases do with it. Token ids are drawn from the second quarter of
+    the vocabulary, where no special tokens are."""
 
     def __init__(self, service: tinker.ServiceClient, model: str, rank: int, vocabulary: int) -> None:
         self._trainer = service.create_lora_training_client(base_model=model, rank=rank, seed=0).result()
@@ -89,7 +89,7 @@ class Client:
         return self._trainer.save_weights_and_get_sampling_client().result()
 
     def tokens(self, count: int) -> list[int]:
-        return self._draw.integers(300, self._vocabulary // 2, count).tolist()
+        return self._draw.integers(self._vocabulary // 4, self._vocabulary // 2, count).tolist()
 
     def supervised(self, sequences: int, length: int) -> None:
         rows = [self.tokens(length + 1) for _ in range(sequences)]

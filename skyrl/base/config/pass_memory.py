@@ -27,8 +27,8 @@ SHARE = 0.5
 backward itself computes."""
 FREE_ANYHOW = 64 * 2**20
 """Activations of at most these bytes are kept without a look at the memory, which takes 50 µs."""
-GAPS = 1.3
-"""The memory of the process beside what is kept, whose heap has gaps: 1.2 to 1.4 of it were measured. None where each
+GAPS = 1.4
+"""The memory of the process beside what is kept, whose heap has gaps: 1.3 to 1.5 of it were measured. None where each
 block from 1 MiB on is a mapping of its own, which costs a fifth more time."""
 LARGE_ROWS = 4096
 """On a CPU recomputed micro-batches with more rows give back to the kernel what they free: no gaps."""

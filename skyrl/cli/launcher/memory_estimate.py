@@ -2,8 +2,8 @@
 
 On a CPU a base model of P parameters needs about
 
-    vLLMs     num_engines × (850 MB + 6 kB × V for the processes + w × (P + E))
-    trainer   430 MB for each rank + 4 × P with adapters, 16 × P with full weights (weights, gradient, two moments)
+    vLLMs     num_engines × (1,070 MB + 6 kB × V for the processes + w × (P + E))
+    trainer   490 MB for each rank + 4 × P with adapters, 16 × P with full weights (weights, gradient, two moments)
 
 when it is ready, with w = 4 bytes in float32 and 2 in bfloat16; of a release with fewer bits the bytes of its files
 count in place of w × P, and with `trainer.keep_quantized` also in place of 4 × P. V is the vocabulary: each process has
@@ -45,12 +45,14 @@ from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes, lim
 
 logger = logging.getLogger(__name__)
 
-VLLM_BYTES, RANK_BYTES = 850e6, 430e6
-"""The processes of a vLLM on a CPU, and of a rank of the trainer, without a model."""
+VLLM_BYTES, RANK_BYTES = 780e6, 390e6
+"""The processes of a vLLM on a CPU, and of a rank of the trainer, with the tiny model."""
 TOKEN_BYTES = 6_000
-"""Of a token of the vocabulary in the tokenizers of a vLLM's processes, and what is derived from them. Fitted to
-SmolLM2-135M (49k tokens), Qwen2.5-Coder-0.5B (152k) and Gemma 3 270M (262k): their servers took 7.5, 11.5 and 10.6 GB
-when ready, and this sum is at most 2 % off."""
+"""Of a token of the vocabulary in the tokenizers of a vLLM's processes, and what is derived from them."""
+VLLM_LOADING_BYTES, RANK_LOADING_BYTES = 290e6, 100e6
+"""What is left of loading weights and of the check at a start, but at most half and a fourth of the weights. These six
+figures are fitted to what `benchmarks.real_memory` measured for the tiny model, SmolLM2-135M (49k tokens) and
+Qwen2.5-Coder-0.5B (152k)."""
 LOGITS_COPIES = 6
 """Of a sampled token's logits in vLLM's sampler, in float32: it divides, sorts, and makes probabilities of copies."""
 SCORES_BYTES = 300e6
@@ -222,7 +224,7 @@ def need_of(config: ServerConfig, size: Size) -> Need:
     float32 = cpu_options(model, quantization, length, inference.max_num_seqs)[0]["dtype"] == "float32"
     width = 4 if float32 else 2
     served = size.file_bytes if quantization else width * size.parameters
-    processes = VLLM_BYTES + TOKEN_BYTES * (model.get("vocab_size") or 0)
+    processes = VLLM_BYTES + TOKEN_BYTES * (model.get("vocab_size") or 0) + min(VLLM_LOADING_BYTES, served / 2)
     vllms = inference.num_engines if config.modes.manages_inference else 0
     frozen = size.file_bytes if quantization and trainer.keep_quantized else FLOAT_BYTES * size.parameters
     trained = FULL_BYTES * size.parameters if config.full_finetuning else frozen
@@ -231,7 +233,7 @@ def need_of(config: ServerConfig, size: Size) -> Need:
     cache = kv_cache_bytes(model, length, inference.max_num_seqs)
     return Need(
         config.served_names[0],
-        ranks * RANK_BYTES + (trained if ranks else 0),
+        ranks * (RANK_BYTES + min(RANK_LOADING_BYTES, trained / 4)) + (trained if ranks else 0),
         vllms * (processes + served + width * packed_numbers(model)),
         vllms * served + (trained if ranks else 0),
         _passing(config, model, frozen, length) if ranks == 1 and not config.full_finetuning else None,

@@ -21,8 +21,10 @@ from skyrl.cli.launcher import memory_estimate
 from skyrl.cli.launcher.memory_estimate import (
     LOGITS_COPIES,
     RANK_BYTES,
+    RANK_LOADING_BYTES,
     SCORES_BYTES,
     VLLM_BYTES,
+    VLLM_LOADING_BYTES,
     Need,
     Size,
     check_memory,
@@ -81,11 +83,12 @@ def test_a_file_that_cannot_be_read_has_bytes_and_no_parameters(tmp_path: Path) 
     assert size_of(str(tmp_path)) == Size(0, 10)
 
 
-def test_the_estimate_of_a_small_qwen_is_what_its_vllm_took(tmp_path: Path) -> None:
+def test_the_estimate_of_a_small_qwen_is_what_its_processes_took(tmp_path: Path) -> None:
     """When it was ready: the shape of Qwen2.5-Coder-0.5B, float32, a context of 4,096, the other keys unset."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN | {"model_type": "qwen2"}))
     need = need_of(load_config({"base_model": str(tmp_path)}), Size(494_000_000, 988_000_000))
-    assert need.vllms == pytest.approx(4.4e9, rel=0.1)
+    assert need.vllms == pytest.approx(4.49e9, rel=0.05)
+    assert need.trainer == pytest.approx(2.47e9, rel=0.05)
 
 
 def test_a_trainer_and_each_vllm_hold_the_weights_and_a_teacher_has_no_trainer(tmp_path: Path) -> None:
@@ -98,10 +101,11 @@ def test_a_trainer_and_each_vllm_hold_the_weights_and_a_teacher_has_no_trainer(t
         STUDENT | {"served_model_names": ["full"], "backend_config": full},
     )
     student, teacher, tuned = (need_of(part, size) for part in parts_of(tmp_path, *entries))
-    assert student.trainer == RANK_BYTES + 4e9
-    assert 0 < student.vllms - VLLM_BYTES - 4e9 < 10e6, "tokenizers, and the embedding and output layer once more"
+    assert student.trainer == RANK_BYTES + RANK_LOADING_BYTES + 4e9
+    more = student.vllms - VLLM_BYTES - VLLM_LOADING_BYTES - 4e9
+    assert 0 < more < 10e6, "tokenizers, and the embedding and output layer once more"
     assert (teacher.trainer, teacher.vllms) == (0, 2 * student.vllms)
-    assert tuned.trainer == RANK_BYTES + 16e9
+    assert tuned.trainer == RANK_BYTES + RANK_LOADING_BYTES + 16e9
     assert (student.weights, teacher.weights, tuned.weights) == (8e9, 8e9, 20e9)
 
 
@@ -176,9 +180,11 @@ def test_a_release_with_fewer_bits_has_the_parameters_of_its_model_and_is_kept_o
         given = {"base_model": release_path, "backend_config": {f"trainer.{key}": keys[key] for key in keys}}
         return need_of(load_config(given), size).trainer - RANK_BYTES
 
-    assert trainer() == 4 * size.parameters
-    assert trainer(keep_quantized=True) == size.file_bytes
-    assert trainer(full_finetuning=True) == 16 * size.parameters
+    small = 1.25
+    """What is left of loading is a fourth of so few weights."""
+    assert trainer() == small * 4 * size.parameters
+    assert trainer(keep_quantized=True) == small * size.file_bytes
+    assert trainer(full_finetuning=True) == small * 16 * size.parameters
 
 
 @pytest.mark.usefixtures("memory")
