@@ -46,7 +46,7 @@ def test_slots_take_memory_when_an_adapter_comes_and_give_it_back_when_it_goes()
     before = resident()
     made = layer()
     assert not made.lora_b_stacked[2].any()
-    assert resident() - before < SLOT / 4
+    assert resident() - before < SLOT / 2
     made.set_lora(2, torch.ones(RANK, HIDDEN), torch.ones(VOCABULARY, RANK))
     assert made.lora_b_stacked.sum() == VOCABULARY * RANK
     assert 0.9 * SLOT < resident() - before < 1.5 * SLOT
