@@ -70,7 +70,18 @@ def peak_resident_mb(pid: int) -> float:
 def forget_peak() -> None:
     """The peak of this process counts from now on, without memory that glibc keeps after it was freed."""
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
+    forget_peak_of(os.getpid())
+
+
+def forget_peak_of(pid: int) -> None:
+    """The peak of a process of this user counts from now on."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
+
+
+def pss_mb(pid: int) -> float:
+    """Resident memory, where a page that n processes share counts 1/n."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) / 1024
 
 
 def threads(pid: int) -> int:
@@ -96,6 +107,20 @@ def processes_of(launcher: int) -> dict[str, list[int]]:
         for name, module in PARTS.items():
             if module in command:
                 found.setdefault(name, []).append(child.pid)
+    return found
+
+
+def computing_of(launcher: int) -> dict[str, list[int]]:
+    """The process ids of a server's vLLM ("vLLM") and of its engine ("trainer")."""
+    import psutil
+
+    found: dict[str, list[int]] = {"vLLM": [], "trainer": []}
+    for child in psutil.Process(launcher).children(recursive=True):
+        command = child.cmdline()
+        if any(word.startswith(("vllm.", "VLLM::")) for word in command):
+            found["vLLM"].append(child.pid)
+        elif PARTS["engine"] in command:
+            found["trainer"].append(child.pid)
     return found
 
 

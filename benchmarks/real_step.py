@@ -30,11 +30,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import tinker
 from tinker import types
 
-from benchmarks.processes import PARTS, cpu_seconds
+from benchmarks.processes import computing_of, cpu_seconds
 from benchmarks.sums import questions, reward
 from benchmarks.table import Row, Target, text_table
 from skyrl.cli.demo.rl import advantages, datum
@@ -85,14 +84,7 @@ class Side:
 
     def wait_ready(self) -> None:
         self._server.wait_ready(READY_S)
-        found: dict[str, list[int]] = {"vllm": [], "trainer": []}
-        for child in psutil.Process(self._server.pid).children(recursive=True):
-            command = child.cmdline()
-            if any(word.startswith(("vllm.", "VLLM::")) for word in command):
-                found["vllm"].append(child.pid)
-            elif PARTS["engine"] in command:
-                found["trainer"].append(child.pid)
-        self._pids = found
+        self._pids = computing_of(self._server.pid)
 
     def run(self, seed: int) -> Generator[Step]:
         """The steps of one model, which starts with new weights. Prompts depend on the seed and the step."""
@@ -134,7 +126,7 @@ class Side:
                     sample_s=marks[2] - marks[1],
                     forward_backward_s=middle - began,
                     optim_step_s=end - middle,
-                    vllm_cpu_s=spent["vllm"],
+                    vllm_cpu_s=spent["vLLM"],
                     trainer_cpu_s=spent["trainer"],
                     reward=statistics.mean(rewards),
                 )

@@ -3,7 +3,7 @@
 Usage: python -m benchmarks.sizing [--only PART ...] [--out DIRECTORY]
 
 The parts: trainer (one rank, random weights of the shape of Qwen3-0.6B), vllm (the tiny model, and 0.6B), ray (one and
-three nodes on addresses of the loopback). Takes some five minutes and 8 GB. Each measurement is a process of its own.
+three nodes on addresses of the loopback). Takes some five minutes and 6 GB. Each measurement is a process of its own.
 Memory of processes that share pages is PSS. The trainer's is resident memory: on a CPU the base model stays in pages of
 its file.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -27,29 +27,23 @@ import psutil
 
 from benchmarks import machine
 from benchmarks.models import Shape, make_large
-from benchmarks.processes import forget_peak, peak_resident_mb, resident_mb
+from benchmarks.processes import forget_peak, peak_resident_mb, pss_mb, resident_mb
 from benchmarks.stage import rollout
 from benchmarks.table import aligned, number
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.pass_memory import Passing, Widths
 from skyrl.base.tiny import model_path
+from skyrl.cli.launcher.memory_estimate import need_of, size_of
 from skyrl.runtime.processes.supervision import dies_with_parent
 
 MEGABYTE = 1e6
 FLOAT = 4
 RANK = 8
-LOGITS_CHUNK, LOGITS_CHUNKS = 128 * 2**20, 3
-VLLM_MB, RAY_MB, RAY_NODE_MB = 850, 400, 120
-"""What a vLLM's processes take without weights and cache; a Ray cluster of one node with its driver; one more node."""
+RAY_MB, RAY_NODE_MB = 400, 120
+"""A Ray cluster of one node with its driver; one more node."""
 Result = dict[str, Any]
 RESULTS = Path("out/sizing")
 OPTIONS = {"generator.inference_engine.max_model_len": 1024}
-
-
-def activation_bytes(shape: Shape, tokens: int, *, checkpointing: bool) -> int:
-    """What one micro-batch keeps for its backward. A layer keeps 14 values of the hidden width, 4 of the MLP's and 4 of
-    the attention's for each token; with checkpointing one layer does, and the others keep their input."""
-    layer = 14 * shape.hidden + 4 * shape.between + 4 * (shape.queries + 2 * shape.keys)
-    floats = layer + shape.layers * shape.hidden if checkpointing else shape.layers * layer
-    return tokens * FLOAT * floats
 
 
 def own_mb() -> float:
@@ -60,7 +54,6 @@ def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
     """Memory of a trainer with one rank and one adapter. Runs in a process of its own."""
     import numpy as np
 
-    from skyrl.base.config.loading import load_config
     from skyrl.base.types.lora import LoraSpec
     from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
     from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
@@ -84,16 +77,16 @@ def trainer() -> list[Result]:
     rows: list[Result] = []
     with TemporaryDirectory(prefix="skyrl-sizing-") as directory:
         model = make_large(Path(directory) / "large")
-        shape = Shape(Path(model))
-        base = shape.base_parameters() * FLOAT / MEGABYTE
-        adapter = 4 * FLOAT * shape.adapter_parameters(RANK) / MEGABYTE  # weights, gradient and two moments
+        base = Shape(Path(model)).base_parameters() * FLOAT / MEGABYTE
+        widths = Widths.of(json.loads((Path(model) / "config.json").read_text()))
+        assert widths is not None
         for tokens, checkpointing in itertools.product((128, 512), (False, True)):
             run = _in_process("one_rank", model, tokens, checkpointing)
             what = f"trainer, 0.6B, {tokens} tokens{', checkpointing' if checkpointing else ''}"
-            logits = LOGITS_CHUNKS * min(LOGITS_CHUNK, tokens * shape.vocabulary * FLOAT)
-            passing = (activation_bytes(shape, tokens, checkpointing=checkpointing) + logits) / MEGABYTE
+            free = 0.0 if checkpointing else math.inf
+            passing = Passing(widths, RANK, tokens, tokens).peak(tokens, free) / MEGABYTE
             rows.append(_row(f"{what}: base model", base, run["loaded"] - run["imported"]))
-            rows.append(_row(f"{what}: all at the peak", run["imported"] + base + adapter + passing, run["peak"]))
+            rows.append(_row(f"{what}: all at the peak", run["imported"] + base + passing, run["peak"]))
     return rows
 
 
@@ -109,13 +102,10 @@ def _one_vllm(name: str, model: Path) -> Result:
     with TemporaryDirectory(prefix="skyrl-sizing-") as directory, rollout(Path(directory), str(model), 1, OPTIONS):
         found = [each for each in psutil.Process().children(recursive=True) if _is_vllm(each)]
         measured = sum(map(_pss_mb, found))
-        log = "".join(file.read_text(errors="replace") for file in Path(directory).rglob("vllm*.log"))
-    shape = Shape(model)
-    said = re.search(r"KV cache size: ([0-9,]+) tokens", log)
-    tokens = int(said[1].replace(",", "")) if said else 0
-    keys = 2 * shape.layers * shape.keys * FLOAT * tokens
-    what = f"vLLM, {name}: {VLLM_MB} + base model + keys and values of {tokens:,} tokens"
-    return _row(what, VLLM_MB + (shape.base_parameters() * FLOAT + keys) / MEGABYTE, measured)
+    size = size_of(str(model))
+    assert size is not None
+    need = need_of(load_config({"base_model": str(model), "backend_config": OPTIONS}), size)
+    return _row(f"vLLM, {name}, when it is ready", need.vllms / MEGABYTE, measured)
 
 
 def _is_vllm(process: psutil.Process) -> bool:
@@ -152,10 +142,9 @@ def ray_nodes() -> list[Result]:
 
 def _pss_mb(process: psutil.Process) -> float:
     try:
-        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        return pss_mb(process.pid) * 2**20 / MEGABYTE
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0.0
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024 / MEGABYTE
 
 
 def _row(what: str, formula: float, measured: float) -> Result:

@@ -19,7 +19,7 @@ CPU."""
 SHARE = 1 / 3
 """The part of the machine's memory that cache and longest prompt may take, if they take more than with LEAST tokens."""
 _WIDTHS = 8
-"""Numbers of the hidden width that vLLM keeps for each token of a prompt, besides those of an MLP."""
+"""Numbers of the hidden width that vLLM keeps for each token of a prompt, besides three of an MLP's width."""
 
 
 def longest_context(model: Mapping[str, Any], sequences: int, memory: float) -> int:
@@ -45,8 +45,11 @@ def longest_step(length: int) -> float:
 
 
 def _bytes(model: Mapping[str, Any], length: int, sequences: int) -> float:
-    """The cache, and what the tokens of a batch keep: the hidden state in a few forms, and three times the width of an
-    MLP, in float32."""
+    """The cache, and what the tokens of a batch keep."""
+    return kv_cache_bytes(dict(model), length, sequences) + batch_bytes(model, max(BATCH, length))
+
+
+def batch_bytes(model: Mapping[str, Any], tokens: int) -> float:
+    """What the tokens that vLLM computes at once keep meanwhile, in float32."""
     hidden = model.get("hidden_size", 0)
-    width = _WIDTHS * hidden + 3 * (model.get("intermediate_size") or 4 * hidden)
-    return kv_cache_bytes(dict(model), length, sequences) + 4.0 * max(BATCH, length) * width
+    return 4.0 * tokens * (_WIDTHS * hidden + 3 * (model.get("intermediate_size") or 4 * hidden))

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from skyrl.base.config.backend import LoraConfig
+from skyrl.base.config.pass_memory import Widths
 from skyrl.base.config.server import ConfigError
 from skyrl.base.pictures.picture import MAX_PICTURES
 
@@ -34,6 +36,7 @@ times the memory of the rest."""
 TRAINED_MIXTURE_LORA_TARGETS = (*MIXTURE_LORA_TARGETS, "experts", *_MLP)
 """The last three are the MLPs of layers without experts, and shared experts."""
 
+KEPT_ADAPTERS_BYTES = 10**9
 CPU_KV_BYTES = 256 * 2**20
 BLOCK_TOKENS = 32
 """The fewest tokens in a block of the cache that vLLM's attention on CPUs takes. vLLM's default there is 128, and it
@@ -130,6 +133,26 @@ def cpu_options(
         "enable_prefix_caching": False if states else None,
         "num_gpu_blocks_override": blocks,
     }, kv_gib
+
+
+def slot_features(model: dict[str, Any]) -> int:
+    """The numbers in the slot of an adapter of rank 1: those of the output layer, and in a dense model those of its
+    linear layers. 0 where config.json lacks a size."""
+    try:
+        output = model["hidden_size"] + model["vocab_size"]
+    except KeyError:
+        return 0
+    widths = Widths.of(model)
+    return output if widths is None else widths.adapter_numbers(1)
+
+
+def kept_adapters(model: dict[str, Any], lora: LoraConfig) -> int:
+    """How many adapters vLLM on a CPU keeps, also those that nobody samples from: `max_cpu_loras`; if that is not set,
+    of a dense model those of the highest rank that fit into a gigabyte, but at least `max_loras`."""
+    if "max_cpu_loras" in lora.model_fields_set or Widths.of(model) is None:
+        return lora.max_cpu_loras
+    fitting = int(KEPT_ADAPTERS_BYTES // (4 * lora.max_lora_rank * slot_features(model)))
+    return max(lora.max_loras, min(lora.max_cpu_loras, fitting))
 
 
 def kv_cache_bytes(model: dict[str, Any], length: int, sequences: int) -> float:

@@ -26,6 +26,7 @@ from skyrl.inference.expert_adapters import check_layers
 from skyrl.inference.model_options import (
     check_served,
     cpu_options,
+    kept_adapters,
     lora_targets,
     picture_options,
     quantization_of,
@@ -164,7 +165,8 @@ def vllm_spec(
         check_layers(config, model)
         trains_experts = config.backend_config.lora.train_mlp_of_mixtures == "train"
         targets = lora_targets(mixture=mixture, trains_experts=trains_experts, cuda=cuda)
-        options |= _lora_options(config, targets)
+        lora = config.backend_config.lora
+        options |= _lora_options(config, targets, lora.max_cpu_loras if cuda else kept_adapters(model, lora))
     if cuda:
         options |= _gpu_options(config)
     else:
@@ -334,13 +336,14 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
     }
 
 
-def _lora_options(config: ServerConfig, targets: Sequence[str] | None) -> dict[str, Any]:
-    """`targets`: the layers that adapters may change; None for all that vLLM knows."""
+def _lora_options(config: ServerConfig, targets: Sequence[str] | None, kept: int) -> dict[str, Any]:
+    """`targets`: the layers that adapters may change; None for all that vLLM knows. `kept`: adapters in the host's
+    memory."""
     lora = config.backend_config.lora
     return {
         "enable_lora": True,
         "max_loras": lora.max_loras,
-        "max_cpu_loras": lora.max_cpu_loras,
+        "max_cpu_loras": kept,
         "max_lora_rank": lora.max_lora_rank,
         "lora_target_modules": targets,
     }

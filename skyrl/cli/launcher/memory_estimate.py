@@ -2,15 +2,18 @@
 
 On a CPU a base model of P parameters needs about
 
-    vLLMs     num_engines × (850 MB + 6 kB × V for the processes + w × (P + E + slots) + the key-value cache)
-    trainer   430 MB for each rank + 4 × P with adapters, 16 × P with full weights (weights, gradient, two moments)
+    vLLMs     num_engines × (1,070 MB + 6 kB × V for the processes + w × (P + E))
+    trainer   490 MB for each rank + 4 × P with adapters, 16 × P with full weights (weights, gradient, two moments)
 
-with w = 4 bytes in float32 and 2 in bfloat16; of a release with fewer bits the bytes of its files count in place of w ×
-P, and with `trainer.keep_quantized` also in place of 4 × P. V is the vocabulary: each process has a tokenizer.
-E are the numbers of the embedding, and of the output layer if it is another matrix: vLLM packs both for its kernels and
-keeps them beside. A slot has room for an adapter of `max_lora_rank` on the linear layers of a dense model, and on the
-output layer. The trainer's adapters, activations and the logits of a step come on top: docs/operating/sizing.md has
-them. On GPUs each vLLM takes `gpu_memory_utilization` of its GPUs, and what matters is the sum on each GPU.
+when it is ready, with w = 4 bytes in float32 and 2 in bfloat16; of a release with fewer bits the bytes of its files
+count in place of w × P, and with `trainer.keep_quantized` also in place of 4 × P. V is the vocabulary: each process has
+a tokenizer. E are the numbers of the embedding, and of the output layer if it is another matrix: vLLM packs both for
+its kernels and keeps them beside.
+
+In use come, at most, in each vLLM its key-value cache, the slots of adapters, and either what the tokens keep that it
+computes at once, or the logits of all its sequences; and in a trainer of adapters with one rank the largest
+micro-batch, as `pass_memory` has it. Passes of several ranks and of full weights are not estimated. On GPUs each vLLM
+takes `gpu_memory_utilization` of its GPUs, and what matters is the sum on each GPU.
 
 Reads the headers of the weights' files, and no weights.
 """
@@ -26,30 +29,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl.base.config.backend import LoraConfig
-from skyrl.base.config.mixtures import experts_of, model_config, whole_config
+from skyrl.base.config.mixtures import model_config, whole_config
+from skyrl.base.config.pass_memory import FLOAT_BYTES, FULL_BYTES, Passing, Widths
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.inference.cpu_context import BATCH, batch_bytes
 from skyrl.inference.model_options import (
     cpu_options,
-    has_delta_rule,
-    has_latent_attention,
-    has_mamba,
+    kept_adapters,
     kv_cache_bytes,
     quantization_of,
+    slot_features,
 )
 from skyrl.inference.vllm_command import context_length, inference_devices
-from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes
+from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes, limit_bytes
 
 logger = logging.getLogger(__name__)
 
-VLLM_BYTES, RANK_BYTES = 850e6, 430e6
-"""The processes of a vLLM on a CPU, and of a rank of the trainer, without a model."""
+VLLM_BYTES, RANK_BYTES = 780e6, 390e6
+"""The processes of a vLLM on a CPU, and of a rank of the trainer, with the tiny model."""
 TOKEN_BYTES = 6_000
-"""Of a token of the vocabulary in the tokenizers of a vLLM's processes, and what is derived from them. Fitted to
-SmolLM2-135M (49k tokens), Qwen2.5-Coder-0.5B (152k) and Gemma 3 270M (262k): their servers took 7.5, 11.5 and 10.6 GB
-when ready, and this sum is at most 2 % off."""
-FLOAT32_BYTES, FULL_BYTES = 4, 16
-"""Of a parameter in a trainer: of a frozen base model, and of full fine-tuning."""
+"""Of a token of the vocabulary in the tokenizers of a vLLM's processes, and what is derived from them."""
+VLLM_LOADING_BYTES, RANK_LOADING_BYTES = 290e6, 100e6
+"""What is left of loading weights and of the check at a start, but at most half and a fourth of the weights. These six
+figures are fitted to what `benchmarks.real_memory` measured for the tiny model, SmolLM2-135M (49k tokens) and
+Qwen2.5-Coder-0.5B (152k)."""
+LOGITS_COPIES = 6
+"""Of a sampled token's logits in vLLM's sampler, in float32: it divides, sorts, and makes probabilities of copies."""
+SCORES_BYTES = 300e6
+"""For the logprobs of a prompt of any length."""
 _BIN_BYTES = 2
 """Bytes of a parameter in files whose headers cannot be read; bfloat16 in nearly all releases."""
 
@@ -129,13 +136,60 @@ def _parameters_of_element(name: str, bits: int | None) -> int:
 
 
 @dataclass(frozen=True)
+class VllmUse:
+    """What a vLLM on a CPU takes in use beside what it takes when ready, in bytes: `slot` of an adapter, and the same
+    for each of the `kept` adapters; `cache` for all tokens together and `token` of it for each; `batch` tokens are
+    computed at once."""
+
+    model: dict[str, Any]
+    slot: float
+    slots: int
+    kept: int
+    cache: float
+    token: float
+    batch: int
+    sequences: int
+
+    def computing(self, tokens: int, sequences: int) -> float:
+        """While `tokens` tokens of prompts are computed at once, and the next ones of `sequences` sequences sampled."""
+        logits = LOGITS_COPIES * FLOAT_BYTES * sequences * (self.model.get("vocab_size") or 0)
+        return max(batch_bytes(self.model, tokens), logits)
+
+    def scoring(self, tokens: int) -> float:
+        """While a prompt of `tokens` tokens is scored, its logits by parts."""
+        logits = FLOAT_BYTES * tokens * LOGITS_COPIES * (self.model.get("vocab_size") or 0)
+        return batch_bytes(self.model, tokens) + min(SCORES_BYTES, logits)
+
+    @property
+    def most(self) -> float:
+        """With all adapters and all of the cache in use."""
+        return (self.slots + self.kept) * self.slot + self.cache + self.computing(self.batch, self.sequences)
+
+    @property
+    def reason(self) -> str:
+        """What decides the largest use."""
+        parts = {
+            f"{self.kept} adapters and {self.slots} slots": (self.slots + self.kept) * self.slot,
+            "a full cache": self.cache,
+            f"a batch of {self.batch:,} tokens": batch_bytes(self.model, self.batch),
+            f"the logits of {self.sequences} sequences": self.computing(0, self.sequences),
+        }
+        return f"mostly {max(parts, key=parts.__getitem__)}"
+
+
+@dataclass(frozen=True)
 class Need:
-    """The bytes that one base model needs on a CPU. `weights` are those of trainer and vLLMs that are weights."""
+    """The bytes that one base model needs on a CPU. `trainer` and `vllms`: when it is ready. `weights` are those of
+    trainer and vLLMs that are weights. `passing`: None where passes are not estimated, or nothing is trained. `use`: of
+    each of `engines` vLLMs."""
 
     name: str
     trainer: float
     vllms: float
     weights: float
+    passing: Passing | None
+    use: VllmUse
+    engines: int
 
     @property
     def total(self) -> float:
@@ -145,6 +199,19 @@ class Need:
     def sentence(self) -> str:
         parts = {"trainer": self.trainer, "vLLM": self.vllms}
         return f"{self.name} {gb(self.total)} ({', '.join(f'{name} {gb(b)}' for name, b in parts.items() if b)})"
+
+    def peak(self, free: float) -> tuple[float, str]:
+        """The bytes at most, and what decides them. `free`: what the host has left when all is ready."""
+        vllms = self.vllms + self.engines * self.use.most
+        parts = [f"vLLM {gb(vllms)}, {self.use.reason}"] if self.engines else []
+        trainer = self.trainer
+        if self.passing is not None:
+            more, why = self.passing.worst(free)
+            trainer += more
+            parts.insert(0, f"trainer {gb(trainer)} {why}")
+        elif trainer:
+            parts.insert(0, f"trainer {gb(trainer)} without its passes, which are not estimated")
+        return trainer + vllms, f"{self.name} {gb(trainer + vllms)} ({'; '.join(parts)})"
 
 
 def need_of(config: ServerConfig, size: Size) -> Need:
@@ -157,20 +224,39 @@ def need_of(config: ServerConfig, size: Size) -> Need:
     float32 = cpu_options(model, quantization, length, inference.max_num_seqs)[0]["dtype"] == "float32"
     width = 4 if float32 else 2
     served = size.file_bytes if quantization else width * size.parameters
-    beside = width * packed_numbers(model)
-    if not config.full_finetuning:
-        beside += width * slot_numbers(model, config.backend_config.lora)
-    processes = VLLM_BYTES + TOKEN_BYTES * (model.get("vocab_size") or 0)
+    processes = VLLM_BYTES + TOKEN_BYTES * (model.get("vocab_size") or 0) + min(VLLM_LOADING_BYTES, served / 2)
     vllms = inference.num_engines if config.modes.manages_inference else 0
-    frozen = size.file_bytes if quantization and trainer.keep_quantized else FLOAT32_BYTES * size.parameters
+    frozen = size.file_bytes if quantization and trainer.keep_quantized else FLOAT_BYTES * size.parameters
     trained = FULL_BYTES * size.parameters if config.full_finetuning else frozen
     ranks = trainer.placement.ranks if config.modes.trains else 0
+    lora = config.backend_config.lora
+    cache = kv_cache_bytes(model, length, inference.max_num_seqs)
     return Need(
         config.served_names[0],
-        ranks * RANK_BYTES + (trained if ranks else 0),
-        vllms * (processes + served + beside + kv_cache_bytes(model, length, inference.max_num_seqs)),
+        ranks * (RANK_BYTES + min(RANK_LOADING_BYTES, trained / 4)) + (trained if ranks else 0),
+        vllms * (processes + served + width * packed_numbers(model)),
         vllms * served + (trained if ranks else 0),
+        _passing(config, model, frozen, length) if ranks == 1 and not config.full_finetuning else None,
+        VllmUse(
+            model,
+            slot=0.0 if config.full_finetuning else width * lora.max_lora_rank * slot_features(model),
+            slots=lora.max_loras,
+            kept=kept_adapters(model, lora),
+            cache=cache,
+            token=token_bytes(model),
+            batch=max(BATCH, length),
+            sequences=inference.max_num_seqs,
+        ),
+        vllms,
     )
+
+
+def _passing(config: ServerConfig, model: dict[str, Any], base_model: float, longest: int) -> Passing | None:
+    widths = Widths.of(model)
+    if widths is None or not Path("/proc/meminfo").exists():
+        return None
+    given, rank = config.backend_config.trainer.micro_batch_tokens, config.backend_config.lora.max_lora_rank
+    return Passing.of(widths, rank, limit_bytes() - base_model, given, longest)
 
 
 def packed_numbers(model: dict[str, Any]) -> int:
@@ -180,20 +266,10 @@ def packed_numbers(model: dict[str, Any]) -> int:
     return matrices * (model.get("vocab_size") or 0) * (model.get("hidden_size") or 0)
 
 
-def slot_numbers(model: dict[str, Any], lora: LoraConfig) -> int:
-    """The numbers in the slots of adapters: those of the output layer, and in a dense model those of its linear layers.
-    0 where config.json lacks a size."""
-    try:
-        vocabulary, hidden, heads = model["vocab_size"], model["hidden_size"], model["num_attention_heads"]
-        layers, between = model["num_hidden_layers"], model["intermediate_size"]
-    except KeyError:
-        return 0
-    features = hidden + vocabulary
-    if not (experts_of(model) or has_delta_rule(model) or has_mamba(model) or has_latent_attention(model)):
-        width = model.get("head_dim") or hidden // heads
-        keys = (model.get("num_key_value_heads") or heads) * width
-        features += layers * (7 * hidden + 2 * heads * width + 2 * keys + 3 * between)
-    return lora.max_loras * lora.max_lora_rank * features
+def token_bytes(model: dict[str, Any]) -> float:
+    """Bytes of a token in the key-value cache of a dense model; 0 for another one."""
+    widths = Widths.of(model)
+    return 0.0 if widths is None else float(2 * FLOAT_BYTES * widths.layers * widths.keys)
 
 
 def gb(size: float) -> str:
@@ -241,10 +317,17 @@ def memory_sentence(base_models: Sequence[ServerConfig]) -> tuple[bool, str]:
             "memory: leave out a base model, or have another server sample it (external_inference_url)"
         )
     free = free_host_bytes()
+    peaks = [need.peak(max(0.0, free - total)) for need in needs]
+    most = sum(size for size, _ in peaks)
     fits = total <= free
     verdict = "which fits" if fits else "which may be too little"
+    if fits and free < most:
+        verdict = "which fits, and may be too little if all is in use at once"
     uncounted = f"; not counted: {', '.join(unknown)}, whose files are not here yet" if unknown else ""
-    return fits, f"memory: about {gb(total)} for {each}; {gb(free)} are available, {verdict}{uncounted}"
+    return fits, (
+        f"memory: about {gb(total)} when ready, for {each}; up to {gb(most)} in use, for "
+        f"{', '.join(text for _, text in peaks)}; {gb(free)} are available, {verdict}{uncounted}"
+    )
 
 
 def _check_gpus(base_models: Sequence[tuple[ServerConfig, Sequence[str]]]) -> None:

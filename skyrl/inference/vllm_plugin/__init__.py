@@ -14,8 +14,10 @@ vLLM would ignore a part are refused (see `checked_adapters`); prompt logprobs a
 adapter's part of lm_head (see `prompt_rows`), and there are more of them than vLLM's own (see `extra_args`); the API
 server ends when its engine has died (see `dead_engine`); on a CPU, LoRA computes correct results (see `punica_cpu`),
 and so does latent attention (see `rotary_cpu`), routed experts can be returned (see `routed_experts_cpu`), mixtures of
-experts can be served with adapters, on experts too (see `experts_cpu` and `routers_cpu`), and neither the engine core
-nor the look at a model's class imports vLLM a second time (see `cpu_patches`).
+experts can be served with adapters, on experts too (see `experts_cpu` and `routers_cpu`), slots of adapters and the
+cache take memory when they are used (see `memory_cpu`), adapters that are unloaded leave the engine (see
+`unloaded_adapters`), and neither the engine core nor the look at a model's class imports vLLM a second time (see
+`cpu_patches`).
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.

@@ -1,10 +1,10 @@
 """Installs skyrl's changes to vLLM 0.32 that a CPU needs: the LoRA wrapper, routed experts, kernels of experts,
-routers, rotary embeddings, the look at a model's class, and the forked engine core.
+routers, rotary embeddings, memory, the look at a model's class, and the forked engine core.
 
 Knows three places inside vLLM: where the platform names its LoRA wrapper, where it sets the start method of processes,
 and where the registry of models looks at a class. The modules that it calls know other places: `punica_cpu` has the
 LoRA arithmetic, `routed_experts_cpu` the routed experts, `experts_cpu` the kernels of experts, `routers_cpu` the
-routers, `rotary_cpu` the rotary embeddings.
+routers, `rotary_cpu` the rotary embeddings, `memory_cpu` and `unloaded_adapters` what takes memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 from skyrl.inference.vllm_plugin.experts_cpu import choose_cpu_kernels
+from skyrl.inference.vllm_plugin.memory_cpu import take_what_is_used
 from skyrl.inference.vllm_plugin.rotary_cpu import turn_all_heads
 from skyrl.inference.vllm_plugin.routed_experts_cpu import return_routed_experts
 from skyrl.inference.vllm_plugin.routers_cpu import route_without_groups
+from skyrl.inference.vllm_plugin.unloaded_adapters import remove_unloaded
 
 WRAPPER = "skyrl.inference.vllm_plugin.punica_cpu.GroupedPunicaWrapperCPU"
 
@@ -33,6 +35,8 @@ def apply(*, fork_engine: bool) -> None:
     choose_cpu_kernels()
     route_without_groups()
     turn_all_heads()
+    take_what_is_used()
+    remove_unloaded()
     registry._run_in_subprocess = _run_here
     if fork_engine:
         _patch_start_method()

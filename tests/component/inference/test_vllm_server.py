@@ -366,6 +366,25 @@ async def test_an_adapter_from_the_checkpoint_store_samples_as_its_files_do_also
             await served.client.unload_adapter(name)
 
 
+@pytest.mark.slow
+async def test_an_unloaded_adapter_leaves_the_engine(served: RunningServer, tmp_path: Path) -> None:
+    async def held(http: httpx.AsyncClient) -> list[int]:
+        response = await http.post("/collective_rpc", json={"method": "list_loras"})
+        return response.json()["results"][0]
+
+    async with client_of(served) as http:
+        before = await held(http)
+        await served.client.load_adapter("leaves", str(adapter(tmp_path / "leaves", 8)))
+        await complete(http, model="leaves", prompt=[5, 6, 7])
+        (own,) = set(await held(http)) - set(before)
+        await served.client.unload_adapter("leaves")
+        deadline = asyncio.get_running_loop().time() + 60
+        while own in await held(http):
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.5)
+        assert await complete(http, prompt=[5, 6, 7])
+
+
 async def test_a_bad_adapter_is_refused_and_the_server_goes_on(served: RunningServer, tmp_path: Path) -> None:
     with pytest.raises(VllmError) as missing:
         await served.client.load_adapter("missing", str(tmp_path / "nowhere"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes, limit_bytes
+from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes, limit_bytes, trim
 
 
 def _host(root: Path, cgroup: str) -> Path:
@@ -93,3 +93,20 @@ def test_without_cgroups_the_kernels_figure_counts(tmp_path: Path) -> None:
     root = _host(tmp_path, "")
     (root / "proc/self/cgroup").unlink()
     assert free_host_bytes(root) == 5000 * 1024
+
+
+def test_freed_memory_goes_back_to_the_kernel() -> None:
+    """Blocks of 64 kB lie in glibc's heap. The last one stays, so the heap cannot shrink at its end."""
+
+    def resident() -> int:
+        return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+    trim()
+    before = resident()
+    blocks = [bytearray(b"x" * 2**16) for _ in range(1000)]
+    last = blocks.pop()
+    assert resident() - before > 60e6
+    del blocks
+    trim()
+    assert resident() - before < 20e6
+    assert last

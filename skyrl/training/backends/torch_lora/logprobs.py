@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from skyrl.base.config.pass_memory import LOGITS_BYTES
 from skyrl.training.backends.torch_lora.lora import LoraSegment
 from skyrl.training.backends.torch_lora.output_layer import OutputLayer
-
-LOGITS_BYTES = 128 * 2**20
-"""Size of one chunk of float32 logits. Backward needs the memory of about three chunks."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from skyrl.training.backends.torch_lora.adapter import LoraPair, Target
 from skyrl.training.backends.torch_lora.adapter_stack import AdapterStack
-from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, StackedUpdate, Update, linear_with_updates
+from skyrl.training.backends.torch_lora.lora_product import (
+    Activation,
+    RowsUpdate,
+    StackedUpdate,
+    Update,
+    gated_linear_with_updates,
+    linear_with_updates,
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,13 @@ class MultiLoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         updates = [segment.update(self.name) for segment in self.active.segments if self.name in segment.pairs]
         return linear_with_updates(x, self.base.weight, self.base.bias, updates) if updates else self.base(x)
+
+    def of_gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """The layer on activation(gate) * up. With active segments that input is not kept for the backward."""
+        updates = [segment.update(self.name) for segment in self.active.segments if self.name in segment.pairs]
+        if not updates:
+            return self.base(activation(gate) * up)
+        return gated_linear_with_updates(gate, up, activation, self.base.weight, self.base.bias, updates)
 
     def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
         """The layer on some rows of one segment, whichever segments are active. rows: [n, in_features]. The segment's

@@ -16,6 +16,7 @@ from skyrl.training.backends.torch_lora import attention, recurrence
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.attention_checks import AttentionCall, noted_calls
 from skyrl.training.backends.torch_lora.experts import mixture_of
+from skyrl.training.backends.torch_lora.gated_mlp import keep_less
 from skyrl.training.backends.torch_lora.logprobs import Targets, exceed_a_chunk, target_logprobs
 from skyrl.training.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
 from skyrl.training.backends.torch_lora.lora_experts import OWN_PRODUCTS, MultiLoraExperts
@@ -79,8 +80,11 @@ class PackedModel(nn.Module):
         return self.model.get_decoder().layers
 
     def use_own_kernels(self) -> None:
-        """From now on attention takes packed rows, and experts compute with `expert_product`."""
+        """From now on attention takes packed rows, and experts compute with `expert_product`. On a CPU gated MLPs keep
+        less; on a GPU the products that they compute again would cost the host more than they are worth."""
         self.model.set_attn_implementation(attention.NAME)
+        if next(self.model.parameters()).device.type == "cpu":
+            keep_less(self.model)
         if self.mixture is not None:
             self.model.set_experts_implementation(OWN_PRODUCTS)
 

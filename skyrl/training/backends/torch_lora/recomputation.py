@@ -17,21 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from skyrl.base.config.pass_memory import FIRST_GUESS, FREE_ANYHOW, LARGE_ROWS, SHARE
 from skyrl.base.config.server import ConfigError
 from skyrl.runtime.processes.host_memory import free_host_bytes, give_back_freed
 from skyrl.training.backends.torch_lora.kept_weights import weights_of
 from skyrl.training.backends.torch_lora.routing import router_of
 
 Setting = bool | Literal["auto"]
-SHARE = 0.5
-"""What is kept for the backward may take this share of the free memory. The rest is for logits, gradients, and what the
-backward itself computes."""
-FREE_ANYHOW = 64 * 2**20
-"""Activations of at most these bytes are kept without a look at the memory, which takes 50 µs."""
 MEASURED_ROWS = 64
 """A micro-batch of at least so many rows tells how much a row needs."""
-LARGE_ROWS = 4096
-"""On a CPU recomputed micro-batches with more rows give back to the kernel what they free."""
 MEASURED_AGAIN = 4
 """So does each micro-batch that has so many times the rows of the largest one that was measured."""
 MORE_COPIES = 0.5
@@ -40,9 +34,6 @@ prompts of groups shared, a row keeps up to 1.4 times as much as without."""
 LEARNED_AT_ONCE = 4
 """One lack of memory raises the estimate at most so many times: it may have come from elsewhere, and would slow down
 all later micro-batches."""
-FIRST_GUESS = 2.0
-"""Until then: numbers that a layer keeps for a row, per input and output of its products. Qwen3, Qwen2 and Llama keep
-1.1 to 1.5, Qwen3-MoE 0.8 to 1.7."""
 
 
 class Recomputation:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from skyrl.base.config.pass_memory import FULL_BYTES, ON_CPU, ON_CUDA, rows_within
 from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.processes.host_memory import limit_bytes
 from skyrl.training.backends.torch_lora.device import base_dtype
@@ -25,26 +26,6 @@ from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Recomputation
 
 logger = logging.getLogger(__name__)
-
-FULL_BYTES = 16
-"""Of a parameter that is trained: weight, gradient and two moments in float32."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """`least` and `most` rows, powers of two. What a micro-batch keeps may take `share` of the memory."""
-
-    least: int
-    most: int
-    share: float
-
-
-ON_CUDA = Bounds(4096, 65_536, 1 / 3)
-"""Less than the half of the free memory from which on layers are recomputed: adapters that come later need memory too,
-and should not make full micro-batches recompute their layers."""
-ON_CPU = Bounds(2048, 4096, 1 / 2)
-"""Smaller ones would cost more for prompts than recomputed layers do. Half of all memory, though a vLLM may run beside:
-what a row keeps is guessed here, at 1.1 to 2.5 times of what it is."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +37,6 @@ class RowBudget:
 
     def __str__(self) -> str:
         return f"{self.rows} rows ({self.reason})"
-
-
-def rows_within(memory: float, of_row: float, bounds: Bounds) -> int:
-    """The largest power of two of rows within the bounds that keep at most `bounds.share` of `memory` bytes, if each
-    keeps `of_row` bytes; `bounds.least` where that is too much already."""
-    rows = bounds.least
-    while rows < bounds.most and 2 * rows * of_row <= bounds.share * memory:
-        rows *= 2
-    return rows
 
 
 @dataclass(frozen=True)
