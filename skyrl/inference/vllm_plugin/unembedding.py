@@ -86,6 +86,8 @@ def _allow_any_vocabulary() -> None:
             processor.vocab_size = vocabulary
         if vocabulary > VLLMS_BOUND:
             slots, one, _, rank = layer.lora_b_stacked.shape
-            layer.lora_b_stacked = layer.lora_b_stacked.new_zeros(slots, one, vocabulary, rank)
+            dtype = layer.lora_b_stacked.dtype
+            # Not new_zeros, which `memory_cpu` does not know
+            layer.lora_b_stacked = torch.zeros(slots, one, vocabulary, rank, dtype=dtype, device=layer.device)
 
     LogitsProcessorWithLoRA.create_lora_weights = create_lora_weights  # type: ignore[method-assign]

@@ -15,7 +15,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, for what vLLM imports
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
+    from skyrl.inference.vllm_plugin import unembedding
     from skyrl.inference.vllm_plugin.memory_cpu import LEAST_BYTES, UntouchedZeros, forget
     from skyrl.inference.vllm_plugin.unloaded_adapters import _remove_unless_used, _then_forgotten
 
@@ -29,9 +31,9 @@ def resident() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def layer() -> Any:
+def layer(vocabulary: int = VOCABULARY) -> Any:
     """vLLM's own wrapper of an output layer, with its slots."""
-    base = SimpleNamespace(vocab_size=VOCABULARY)
+    base = SimpleNamespace(vocab_size=vocabulary)
     made = object.__new__(LogitsProcessorWithLoRA)
     torch.nn.Module.__init__(made)
     made.__dict__.update(base_layer=base, hidden_size=HIDDEN, device=CPU, sharded_to_full_mapping=None)
@@ -60,6 +62,17 @@ def test_slots_take_memory_when_an_adapter_comes_and_give_it_back_when_it_goes()
     assert resident() - before < SLOT / 2
     made.set_lora(2, torch.ones(RANK, HIDDEN), torch.ones(VOCABULARY, RANK))
     assert made.lora_b_stacked.sum() == VOCABULARY * RANK
+
+
+def test_slots_of_a_vocabulary_beyond_vllms_bound_are_untouched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LogitsProcessorWithLoRA, "create_lora_weights", LogitsProcessorWithLoRA.create_lora_weights)
+    monkeypatch.setattr(LoRAModelRunnerMixin, "load_lora_model", LoRAModelRunnerMixin.load_lora_model)
+    unembedding.serve_lm_head()
+    trim()
+    before = resident()
+    made = layer(unembedding.VLLMS_BOUND + 64)
+    assert made.lora_b_stacked.shape == (SLOTS, 1, unembedding.VLLMS_BOUND + 64, RANK)
+    assert resident() - before < SLOT / 2
 
 
 def test_small_tensors_and_those_of_others_are_left_to_torch() -> None:
