@@ -149,9 +149,9 @@ class Trl:
         settings = {name: getattr(options, name) for name in names}
         settings |= {"model": str(options.model), "seed": options.seeds[0], "steps": TRL_STEPS}
         settings["threads"] = options.threads or os.cpu_count()
-        command = [str(options.trl), str(ROOT / "benchmarks" / "trl_step.py"), json.dumps(settings)]
+        command = [str(options.trl.absolute()), "-m", "benchmarks.trl_step", json.dumps(settings)]
         self._process = stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         )
         stack.callback(self._process.terminate)
 

@@ -1,6 +1,6 @@
 """The steps of `benchmarks.real_step` in TRL's GRPOTrainer, with its own generation on a CPU.
 
-    PYTHON benchmarks/trl_step.py SETTINGS
+    PYTHON -m benchmarks.trl_step SETTINGS
 
 PYTHON is that of an environment with trl 1.16, which needs neither this package nor the Tinker SDK. SETTINGS is JSON:
 model, rank, seed, steps, prompts, group, max_tokens, learning_rate, threads; and `more` keys of GRPOConfig. Before each
@@ -17,10 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
