@@ -5,10 +5,11 @@
 
 A step saves the weights, samples `--prompts` × `--group` answers to "Compute a + b.", and trains on them. With
 `--against` the same steps run on a server of that commit of this repository, which `git archive` takes out into a
-temporary directory; the two servers take turns step by step, so that other load on the machine meets both. CPU seconds
-are those of the processes of vLLM and of the trainer, which other load disturbs less than the clock. With `--trl` the
-first steps of the first seed also run in TRL's GRPOTrainer (`benchmarks/trl_step.py`), by the Python of an environment
-that has it: `pip install trl==1.16.0 transformers==5.19.0 peft==0.21.2 torch==2.13.0`.
+temporary directory; the two servers take turns, so that other load on the machine meets both. A turn has some steps,
+because a trainer that waits for ten seconds gives its memory back, which a script with one server rarely sees. CPU
+seconds are those of the processes of vLLM and of the trainer, which other load disturbs less than the clock. With
+`--trl` the first steps of the first seed also run in TRL's GRPOTrainer (`benchmarks/trl_step.py`), by the Python of an
+environment that has it: `pip install trl==1.16.0 transformers==5.19.0 peft==0.21.2 torch==2.13.0`.
 
 Knows the SDK and the processes of a server. Fetches no model: DIRECTORY is one of transformers with a chat template.
 """
@@ -181,6 +182,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trl", type=Path, metavar="PYTHON", help="of an environment with trl")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--turn", type=int, default=5, help="steps of a side before the other one's")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--max-tokens", type=int, default=12)
@@ -195,21 +197,23 @@ def _arguments() -> argparse.Namespace:
 def _measured(
     sides: list[Side], trl: Trl | None, options: argparse.Namespace
 ) -> tuple[dict[str, list[list[Step]]], list[dict[str, float]]]:
-    """The steps of each side, for each seed, and those of TRL. Of two sides the one that begins a step alternates."""
+    """The steps of each side, for each seed, and those of TRL. Of two sides the one that begins alternates."""
     found: dict[str, list[list[Step]]] = {side.name: [] for side in sides}
     of_trl: list[dict[str, float]] = []
     for seed in options.seeds:
         runs = {side.name: side.run(seed) for side in sides}
         for side in sides:
             found[side.name].append([])
-        for number in range(options.steps):
-            for side in sides if number % 2 == 0 else sides[::-1]:
-                step = next(runs[side.name])
-                found[side.name][-1].append(step)
-                print(f"seed {seed} step {number} {side.name}: {step.seconds:.2f} s, {step}", flush=True)
+        for first in range(0, options.steps, options.turn):
+            numbers = range(first, min(first + options.turn, options.steps))
+            for side in sides if first // options.turn % 2 == 0 else sides[::-1]:
+                for number in numbers:
+                    step = next(runs[side.name])
+                    found[side.name][-1].append(step)
+                    print(f"seed {seed} step {number} {side.name}: {step.seconds:.2f} s, {step}", flush=True)
             if trl is not None and len(of_trl) < TRL_STEPS:
                 of_trl.append(trl.step())
-                print(f"step {number} TRL: {of_trl[-1]}", flush=True)
+                print(f"step {len(of_trl) - 1} TRL: {of_trl[-1]}", flush=True)
         for run in runs.values():
             run.close()  # ends the SDK's session
     return found, of_trl
