@@ -26,6 +26,7 @@ from skyrl.training.engine.pictures import PassPictures
 from skyrl.training.engine.publishing import WeightPublisher
 from skyrl.training.engine.reclaim import FileSweeper
 from skyrl.training.engine.recovery import Recovery
+from skyrl.training.engine.restoring import Restoring
 from skyrl.training.engine.run_times import RunTimes
 from skyrl.training.engine.sample_turns import SampleTurns
 from skyrl.training.engine.sampling import ColocatedSampler
@@ -214,12 +215,10 @@ def _engine(
 
 
 def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recovery:
-    return Recovery(
+    restoring = Restoring(
         base.database,
         base.backend,
         base.scheduler,
-        base.log,
-        base.settlement,
         base.threads,
         base.snapshots,
         base.store,
@@ -228,6 +227,19 @@ def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recov
         base.holds,
         base.tracing,
         base.pictures,
+    )
+    return Recovery(
+        base.database,
+        base.backend,
+        base.scheduler,
+        base.log,
+        base.settlement,
+        base.threads,
+        base.snapshots,
+        ledger,
+        signals,
+        base.holds,
+        restoring,
         base.model_ends,
         base.config.role,
         wants_all=base.config.full_finetuning,  # a living model keeps the only place for whole models

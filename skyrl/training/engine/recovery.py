@@ -4,33 +4,23 @@ Models are restored in the background, a few at a time, between the commands of 
 wait, then those whose clients live. A model whose client is gone is restored when the client comes back; mostly its
 session ends before. Commands of a model wait until it is restored.
 
-Every command that changed a model is repeated once, in the old order. Where the backend `repeats_exactly` (on a CPU
-without merged passes), the restored model is the same to the last bit. Elsewhere (on CUDA, or with merged passes) it is
-the same up to rounding: kernels may add in another order, and passes that ran together are repeated one by one. Such a
-difference fails no model.
+Knows which models are wanted, and what becomes of those that cannot be restored. `restoring` knows how one is restored.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Callable
 
 from skyrl.base.config.base_models import Role
 from skyrl.base.types.activity import WaitsFor
-from skyrl.base.types.command import Command, ExecutedCommand
-from skyrl.base.types.kinds import ENGINE_KINDS, Kind
-from skyrl.base.wire.decoding import decode_json
-from skyrl.base.wire.paths import parse_path
-from skyrl.base.wire.requests import LoadWeightsCommand
-from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
+from skyrl.base.types.command import Command
+from skyrl.base.types.kinds import ENGINE_KINDS
+from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import models as model_rows
-from skyrl.storage.db.checkpoints import Checkpoint, find_checkpoint
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.faults import is_transient
 from skyrl.storage.db.fence import Displaced
@@ -41,14 +31,12 @@ from skyrl.training.engine.command_log import CommandLog
 from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.training.engine.foreign_models import fail_foreign
 from skyrl.training.engine.model_ends import ModelEnds
-from skyrl.training.engine.pictures import PassPictures
-from skyrl.training.engine.repeating import repeat_command
+from skyrl.training.engine.restoring import Closed, Restoring, Stopped
 from skyrl.training.engine.scheduler import Scheduler
 from skyrl.training.engine.settlement import Settlement
 from skyrl.training.engine.signals import EngineSignals
 from skyrl.training.engine.snapshots import Snapshots
 from skyrl.training.engine.threads import EngineThreads
-from skyrl.training.engine.tracing import CommandTracing
 
 logger = logging.getLogger(__name__)
 
@@ -63,19 +51,9 @@ LOOK_S = 1.0
 """How often recovery looks which models are wanted by now."""
 AT_ONCE = 4
 """How many models are restored at a time. Their commands take turns: a long restoration delays a short one little."""
-SUSPECTS_S = 0.01
-"""How often recovery looks whether a command runs alone, because the engine may have died of it."""
 MEMORY_PAUSE = 9.0
 """A try that found too little memory is followed by a pause of MEMORY_PAUSE times the try's duration. Each try repeats
 commands on the backend thread; in the pause other models train."""
-
-
-class _Stopped(Exception):
-    """The engine is stopped: the next start restores the remaining models."""
-
-
-class _Closed(Exception):
-    """The model was closed while it was being restored."""
 
 
 class Recovery:
@@ -91,12 +69,10 @@ class Recovery:
         settlement: Settlement,
         threads: EngineThreads,
         snapshots: Snapshots,
-        store: CheckpointStore,
         ledger: CrashLedger,
         signals: EngineSignals,
         holds: Holds,
-        tracing: CommandTracing,
-        pictures: PassPictures,
+        restoring: Restoring,
         model_ends: ModelEnds,
         role: Role,
         *,
@@ -111,12 +87,10 @@ class Recovery:
         self._settlement = settlement
         self._threads = threads
         self._snapshots = snapshots
-        self._store = store
         self._ledger = ledger
         self._signals = signals
         self._holds = holds
-        self._tracing = tracing
-        self._pictures = pictures
+        self.restoring = restoring
         self._model_ends = model_ends
         self._role = role
         self._wants_all = wants_all
@@ -131,7 +105,6 @@ class Recovery:
         """By model, the last heartbeat of its client before the start, in seconds since the epoch."""
         self._began_at = 0.0
         """The engine's start, in seconds since the epoch."""
-        self._suspected: set[str] = set()
         self._held: set[str] = set()
         self._without_memory: set[str] = set()
         """The held models that wait for memory."""
@@ -152,8 +125,8 @@ class Recovery:
             self._scheduler.hold(model.id)
             self._unrestored.add(model.id)
             self._holds.models.add(model.id)
-        self._suspected = {command.request_id for command in suspects if command.model_id in self._unrestored}
-        self._scheduler.suspect(self._suspected)
+        self.restoring.suspected = {command.request_id for command in suspects if command.model_id in self._unrestored}
+        self._scheduler.suspect(self.restoring.suspected)
         self._forget_deaths_at_end()
 
     async def run(self) -> None:
@@ -240,10 +213,10 @@ class Recovery:
         if self._signals.is_stopped:
             return
         try:
-            await self._restore_state(model)
-        except _Stopped:
+            await self.restoring.restore(model)
+        except Stopped:
             return
-        except _Closed:
+        except Closed:
             pass
         except Exception as error:  # one model's error must not keep the others from training
             if is_transient(error) or isinstance(error, Displaced):
@@ -297,86 +270,7 @@ class Recovery:
     def _forget_deaths_at_end(self) -> None:
         """When every model was tried: forget the deaths of all commands but those that still run alone."""
         if not self._unrestored:
-            self._ledger.forget_all_but(self._suspected)
-
-    async def _restore_state(self, model: ModelRecord) -> None:
-        """Fetches the files of all loads first, so that the backend thread never waits for the network. Each command is
-        repeated by itself, so that commands of other models run in between. Raises _Stopped and _Closed."""
-        commands = await self._database.read_async(lambda c: rows.executed(c, model.id, model.next_seq))
-        files = contextlib.ExitStack()
-        try:
-            loaded = await asyncio.to_thread(self._fetch, model, commands, files)
-            self._snapshots.restoring(model.id, model.next_seq)
-            await self._alone(model.id, lambda: self._load_snapshot(model))
-            for executed in commands:
-                await self._alone(model.id, lambda executed=executed: self._repeat(executed, model, loaded))
-                self._holds.repeated()
-        finally:
-            await asyncio.to_thread(files.close)
-        self._snapshots.restored(model.id)
-        logger.info("model %s: %d commands repeated", model.id, len(commands))
-
-    def _fetch(
-        self, model: ModelRecord, commands: Sequence[ExecutedCommand], files: contextlib.ExitStack
-    ) -> dict[str, Path]:
-        """By request id, the directory of each checkpoint that these commands have loaded, until `files` is closed."""
-        return {
-            executed.command.request_id: files.enter_context(self._store.reading(self._loaded_from(executed, model)))
-            for executed in commands
-            if executed.command.kind == Kind.LOAD_WEIGHTS
-        }
-
-    async def _alone(self, model_id: str, work: Callable[[], None]) -> None:
-        """Run on the backend thread, and not beside a suspect, so that a death is blamed on one of them."""
-        while self._scheduler.suspect_is_due and not self._signals.is_stopped:  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(SUSPECTS_S)
-        if self._signals.is_stopped:
-            raise _Stopped
-        if model_id not in self._scheduler:
-            raise _Closed
-        with self._scheduler.repeating():
-            await self._threads.on_backend(work)
-        if self._suspected:
-            self._signals.wake()
-
-    def _loaded_from(self, executed: ExecutedCommand, model: ModelRecord) -> str:
-        """The checkpoint store's key of the checkpoint that a command has loaded. Raises FileNotFoundError when the
-        checkpoint has been deleted or replaced."""
-        load = decode_json(LoadWeightsCommand, self._body(executed.command))
-        reader = load.source_tenant or model.tenant
-        saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
-        if saved is None or saved.store_key is None or _is_replaced(saved, load, executed):
-            raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
-        return saved.store_key
-
-    def _load_snapshot(self, model: ModelRecord) -> None:
-        """Runs on the backend thread, also for a model without a snapshot: an earlier try may have left something. The
-        crash ledger records this and each command, because the engine may die of it again."""
-        self._backend.delete_model(model.id)
-        if model.next_seq == 0:
-            return
-        with self._recorded(f"snapshot {model.id}", "its snapshot was loaded"):
-            self._backend.restore_model(model.id, model.lora, self._snapshots.path(model.id, model.next_seq))
-
-    def _repeat(self, executed: ExecutedCommand, model: ModelRecord, loaded: Mapping[str, Path]) -> None:
-        """Runs on the backend thread. Takes snapshots after steps, as training does, so that another stop or death
-        repeats little of this."""
-        command, began_at = executed.command, time.time()
-        assert command.seq_id is not None
-        with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
-            repeat_command(executed, self._body(command), model, self._backend, loaded, self._pictures)
-        self._tracing.repeated(command, began_at)
-        self._snapshots.ran(model.id, command.kind)
-        if command.kind is Kind.OPTIM_STEP:
-            self._snapshots.attempt(self._snapshots.after_step, model.id, command.seq_id + 1)
-
-    def _body(self, command: Command) -> bytes:
-        return self._database.read(lambda c: rows.bodies(c, [command.request_id]))[command.request_id]
-
-    def _recorded(self, key: str, action: str) -> AbstractContextManager[None]:
-        if self._counts.get(key, 0) >= DEATHS_TO_BLAME:
-            raise RuntimeError(f"the engine died {DEATHS_TO_BLAME} times while {action}")
-        return self._ledger.running([key], not_blamed=(Exception,))
+            self._ledger.forget_all_but(self.restoring.suspected)
 
     def _skip_poison(self) -> list[Command]:
         """Fail the commands that have killed the engine too often. Returns the other commands that were running when
@@ -400,11 +294,3 @@ class Recovery:
 def _next_seq(connection: Connection, model: ModelRecord) -> int:
     """The number of a model's next command."""
     return max(model.next_seq, rows.highest_settled_seq(connection, model.id) + 1)
-
-
-def _is_replaced(saved: Checkpoint, load: LoadWeightsCommand, executed: ExecutedCommand) -> bool:
-    """Whether the checkpoint of that name is another one than the command has loaded. Early versions of skyrl did not
-    write the loaded key; their times tell."""
-    if load.loaded_key is None:
-        return saved.created_at > executed.completed_at
-    return saved.store_key != load.loaded_key

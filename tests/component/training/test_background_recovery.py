@@ -40,14 +40,14 @@ class SlowRepeats:
         self.allowed = threading.Semaphore(0)
 
     def __call__(self, harness: Harness) -> None:
-        repeat_one = harness.recovery._repeat
+        repeat_one = harness.recovery.restoring._repeat
 
         def slow(executed: Any, model: Any, loaded: Any) -> None:
             repeat_one(executed, model, loaded)
             if model.id == self.trainer.model_id:
                 self.begun += 1
 
-        alone = harness.recovery._alone
+        alone = harness.recovery.restoring._alone
 
         async def slowly(model_id: str, work: Any) -> None:
             if model_id == self.trainer.model_id and self.has_begun:
@@ -55,8 +55,8 @@ class SlowRepeats:
             self.has_begun |= model_id == self.trainer.model_id  # the first call loads the snapshot, if there is one
             await alone(model_id, work)
 
-        harness.recovery._repeat = slow  # type: ignore[method-assign]
-        harness.recovery._alone = slowly  # type: ignore[method-assign]
+        harness.recovery.restoring._repeat = slow  # type: ignore[method-assign]
+        harness.recovery.restoring._alone = slowly  # type: ignore[method-assign]
 
 
 async def in_background(parts: EngineParts) -> None:
@@ -147,13 +147,13 @@ async def test_each_model_is_restored_once_however_often_recovery_looks(
     begun: list[str] = []
 
     def count(harness: Harness) -> None:
-        load = harness.recovery._load_snapshot
+        load = harness.recovery.restoring._load_snapshot
 
         def counted(model: Any) -> None:
             begun.append(model.id)
             load(model)
 
-        harness.recovery._load_snapshot = counted  # type: ignore[method-assign]
+        harness.recovery.restoring._load_snapshot = counted  # type: ignore[method-assign]
 
     async with restarted(harness, monkeypatch, count):
         assert [(await trainer.step(2))["optimizer_step"] for trainer in trainers] == [2, 2, 2]
