@@ -6,7 +6,7 @@
 A step saves the weights, samples `--prompts` × `--group` answers to "Compute a + b.", and trains on them. With
 `--against` the same steps run on a server of that commit of this repository, which `git archive` takes out into a
 temporary directory; the two servers take turns, so that other load on the machine meets both. A turn has some steps,
-because a trainer that waits for ten seconds gives its memory back, which a script with one server rarely sees. CPU
+because a trainer that waits for half a minute gives its memory back, which a script with one server rarely sees. CPU
 seconds are those of the processes of vLLM and of the trainer, which other load disturbs less than the clock. With
 `--trl` the first steps of the first seed also run in TRL's GRPOTrainer (`benchmarks/trl_step.py`), by the Python of an
 environment that has it: `pip install trl==1.16.0 transformers==5.19.0 peft==0.21.2 torch==2.13.0`.
