@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 
 
 def resident() -> int:
+    """Bytes of this process, without what it has freed: tensors of earlier tests, and those that a copy was made of."""
+    trim()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
@@ -44,7 +46,6 @@ def layer(vocabulary: int = VOCABULARY) -> Any:
 
 
 def test_slots_take_memory_when_an_adapter_comes_and_give_it_back_when_it_goes() -> None:
-    trim()
     before = resident()
     made = layer()
     assert not made.lora_b_stacked[2].any()
@@ -58,7 +59,6 @@ def test_slots_take_memory_when_an_adapter_comes_and_give_it_back_when_it_goes()
     assert made.lora_b_stacked[2].all(), "no slot is this adapter's"
     deactivate(manager, 7)
     assert manager.lora_index_to_id == [None] * SLOTS
-    trim()
     assert resident() - before < SLOT / 2
     made.set_lora(2, torch.ones(RANK, HIDDEN), torch.ones(VOCABULARY, RANK))
     assert made.lora_b_stacked.sum() == VOCABULARY * RANK
@@ -68,7 +68,6 @@ def test_slots_of_a_vocabulary_beyond_vllms_bound_are_untouched_too(monkeypatch:
     monkeypatch.setattr(LogitsProcessorWithLoRA, "create_lora_weights", LogitsProcessorWithLoRA.create_lora_weights)
     monkeypatch.setattr(LoRAModelRunnerMixin, "load_lora_model", LoRAModelRunnerMixin.load_lora_model)
     unembedding.serve_lm_head()
-    trim()
     before = resident()
     made = layer(unembedding.VLLMS_BOUND + 64)
     assert made.lora_b_stacked.shape == (SLOTS, 1, unembedding.VLLMS_BOUND + 64, RANK)
@@ -100,4 +99,4 @@ def test_an_adapter_that_a_request_needs_stays_in_the_engine(*, used: bool) -> N
     remove = _remove_unless_used(lambda core, adapter: removed.append(adapter))
     core = SimpleNamespace(scheduler=SimpleNamespace(requests=requests))
     assert remove(core, 3) is not used
-    assert removed == [] if used else [3]
+    assert removed == ([] if used else [3])
