@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch_lora_support import files_saved, grpo, make_backend, make_full, ok, rl, saved, sft, spec, train
 
 from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
+from skyrl.training.backends.base import AdamParams, Backend, Datum, OutOfMemory, TrainingPass
 from skyrl.training.backends.torch_lora import prefixes, untrained
 from skyrl.training.backends.torch_lora.losses import LOSSES
 from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
@@ -198,3 +198,25 @@ def test_a_loss_that_is_not_finite_fails_its_pass_alone(at_once: pytest.MonkeyPa
     assert "is inf" in str(outcomes[1]) or "is -inf" in str(outcomes[1])
     assert len(ok([outcomes[0]])[0].logprobs) == 12
     assert backend.optim_step("b", ADAM) == {}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_memory_that_runs_out_without_a_backward_says_nothing_of_what_rows_keep(
+    full: bool, at_once: pytest.MonkeyPatch
+) -> None:
+    """No layer is recomputed for it, neither in a second attempt nor in later micro-batches."""
+    backend, of_model = _made(full)
+    backend.create_model("m", of_model)
+    packed: Any = backend._model.base.packed if full else backend._base.packed  # type: ignore[attr-defined]
+    before, calls = packed.recomputation.bytes_of_row, list[bool]()
+
+    def without_memory(*_: Any) -> Any:
+        calls.append(torch.is_grad_enabled())
+        raise torch.OutOfMemoryError("no memory")
+
+    at_once.setattr(packed, "forward", without_memory)
+    nothing = _without_advantage(grpo(1, 2, 4, 30), {0, 1})
+    (outcome,) = backend.run([train("m", nothing, "importance_sampling")])
+    assert isinstance(outcome, OutOfMemory)
+    assert calls == [False]
+    assert packed.recomputation.bytes_of_row == before

@@ -27,7 +27,8 @@ def run_slice(model: FullModel, parameters: FullParameters, piece: Slice, *, bac
     except Exception as error:  # it is this pass's outcome
         failure = failure_of(error, device)
     if failure is not None:
-        if backward and isinstance(failure, OutOfMemory) and (recomputation := model.base.packed.recomputation):
+        keeps = backward and piece.trained
+        if keeps and isinstance(failure, OutOfMemory) and (recomputation := model.base.packed.recomputation):
             recomputation.ran_out(piece.rows)  # no second attempt: a part of the gradient may have been added
         piece.running.fail(failure)
     elif result is not None:

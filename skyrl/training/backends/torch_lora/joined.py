@@ -43,8 +43,7 @@ class JoinedPasses(Running):
     def data(self) -> Sequence[Datum]:
         return self._data
 
-    @property
-    def trained(self) -> Sequence[bool]:
+    def _find_trained(self) -> Sequence[bool]:
         return [trained for member in self.members for trained in member.trained]
 
     def parts(self, indices: Sequence[int], rows: int) -> list[Part]:

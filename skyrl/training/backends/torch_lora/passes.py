@@ -70,7 +70,8 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
 
 def _instead(base: BaseModel, piece: Slice, failure: Exception, backward: bool) -> Recomputation | None:
     """Of the layers, where recomputing them may help after this failure."""
-    recomputation = base.packed.recomputation if backward and isinstance(failure, OutOfMemory) else None
+    keeps = backward and piece.trained
+    recomputation = base.packed.recomputation if keeps and isinstance(failure, OutOfMemory) else None
     return recomputation if recomputation and recomputation.ran_out(piece.rows) else None
 
 

@@ -43,10 +43,14 @@ class Running(ABC):
     def data(self) -> Sequence[Datum]:
         """The sequences, which indices count."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def trained(self) -> Sequence[bool]:
         """Of each sequence whether the loss may have a gradient there. All are, of passes without a backward."""
+        return self._find_trained()
+
+    @abstractmethod
+    def _find_trained(self) -> Sequence[bool]:
+        """`trained`."""
 
     @abstractmethod
     def parts(self, indices: Sequence[int], rows: int) -> list[Part]:
@@ -85,8 +89,7 @@ class RunningPass(Running):
     def data(self) -> Sequence[Datum]:
         return self.training_pass.data
 
-    @property
-    def trained(self) -> Sequence[bool]:
+    def _find_trained(self) -> Sequence[bool]:
         return [not self.training_pass.backward or is_trained(datum, self.loss) for datum in self.data]
 
     def parts(self, indices: Sequence[int], rows: int) -> list[Part]:
