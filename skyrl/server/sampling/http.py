@@ -1,7 +1,7 @@
 """HTTP/1.1 for the forwarding path alone: keeps connections to inference servers, and sends each request on a free one.
 
 No redirects, cookies, proxies or content codings: the path does not need them, and no sample pays for them.
-docs/decisions/own-code.md says why, with figures of this client beside general ones.
+docs/decisions/sample-path.md has figures of this client beside general ones.
 """
 
 from __future__ import annotations
