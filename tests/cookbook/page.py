@@ -17,9 +17,6 @@ BEGIN = "<!-- From here `make tables` writes: change the tests' runs, not this t
 END = "<!-- To here `make tables` writes. -->"
 SERVER = "skyrl serve --base-model /models/Qwen3-4B-Instruct-2507 --served-model-name Qwen/Qwen3-4B-Instruct-2507"
 """Starts the server of most runs. The page has it once, above the table."""
-APART = ("divergence", "difference")
-"""Figures of which the page shows the largest: how far sampler and trainer differ, in nats."""
-
 Runs = Mapping[str, Shown]
 
 
@@ -57,27 +54,13 @@ def _commands(runs: Runs, recipes: Sequence[str]) -> Iterator[str]:
         if found:
             yield f"### `{recipe}` {{ #{recipe} }}"
         for shown in found.values():
-            yield f"{_sentence(shown.shows)} {_figures(shown)}"
+            yield _sentence(shown.shows)
             commands = (command for command in shown.commands if command != SERVER)
             yield "\n".join(["```console", *(f"$ {_wrapped(command)}" for command in commands), "```"])
 
 
 def _sentence(clause: str) -> str:
     return f"{clause[0].upper()}{clause[1:]}."
-
-
-def _figures(shown: Shown) -> str:
-    """What was measured, in a sentence."""
-    parts = [
-        f"{name} at most {max(map(abs, numbers)):.0e}" if name in APART else f"{name} {_course(numbers)}"
-        for name, numbers in shown.figures.items()
-    ]
-    return f"Measured: {', '.join(parts)}." if parts else ""
-
-
-def _course(numbers: Sequence[float]) -> str:
-    first, last = (f"{numbers[place]:.2g}" for place in (0, -1))
-    return first if len(numbers) == 1 else f"{first} to {last}"
 
 
 def _seconds(numbers: Sequence[float]) -> str:

@@ -73,12 +73,12 @@ def features(results: Results) -> str:
     """A table per group of the catalogue."""
     text = ""
     for group, members in groupby(CATALOGUE.values(), key=lambda feature: feature.group):
-        text += f"\n## {group}\n\n" + header(["feature", "what is checked", "SDK"])
+        text += f"\n## {group}\n\n" + header(["what is checked", "SDK"])
         for feature in members:
             found = {version: kept["features"].get(feature.name) for version, kept in results.items()}
             having = {status: [version for version in found if found[version] == status] for status in STATUSES}
             shown = [said + span(having[status], results) for status, said in STATUSES.items() if having[status]]
-            text += row([feature.name, feature.sentence, "; ".join(shown)])
+            text += row([f"**{feature.name}**: {feature.sentence}", "; ".join(shown)])
     return text
 
 
