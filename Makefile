@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 5
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-real test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs compat agent-kinds architectures family-figures cookbook cookbook-runs bench soak chaos fuzz screenshots release-check audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-real test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs tables bench soak chaos fuzz screenshots release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -105,28 +105,10 @@ imports: setup
 docs: setup
 	$(VENV)/bin/mkdocs build --strict --quiet
 
-compat: setup
-	$(PY) -m tests.e2e.sdk.table
-
-# docs/reference/agents.md, with the kinds of items of the newest Codex of npm; fails if the server does not know one
-agent-kinds: setup
-	$(PY) -m tests.agents.kinds
-
-# docs/reference/architectures.md and parsers.md, from kept figures and the cookbook's models
-architectures: setup
-	$(PY) -m tests.architectures
-
-# The same with new figures; FAMILIES="-k olmo" measures those of some families, the other figures stay.
-family-figures: setup
-	$(PY) -m tests.architectures --measure $(FAMILIES)
-
-# docs/cookbook.md, from kept runs of the cookbook's recipes
-cookbook: setup
-	$(PY) -m tests.cookbook
-
-# The same with new runs; RECIPES="-k rubric" runs some of them, the other runs stay.
-cookbook-runs: setup
-	$(PY) -m tests.cookbook --run $(RECIPES)
+# Every generated table of the pages, from what the repository keeps. NEW renews the record of one of them first:
+# make tables NEW=compatibility, or NEW="architectures -k olmo" (tests/tables.py)
+tables: setup
+	$(PY) -m tests.tables $(NEW)
 
 bench: setup
 	$(PY) -m benchmarks $(BENCH)

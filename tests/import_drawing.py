@@ -1,7 +1,4 @@
-"""Draws the imports between the doors of skyrl, and writes the drawing into docs/reading-the-code.md:
-
-.venv/bin/python -m tests.import_drawing
-"""
+"""Draws the imports between the doors of skyrl for docs/reading-the-code.md, where `make tables` writes the drawing."""
 
 from __future__ import annotations
 
@@ -61,11 +58,8 @@ def drawing() -> str:
     return "\n".join(["```text", *lines[:-1], "```", ""])
 
 
-def main() -> None:
-    before, rest = PAGE.read_text().split(BEGIN)
+def render(text: str) -> str:
+    """The page `text` with a new drawing between its marks."""
+    before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    PAGE.write_text(before + BEGIN + drawing() + END + after)
-
-
-if __name__ == "__main__":
-    main()
+    return before + BEGIN + drawing() + END + after

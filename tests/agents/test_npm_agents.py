@@ -81,7 +81,7 @@ def thirty(request: pytest.FixtureRequest, installed: Path, tmp_path_factory: py
 
 
 def test_the_kinds_of_items_are_those_of_this_codex(installed: Path) -> None:
-    assert kinds_of_codex(installed / "codex") == kept().kinds, "run `make agent-kinds`"
+    assert kinds_of_codex(installed / "codex") == kept().kinds, "run `make tables NEW=agents`"
 
 
 @pytest.mark.vllm

@@ -15,7 +15,7 @@ from typing import Any
 
 VARIABLE = "SKYRL_TEST_FIGURES"
 FIGURES = Path(__file__).with_name("figures.json")
-"""The committed figures, by family. `python -m tests.architectures --measure` writes them."""
+"""The committed figures, by family. `make tables NEW=architectures` writes them."""
 
 
 def record(family: str, **measured: Any) -> None:

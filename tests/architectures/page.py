@@ -32,6 +32,12 @@ TRIED = FAMILIES | MIXTURES
 REFUSED = "refused"
 """In the figures: what the trainer says of the architectures that it refuses, by `model_type`."""
 UNKNOWN = "unknown to this page"
+SHORT = {
+    "message 2: the template leaves out the answer's thinking": "thinking left out",
+    "the release has no chat template": "–",
+    "vLLM renders it with code of the model's repository: each turn forks": "each turn forks",
+}
+"""What the table says instead of a session's note; the page explains it."""
 
 Figures = Mapping[str, Mapping[str, Any]]
 
@@ -141,17 +147,14 @@ def _adapted(measured: Figures) -> str:
 
 
 def _cookbook(found: Sequence[Verdict], sessions: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = [
-        [
-            f"`{each.model}`",
-            f"`{each.model_type}`" if each.model_type else "?",
-            f"`{each.renderer}`",
-            _answer(each),
-            *_sessions(sessions.get(each.model, {})),
-        ]
-        for each in found
-    ]
-    return _table(["model", "`model_type`", "renderer", "trains", "chats", "loops of tools", "user's turns"], rows)
+    """One row for models of which the same is said."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for each in found:
+        model_type = f"`{each.model_type}`" if each.model_type else "?"
+        cells = (model_type, f"`{each.renderer}`", _answer(each), *_sessions(sessions.get(each.model, {})))
+        alike.setdefault(cells, []).append(f"`{each.model}`")
+    rows = [[", ".join(models), *cells] for cells, models in alike.items()]
+    return _table(["models", "`model_type`", "renderer", "trains", "chats", "loops of tools", "user's turns"], rows)
 
 
 def _sessions(each: Mapping[str, Any]) -> list[str]:
@@ -160,7 +163,11 @@ def _sessions(each: Mapping[str, Any]) -> list[str]:
         return ["not tried", "?", "?"]
     switches = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in each.get("switches", {}).items())
     chats = "; ".join(part for part in (each["source"], f"with {switches}" if switches else "") if part)
-    return [chats or "–", each["tool_loops"], each["user_turns"].replace("message 2: ", "")]
+    return [chats or "–", *(_turns(each[name]) for name in ("tool_loops", "user_turns"))]
+
+
+def _turns(said: str) -> str:
+    return SHORT.get(said, said)
 
 
 def _exact(sessions: Mapping[str, Mapping[str, Any]], name: str) -> str:

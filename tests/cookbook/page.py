@@ -1,4 +1,5 @@
-"""The part of docs/cookbook.md that is made from the kept runs: a row for each recipe, then the commands of each run.
+"""The part of docs/cookbook.md that is made from the kept runs: a row for each recipe, then the commands of each run
+without the server's usual one.
 
 Equal runs give an equal page. Runs nothing.
 """
@@ -12,11 +13,10 @@ from tests.cookbook.record import Shown
 from tests.environments import ROOT
 
 PAGE = ROOT / "docs" / "cookbook.md"
-BEGIN = "<!-- From here `make cookbook` writes: change the tests' runs, not this text. -->"
-END = "<!-- To here `make cookbook` writes. -->"
-APART = ("divergence", "difference")
-"""Figures of which the page shows the largest: how far sampler and trainer differ, in nats."""
-
+BEGIN = "<!-- From here `make tables` writes: change the tests' runs, not this text. -->"
+END = "<!-- To here `make tables` writes. -->"
+SERVER = "skyrl serve --base-model /models/Qwen3-4B-Instruct-2507 --served-model-name Qwen/Qwen3-4B-Instruct-2507"
+"""Starts the server of most runs. The page has it once, above the table."""
 Runs = Mapping[str, Shown]
 
 
@@ -25,7 +25,7 @@ def render(text: str, runs: Runs, recipes: Sequence[str], needs: Mapping[str, st
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError("docs/cookbook.md: a mark of make cookbook is missing")
+        raise ValueError("docs/cookbook.md: a mark of make tables is missing")
     made = "\n\n".join([_rows(runs, recipes, needs), *_commands(runs, recipes)])
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
 
@@ -36,19 +36,15 @@ def runs_of(recipe: str, runs: Runs) -> dict[str, Shown]:
 
 
 def _rows(runs: Runs, recipes: Sequence[str], needs: Mapping[str, str]) -> str:
-    lines = ["| recipe | a run here shows | data | seconds |", "|---|---|---|---|"]
+    lines = ["| recipe | data | seconds |", "|---|---|---|"]
     for recipe in recipes:
         found = list(runs_of(recipe, runs).values())
         if found:
-            cells = [
-                f"[`{recipe}`](#{recipe})",
-                _joined(shown.shows for shown in found),
-                _joined(shown.data or "made by the recipe" for shown in found),
-                _seconds([shown.seconds for shown in found]),
-            ]
+            data = _joined(shown.data or "made by the recipe" for shown in found)
+            cells = [f"[`{recipe}`](#{recipe})", data, _seconds([shown.seconds for shown in found])]
         else:
-            cells = [f"`{recipe}`", f"does not run: needs {needs.get(recipe, 'a test')}", "", ""]
-        lines.append(f"| {' | '.join(cells)} |")
+            cells = [f"`{recipe}`", f"does not run: needs {needs.get(recipe, 'a test')}", ""]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines)
 
 
@@ -58,26 +54,13 @@ def _commands(runs: Runs, recipes: Sequence[str]) -> Iterator[str]:
         if found:
             yield f"### `{recipe}` {{ #{recipe} }}"
         for shown in found.values():
-            yield f"{_sentence(shown.shows)} {_figures(shown)}"
-            yield "\n".join(["```console", *(f"$ {_wrapped(command)}" for command in shown.commands), "```"])
+            yield _sentence(shown.shows)
+            commands = (command for command in shown.commands if command != SERVER)
+            yield "\n".join(["```console", *(f"$ {_wrapped(command)}" for command in commands), "```"])
 
 
 def _sentence(clause: str) -> str:
     return f"{clause[0].upper()}{clause[1:]}."
-
-
-def _figures(shown: Shown) -> str:
-    """What was measured, in a sentence."""
-    parts = [
-        f"{name} at most {max(map(abs, numbers)):.0e}" if name in APART else f"{name} {_course(numbers)}"
-        for name, numbers in shown.figures.items()
-    ]
-    return f"Measured: {', '.join(parts)}." if parts else ""
-
-
-def _course(numbers: Sequence[float]) -> str:
-    first, last = (f"{numbers[place]:.2g}" for place in (0, -1))
-    return first if len(numbers) == 1 else f"{first} to {last}"
 
 
 def _seconds(numbers: Sequence[float]) -> str:

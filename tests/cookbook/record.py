@@ -15,7 +15,7 @@ from pathlib import Path
 
 VARIABLE = "SKYRL_TEST_RUNS"
 KEPT = Path(__file__).with_name("runs.json")
-"""The committed runs. `python -m tests.cookbook --run` writes them."""
+"""The committed runs. `make tables NEW=cookbook` writes them."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from tests.cookbook import recipes
 
 
 def test_the_page_is_made_from_the_installed_cookbook() -> None:
-    assert cookbook.installed() == cookbook.listed(), "make architectures writes the page anew"
+    assert cookbook.installed() == cookbook.listed(), "`make tables NEW=models` writes the page anew"
 
 
 def test_each_model_has_a_renderer_that_is_recommended_first() -> None:
@@ -16,4 +16,4 @@ def test_each_model_has_a_renderer_that_is_recommended_first() -> None:
 
 
 def test_the_page_of_recipes_has_those_of_the_installed_cookbook() -> None:
-    assert recipes.installed() == recipes.listed(), "make cookbook writes the page anew"
+    assert recipes.installed() == recipes.listed(), "`make tables NEW=models` writes the page anew"

@@ -46,10 +46,6 @@ def versions() -> list[str]:
     return sorted(found, key=lambda version: tuple(map(int, version.split("."))), reverse=True)
 
 
-CELLS = {"ok": "yes", "refused": "refused", "absent": "–", "broken": "SDK bug", "FAILED": "**fails**"}
-"""A feature's status, as the compatibility page shows it."""
-
-
 @dataclass(frozen=True)
 class Result:
     """The results of one SDK version."""
@@ -70,9 +66,17 @@ class Result:
         return {name: found["said"] for name, found in self.features.items() if found["status"] == "FAILED"}
 
     @property
-    def cells(self) -> dict[str, str]:
-        """What the compatibility page shows, by feature."""
-        return {name: CELLS[found["status"]] for name, found in self.features.items()}
+    def kept(self) -> dict[str, Any]:
+        """What the compatibility page is made from: statuses by feature without absent ones, what bugs of the SDK did,
+        and the public methods, commands and routes."""
+        present = {name: found for name, found in self.features.items() if found["status"] != "absent"}
+        return {
+            "features": {name: found["status"] for name, found in present.items()},
+            "bugs": {name: found["said"] for name, found in present.items() if found["status"] == "broken"},
+            "methods": sorted(self.public),
+            "commands": sorted(self.commands),
+            "routes": sorted(self.routes),
+        }
 
     @property
     def tried(self) -> set[str]:

@@ -54,7 +54,7 @@ def test_every_module_belongs_to_a_door() -> None:
 
 def test_the_drawing_of_imports_is_up_to_date() -> None:
     drawn = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert drawn == drawing(), "draw it again: .venv/bin/python -m tests.import_drawing"
+    assert drawn == drawing(), "`make tables` draws it again"
 
 
 def statements_outside_db() -> set[str]:

@@ -1,6 +1,6 @@
 """Every architecture of docs/reference/architectures.md against transformers (eager attention) and PEFT.
 
-`pytest -s` shows the differences. `make family-figures` keeps them for the page.
+`pytest -s` shows the differences. `make tables NEW=architectures` keeps them for the page.
 """
 
 from __future__ import annotations
