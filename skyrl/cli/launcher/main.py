@@ -35,7 +35,7 @@ from skyrl.cli.launcher.skyrl_processes import (
 from skyrl.cli.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
 from skyrl.cli.launcher.training_claim import server_id
 from skyrl.inference.placement import LocalPlacement
-from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.processes.listening import listen
 from skyrl.runtime.processes.ports import HeldPorts
 from skyrl.runtime.processes.runtime import Runtime, set_up_process

@@ -34,6 +34,7 @@ from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import ONLY_SAMPLED
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.fence import Fence
+from skyrl.storage.db.inference_servers import follow_servers
 from skyrl.storage.db.periodic import Rounds, once
 from skyrl.storage.notify.doorbell import Doorbell
 
@@ -104,8 +105,9 @@ class OnlySampled:
             metrics = VllmMetrics(runtime.replica_urls, key, directory, role=role)
             self._tasks.append(asyncio.create_task(once("publishing vLLM's metrics", metrics.run)))
         else:
-            placed = PlacedReplicas(self._database, runtime.placement_owner, group, lambda at: _replica(runtime, at))
-            self._tasks.append(asyncio.create_task(placed.run()))
+            placed = PlacedReplicas(group, lambda at: _replica(runtime, at))
+            following = follow_servers(self._database, runtime.placement_owner, asyncio.Event(), placed.follow)
+            self._tasks.append(asyncio.create_task(following))
 
     async def run(self) -> None:
         """Return, or raise, when the watch has ended."""

@@ -32,7 +32,7 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST, WEIGHT_UPDATES
 from skyrl.router.state_file import FILE_NAME
 from skyrl.runtime.metrics.files import FILE_VARIABLE
-from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.processes.listening import listen
 from skyrl.runtime.processes.ports import HeldPorts
 from skyrl.runtime.processes.startup import TAIL_LINES, Cause, FirstStarts, StartupError, cause_of_own

@@ -21,7 +21,7 @@ from skyrl.cli.launcher.parts import Part
 from skyrl.cli.launcher.training_claim import TrainingClaim
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE, THREADS_SLEEP
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.metrics.storage import show_free_space
 from skyrl.runtime.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
 from skyrl.runtime.processes.startup import TAIL_LINES, Cause, cause_of_own, cause_of_vllm

@@ -17,7 +17,7 @@ from skyrl.cli.ray_placement.scheduling import RayPlacement
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.vllm_metrics import VllmMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory, publishing
-from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.processes.startup import CANNOT_START
 from skyrl.storage.db.database import Database

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from skyrl.base.types.placed_server import PlacedServer
 from skyrl.cli.ray_placement.ray_server import RayServer
 from skyrl.inference.engine_kinds import VLLM
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.inference_servers import PlacedServer, write_servers
+from skyrl.storage.db.inference_servers import write_servers
 from skyrl.storage.db.periodic import Rounds
 from skyrl.storage.notify.doorbell import SERVERS, STATE, Doorbell
 

@@ -28,7 +28,7 @@ from skyrl.cli.ray_placement.scheduling import RayPlacement
 from skyrl.inference.plane_kind import PlaneVllm
 from skyrl.inference.remote.placement_route import PATH
 from skyrl.runtime.metrics.files import publishing
-from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.processes.runtime import PLACED, Runtime
 from skyrl.runtime.processes.startup import CANNOT_START
 from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE

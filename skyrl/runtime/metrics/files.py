@@ -96,9 +96,9 @@ class MetricsDirectory:
 
 class MetricsWriter:
     """Writes the metrics of this process, labelled with its name, every PERIOD_S until `stop`. Those of `registry` also
-    get `labels`, such as `Role.labels`; `more` are registries with labels of their own. The process that `owns` the
-    directory also deletes the files of processes that have ended; one that `answers` scrapes prepares the answer after
-    each writing."""
+    get `labels`, such as those of a base model; `more` are registries with labels of their own. The process that `owns`
+    the directory also deletes the files of processes that have ended; one that `answers` scrapes prepares the answer
+    after each writing."""
 
     def __init__(
         self,

@@ -13,8 +13,8 @@ from skyrl.base.config.base_models import is_path
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import ByName
 from skyrl.inference.features import InferenceFeatures
+from skyrl.runtime.metrics.api_process import ApiMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory
-from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.metrics.readiness import ReadinessMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.tracing.opening import open_spans

@@ -10,9 +10,10 @@ from skyrl.base.config.mixtures import model_config, whole_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.sight import sight_of
 from skyrl.base.model_files import template_of
+from skyrl.base.types.placed_server import PlacedServer
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
-from skyrl.runtime.metrics.processes import ApiMetrics, ModelMetrics
+from skyrl.runtime.metrics.api_process import ApiMetrics, ModelMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.agents.rendering.renderers import has_system_role
 from skyrl.server.api.readiness import EngineWatch
@@ -41,7 +42,7 @@ from skyrl.storage.db.adapter_uses import AdapterUses
 from skyrl.storage.db.checkpoints import Checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState, read_state
-from skyrl.storage.db.inference_servers import PlacedServer, read_servers
+from skyrl.storage.db.inference_servers import read_servers
 from skyrl.storage.db.picture_files import PictureFiles
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.usage import UsageCounter

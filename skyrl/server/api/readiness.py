@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 
 from skyrl.base.config.modes import Modes
 from skyrl.base.types.activity import EngineActivity, decode_activity
+from skyrl.base.types.placed_server import PlacedServer
 from skyrl.server.sampling.job import ContextLimits
 from skyrl.storage.db.engine_state import ONLY_SAMPLED, EngineState
-from skyrl.storage.db.inference_servers import PlacedServer
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.runtime.metrics.api_process import ApiMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory
-from skyrl.runtime.metrics.processes import ApiMetrics
 from skyrl.runtime.tracing.spans import Spans
 from skyrl.server.agents.continuations import ModelContinuations
 from skyrl.server.agents.turns import Turns

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from skyrl.base.pictures.picture import Pictures
 from skyrl.server.sampling.completion import ENDED, LARGE_BYTES, SampleAnswer, Usage, answer_of, sampling_params
-from skyrl.server.sampling.job import Pictures, SampleJob
+from skyrl.server.sampling.job import SampleJob
 from skyrl.server.sampling.loaded_weights import NOT_TOLD
 from skyrl.server.sampling.prompt_answer import MalformedAnswer, prompt_scores
 from skyrl.server.sampling.transport import Pieces

@@ -6,54 +6,25 @@ Does not know which replicas are ready: `EngineGroup` finds that out.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 
+from skyrl.base.types.placed_server import PlacedServer
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
-from skyrl.storage.db.database import Database
-from skyrl.storage.db.inference_servers import read_servers
-from skyrl.storage.db.periodic import Rounds
 
 logger = logging.getLogger(__name__)
-
-POLL_S = 2.0
 
 
 class PlacedReplicas:
     """`replica_at` makes the replica at these addresses; its id is its URL."""
 
-    def __init__(
-        self, database: Database, owner: str, group: EngineGroup, replica_at: Callable[[Addresses], Replica]
-    ) -> None:
-        self._database = database
-        self._owner = owner
+    def __init__(self, group: EngineGroup, replica_at: Callable[[Addresses], Replica]) -> None:
         self._group = group
         self._replica_at = replica_at
-        self._rung = asyncio.Event()
 
-    def ring(self) -> None:
-        """The rows have changed."""
-        self._rung.set()
-
-    async def run(self) -> None:
-        """Follow the rows until cancelled."""
-        rounds = Rounds("reading where the vLLMs run", POLL_S)
-        while True:
-            self._rung.clear()
-            try:
-                await self._follow()
-            except Exception as error:  # logged; the watch must go on
-                rounds.failed(error)
-            else:
-                rounds.went_well()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._rung.wait(), POLL_S)
-
-    async def _follow(self) -> None:
-        placed = await self._database.read_async(lambda c: read_servers(c, self._owner))
+    async def follow(self, placed: Sequence[PlacedServer]) -> None:
+        """Make the group equal to the servers of `placed` that run."""
         urls = {server.url: server for server in placed if server.url is not None}
         for replica in self._group.replicas:
             server = urls.get(replica.id)

@@ -1,7 +1,7 @@
 """The table engine_state, a row for each base model: the inference endpoint, whether the engine can train, and the
 engine's heartbeat.
 
-Each row has a key (`skyrl.base.config.base_models.Role.state_keys`): empty for the only base model of a server."""
+Each row has a key (`state_keys` in `skyrl.base.config.base_models`): empty for the only base model of a server."""
 
 from __future__ import annotations
 

@@ -7,39 +7,19 @@ server process runs, not whether it is ready.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 
 from sqlalchemy import Connection, delete, insert, select
 
+from skyrl.base.types.placed_server import PlacedServer
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.periodic import repeat
 from skyrl.storage.db.tables.processes import InferenceServerRow
 
+FOLLOW_S = 2.0
 servers = InferenceServerRow.__table__  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedServer:
-    """One inference server. `url` is None while it does not run; then `reason` says why, after the server's name.
-    `sidecar_url` is that of the sidecar beside it, if it has one."""
-
-    name: str
-    kind: str
-    url: str | None = None
-    node: str | None = None
-    incarnation: str | None = None
-    reason: str = ""
-    sidecar_url: str | None = None
-
-    @property
-    def sentence(self) -> str:
-        """What it does, for people: `vllm-1 waits for 1 GPU: ...`."""
-        return f"{self.name} {self.reason or f'starts on node {self.node}'}"
-
-    @property
-    def for_tenants(self) -> str:
-        """The sentence without what it says of the operator's nodes."""
-        return f"{self.name} {self.reason.partition(':')[0].partition(' on node')[0] or 'starts'}"
 
 
 def read_servers(connection: Connection, owner: str) -> list[PlacedServer]:
@@ -66,3 +46,14 @@ def write_servers(connection: Connection, owner: str, placed: Sequence[PlacedSer
             "updated_at": time.time(),
         }
         connection.execute(insert(servers), values)
+
+
+async def follow_servers(
+    database: Database, owner: str, rung: asyncio.Event, follow: Callable[[Sequence[PlacedServer]], Awaitable[None]]
+) -> None:
+    """Give `follow` the servers of `owner` every FOLLOW_S, and when `rung` is set, until cancelled."""
+
+    async def read() -> None:
+        await follow(await database.read_async(lambda c: read_servers(c, owner)))
+
+    await repeat("reading where the vLLMs run", FOLLOW_S, read, at_once=True, rung=rung)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from skyrl.storage.db.faults import is_transient, reason
 
@@ -39,14 +40,24 @@ class Rounds:
             )
 
 
-async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[object]], *, at_once: bool = False) -> None:
+async def repeat(
+    name: str,
+    period_s: float,
+    action: Callable[[], Awaitable[object]],
+    *,
+    at_once: bool = False,
+    rung: asyncio.Event | None = None,
+) -> None:
     """Run `action` every `period_s` seconds until cancelled. A round that fails is logged, and the next round runs. The
     first round comes up to half a period earlier, so that processes that start together do not write together; or
-    `at_once`."""
+    `at_once`. Setting `rung` makes the next round run at once."""
+    rung = rung or asyncio.Event()
     rounds = Rounds(name, period_s)
     pause_s = 0.0 if at_once else period_s * random.uniform(EARLIEST_FIRST, 1.0)
     while True:
-        await asyncio.sleep(pause_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(rung.wait(), pause_s)
+        rung.clear()
         pause_s = period_s
         try:
             await action()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, func, select
 
 from skyrl.base.types.scope import EVERYTHING, Scope
-from skyrl.storage.db.adapter_versions import OPEN_ADAPTER, samplers
+from skyrl.storage.db.adapter_versions import OPEN_ADAPTER
 from skyrl.storage.db.models import LIVING, models
+from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import sessions
 

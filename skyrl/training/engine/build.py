@@ -8,7 +8,7 @@ from typing import Self
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.sight import sight_of
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.runtime.metrics.processes import EngineMetrics
+from skyrl.runtime.metrics.engine_process import EngineMetrics
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db.fence import FencedDatabase
 from skyrl.storage.notify.doorbell import Doorbell

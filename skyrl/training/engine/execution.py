@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from skyrl.base.types.command import Command
 from skyrl.base.types.kinds import FILE_COMMANDS, SAVES, Kind
 from skyrl.base.wire.results import encode_json
+from skyrl.runtime.metrics.engine_process import EngineMetrics
 from skyrl.runtime.metrics.phases import phase_of
-from skyrl.runtime.metrics.processes import EngineMetrics
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import run_steps, usage
 from skyrl.storage.db.database import Change, Connection

@@ -17,7 +17,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from skyrl.runtime.metrics.processes import EngineMetrics
+from skyrl.runtime.metrics.engine_process import EngineMetrics
 from skyrl.runtime.processes.host_memory import trim
 from skyrl.storage.notify.doorbell import SESSIONS
 from skyrl.training.engine.command_log import CommandLog

@@ -27,7 +27,7 @@ from skyrl.inference.replica import Addresses
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import context_length
 from skyrl.runtime.metrics.adapters import AdapterMetrics
-from skyrl.runtime.metrics.processes import EngineMetrics
+from skyrl.runtime.metrics.engine_process import EngineMetrics
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.runtime.ray_cluster.connection import connect
@@ -47,6 +47,7 @@ from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.faults import outage
 from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
+from skyrl.storage.db.inference_servers import follow_servers
 from skyrl.storage.db.periodic import repeat
 from skyrl.storage.db.picture_files import PictureFiles
 from skyrl.storage.db.retrying_database import RetryingDatabase
@@ -324,9 +325,9 @@ async def _inference(
     following = None
     if runtime.config.ray is not None:
         kind = KINDS[VLLM](runtime.config, runtime.inference_api_key or "")
-        placed = PlacedReplicas(database, runtime.placement_owner, group, lambda at: kind.replica(at, host, metrics))
-        bell.on_servers = placed.ring
-        following = asyncio.create_task(placed.run())
+        placed, rung = PlacedReplicas(group, lambda at: kind.replica(at, host, metrics)), asyncio.Event()
+        bell.on_servers = rung.set
+        following = asyncio.create_task(follow_servers(database, runtime.placement_owner, rung, placed.follow))
     try:
         yield group, inference_watch
     finally:

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from skyrl.inference.vllm_metrics import VllmMetrics
+from skyrl.runtime.metrics.engine_process import EngineMetrics
 from skyrl.runtime.metrics.files import publishing
-from skyrl.runtime.metrics.processes import EngineMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.periodic import once, repeat

@@ -20,7 +20,7 @@ from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.runtime.metrics.processes import LauncherMetrics
+from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.metrics.text import rendered
 from tests.unit.runtime.test_metrics import VLLM
 

@@ -21,7 +21,9 @@ from skyrl.router.plugins import Chain
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
-from skyrl.runtime.metrics.processes import ApiMetrics, EngineMetrics, LauncherMetrics
+from skyrl.runtime.metrics.api_process import ApiMetrics
+from skyrl.runtime.metrics.engine_process import EngineMetrics
+from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.metrics.readiness import ReadinessMetrics
 from skyrl.runtime.metrics.storage import show_free_space
 from skyrl.runtime.metrics.vllm import FAMILIES

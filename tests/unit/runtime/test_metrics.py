@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from skyrl.runtime.metrics.engine_process import EngineMetrics
 from skyrl.runtime.metrics.files import STALE_S, MetricsDirectory, MetricsWriter, publishing
 from skyrl.runtime.metrics.http import HttpMetrics
-from skyrl.runtime.metrics.processes import EngineMetrics, LauncherMetrics
+from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.metrics.tallies import Spreads, Tallies
 from skyrl.runtime.metrics.text import joined, rendered
 from skyrl.runtime.metrics.vllm import shown

@@ -16,7 +16,7 @@ _FILES = {
     "deepseek_v4": "deepseek_v4_encoding",
     "deepseek_v41": "deepseek_v41_encoding",
 }
-KINDS = frozenset(_FILES)
+DEEPSEEK_KINDS = frozenset(_FILES)
 """The `model_type`s."""
 _V4_EFFORTS = {"max": "max", "low": "low", "minimal": "low", "medium": "low"}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from skyrl.server.agents.rendering.renderer import CannotRender, Setting
 
-KINDS = frozenset({"gpt_oss"})
+HARMONY_KINDS = frozenset({"gpt_oss"})
 """The `model_type`s."""
 _CALL_HEADER = re.compile(
     r"<\|start\|>assistant<\|channel\|>(?P<channel>[^<]*?) to=(?P<to>[^<]*) <\|constrain\|>(?P<type>[^<]*)<\|message\|>"

@@ -10,7 +10,7 @@ from typing import Any
 from skyrl.server.agents.rendering.renderer import CannotRender, Setting
 from skyrl.server.agents.rendering.vllm_files import module_of
 
-KINDS = frozenset({"inkling_mm_model"})
+INKLING_KINDS = frozenset({"inkling_mm_model"})
 """The `model_type`s."""
 _EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.7, "high": 0.9, "xhigh": 0.99, "max": 0.99}
 _EFFORT = 0.9

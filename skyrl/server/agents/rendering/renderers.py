@@ -18,11 +18,11 @@ def renderer_of(base_model: str) -> Renderer | None:
     """The renderer of a model: a directory, or a name of the model hub. None if it has no template on this machine, or
     if vLLM renders its chats with code that this process does not have. Raises CannotRender."""
     kind = whole_config(base_model).get("model_type", "")
-    if kind in harmony.KINDS:
+    if kind in harmony.HARMONY_KINDS:
         return harmony.Harmony()
-    if kind in deepseek.KINDS:
+    if kind in deepseek.DEEPSEEK_KINDS:
         return deepseek.DeepSeek(kind)
-    if kind in inkling.KINDS:
+    if kind in inkling.INKLING_KINDS:
         return inkling.Inkling()
     if kind in RENDERED_BY_VLLM or ((own := file_of(base_model, _MISTRAL)) is not None and own.is_file()):
         return None

@@ -54,7 +54,7 @@ class StoreRow(SQLModel, table=True):
 
 
 class AdapterUseRow(SQLModel, table=True):
-    """An adapter version that OpenAI requests use; its files stay until then. See `skyrl.storage.db.adapter_uses`."""
+    """An adapter version that OpenAI requests use: its files stay until then (`AdapterUses`)."""
 
     __tablename__ = "adapter_uses"  # pyright: ignore[reportAssignmentType]
     weights: WeightsRef = Field(sa_column=Column(WeightsText, primary_key=True))
