@@ -28,7 +28,7 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.processes import peak_resident_mb
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.runtime.processes.ports import free_port
 from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.training.backends.quantizing.release import quantize

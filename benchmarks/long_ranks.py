@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import Datum, TrainingPass
 from skyrl.training.backends.torch_lora.over_ranks import rank_settings
 from skyrl.training.backends.torch_lora.rank import Rank

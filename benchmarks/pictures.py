@@ -31,7 +31,7 @@ from benchmarks.models import make_seeing
 from benchmarks.table import aligned, number
 from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, ModelLimits, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 

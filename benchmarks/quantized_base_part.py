@@ -31,7 +31,7 @@ def trained(path: str, texts: str, keep_quantized: str) -> dict[str, Any]:
     """Logprobs of the texts by the base model; the base's bytes; peaks of the process above its start while it loads
     and above what it then holds in a step; and the CPU seconds of the second of two steps. In megabytes."""
     from skyrl.base.config.loading import load_config
-    from skyrl.base.types.lora import LoraSpec
+    from skyrl.base.types.weights import LoraSpec
     from skyrl.training.backends.base import AdamParams, Datum, PassResult, TrainingPass
     from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
     from skyrl.training.backends.torch_lora.quantized_weights import held_bytes

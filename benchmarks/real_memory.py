@@ -41,7 +41,7 @@ from skyrl.cli.demo.rl import datum
 from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.launcher.memory_estimate import Need, need_of, size_of
 from skyrl.inference.model_options import BLOCK_TOKENS
-from skyrl.runtime.processes.host_memory import free_host_bytes
+from skyrl.runtime.processes.host_resources import free_host_bytes
 from skyrl.training.engine.loop import TRIM_AFTER_S
 
 GROUPS = ("vLLM", "trainer")

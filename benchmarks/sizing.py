@@ -54,7 +54,7 @@ def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
     """Memory of a trainer with one rank and one adapter. Runs in a process of its own."""
     import numpy as np
 
-    from skyrl.base.types.lora import LoraSpec
+    from skyrl.base.types.weights import LoraSpec
     from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
     from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 

@@ -17,7 +17,7 @@ from benchmarks.stage import Stage
 from benchmarks.table import Row
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
 from skyrl.training.backends.base import AdamParams, Datum, TrainingPass

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.trainer_rows import TenantPass
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora import untrained
 from skyrl.training.backends.torch_lora.adapter import Adapter, Target

@@ -26,8 +26,7 @@ from benchmarks.simulation.database_steps import DatabaseSteps
 from benchmarks.simulation.real import postgres_pid
 from benchmarks.simulation.services import FILE, Cost, Services
 from benchmarks.simulation.whole_samples import whole_samples
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, Kind
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
 from skyrl.training.engine.scheduler import Scheduler

@@ -12,8 +12,7 @@ from collections import Counter
 from benchmarks.simulation.events import Activity, Signal
 from benchmarks.simulation.parts import Cluster, Thread
 from benchmarks.simulation.tenants import Learning
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import SAVES, Kind
+from skyrl.base.types.requests import SAVES, Command, Kind
 from skyrl.training.engine.build import BYTES_PER_TOKEN
 from skyrl.training.engine.scheduler import Scheduler, cost_of
 

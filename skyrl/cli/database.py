@@ -25,7 +25,7 @@ _NAME_DATABASE = (
 
 def in_database(database: Database) -> str:
     """The database's name in a sentence, without its password. Commands print which database they have changed."""
-    from skyrl.storage.db.urls import shown_url
+    from skyrl.storage.db.database import shown_url
 
     return f"in the database {database.file or shown_url(database.url)}"
 
@@ -53,10 +53,9 @@ def open_database(
     """
     from skyrl.base.config.loading import load_config
     from skyrl.base.config.server import ConfigError
-    from skyrl.storage.db.database import Database
+    from skyrl.storage.db.database import Database, shown_url, sqlite_file
     from skyrl.storage.db.faults import DatabaseError, reason
     from skyrl.storage.db.migrate import SchemaError, migrate, newest_revision, revision_of
-    from skyrl.storage.db.urls import shown_url, sqlite_file
 
     try:
         loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)

@@ -112,7 +112,7 @@ def import_rows(
     from skyrl.base.config.server import ConfigError
     from skyrl.cli.launcher.state_dir import lock_state_dir
     from skyrl.storage.db.database import Database
-    from skyrl.storage.db.transfer import carry_over
+    from skyrl.storage.db.maintenance import carry_over
 
     with _database(state_dir, database_url, config) as target, ExitStack() as resources:
         if target.is_sqlite:

@@ -11,7 +11,7 @@ import typer
 
 from skyrl.cli import router_options as option
 from skyrl.cli.many_values import ManyValues
-from skyrl.runtime.processes.log_format import LogFormat
+from skyrl.runtime.processes.logs import LogFormat
 
 
 class RouterCommand(ManyValues):

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import typer
 
 from skyrl.cli import router_options as option
-from skyrl.runtime.processes.log_format import LogFormat
+from skyrl.runtime.processes.logs import LogFormat
 
 
 def vllm_address(url: str) -> str:

@@ -12,7 +12,7 @@ import typer
 from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, open_database, print_table
 
 if TYPE_CHECKING:
-    from skyrl.storage.db.usage_report import UsageLine
+    from skyrl.storage.db.usage import UsageLine
 
 
 class Format(StrEnum):
@@ -32,7 +32,7 @@ def usage(
 ) -> None:
     """Print the tokens trained, sampled, and given as prompts (not in the prefix cache, found there, and computed for
     all sequences together). Samples from the base model have no run."""
-    from skyrl.storage.db.usage_report import UsageLine, last_days, report
+    from skyrl.storage.db.usage import UsageLine, last_days, report
 
     with open_database("usage", state_dir, database_url, config) as (_, database):
         lines = database.read(lambda c: report(c, *last_days(days), tenant=tenant, run=run))

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.model_files import model_config
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.cpu_context import longest_step
 from skyrl.inference.expert_adapters import memory_hint
+from skyrl.inference.metrics import AdapterMetrics
 from skyrl.inference.placement import ServerSpec, Spot
 from skyrl.inference.remote.placed_sidecar import PlacedSidecar
 from skyrl.inference.remote.settings import CACHE, default_cache, node_environment
@@ -27,8 +28,7 @@ from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_client import Probe
 from skyrl.inference.vllm_command import LOGGING_CONFIG, context_length, cuda_devices, options_named, vllm_spec
 from skyrl.inference.vllm_version import check_vllm, is_tested
-from skyrl.runtime.metrics.adapters import AdapterMetrics
-from skyrl.runtime.processes.log_format import vllm_logging
+from skyrl.runtime.processes.logs import vllm_logging
 from skyrl.runtime.processes.startup import Cause, cause_of_vllm
 from skyrl.storage.checkpoint_store.registry import store_url
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl.base.config.mixtures import experts_of, layers_with_experts
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.model_files import experts_of, layers_with_experts
 
 _MUCH = 16e9
 """Bytes of main memory."""

@@ -18,9 +18,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from skyrl.base.config.mixtures import experts_of, model_config, whole_config
-from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.base.config.sight import takes_pictures
+from skyrl.base.config.server import ConfigError, ServerConfig, takes_pictures
+from skyrl.base.model_files import experts_of, model_config, whole_config
 from skyrl.inference.cpu_context import BATCH, LEAST, longest_context
 from skyrl.inference.expert_adapters import check_layers
 from skyrl.inference.model_options import (
@@ -37,8 +36,8 @@ from skyrl.inference.placement import ServerSpec
 from skyrl.inference.remote.middleware import StoredAdapterLoads
 from skyrl.inference.vllm_plugin.incarnation import IncarnationHeader
 from skyrl.inference.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
-from skyrl.runtime.processes.host_memory import limit_bytes
-from skyrl.runtime.tracing.spans import traces_url
+from skyrl.runtime.processes.host_resources import limit_bytes
+from skyrl.runtime.tracing import traces_url
 
 HOST = "127.0.0.1"
 MAX_LOGPROBS = 65

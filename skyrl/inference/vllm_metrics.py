@@ -1,4 +1,4 @@
-"""Publishes the metrics of each vLLM, as `skyrl.runtime.metrics.vllm` shows them, beside those of skyrl's own
+"""Publishes the metrics of each vLLM, as `skyrl.inference.metrics` shows them, beside those of skyrl's own
 processes."""
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import httpx
 
-from skyrl.base.config.base_models import Role
+from skyrl.base.config.base_models import BaseModelSlot
+from skyrl.inference.metrics import shown
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.runtime.metrics.files import MetricsDirectory
-from skyrl.runtime.metrics.vllm import shown
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +25,14 @@ class VllmMetrics:
     that of their base model."""
 
     def __init__(
-        self, urls: Sequence[str], key: str, directory: MetricsDirectory, first: int = 0, role: Role | None = None
+        self,
+        urls: Sequence[str],
+        key: str,
+        directory: MetricsDirectory,
+        first: int = 0,
+        role: BaseModelSlot | None = None,
     ) -> None:
-        self._role = role or Role()
+        self._role = role or BaseModelSlot()
         self._clients = {number: VllmClient(url, key) for number, url in enumerate(urls, first)}
         self._directory = directory
 

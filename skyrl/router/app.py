@@ -18,8 +18,7 @@ from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Proxy, Truncated
 from skyrl.router.registration import RegistrationRoutes, is_registration
 from skyrl.router.reply import Reply
-from skyrl.runtime.metrics.files import MetricsDirectory
-from skyrl.runtime.metrics.text import CONTENT_TYPE
+from skyrl.runtime.metrics.files import CONTENT_TYPE, MetricsDirectory
 from skyrl.runtime.web.admin import FORWARDING, AdminKey, forwarded_for
 
 logger = logging.getLogger(__name__)

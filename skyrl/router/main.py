@@ -38,7 +38,7 @@ from skyrl.router.registration import RegistrationRoutes
 from skyrl.router.state_file import StateFile
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.metrics.process import LoopLag
-from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.processes.ports import listen
 from skyrl.runtime.web.admin import AdminKey
 from skyrl.runtime.web.connections import BoundedHttp
 from skyrl.runtime.web.server import Server, tune_garbage_collection

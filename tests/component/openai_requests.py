@@ -13,8 +13,7 @@ from api_harness import BASE, LONG_S, Api
 from fake_upstream import Received, Reply, reply
 from sqlalchemy import insert, select
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.server.api.app import create_app
 from skyrl.server.api.http_table import HttpTable
 from skyrl.server.api.tokens import tenant_of_key

@@ -13,7 +13,7 @@ from skyrl.router.app import RouterApp
 from skyrl.router.connections import address_of
 from skyrl.router.fast_path import Lane
 from skyrl.router.main import RouterOptions, connection_class, open_router
-from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.processes.ports import listen
 from skyrl.runtime.web.server import Server
 
 CONNECTIONS = 4

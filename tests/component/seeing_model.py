@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from skyrl.base.pictures.decoding import opened
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.server.sampling.job import Pictures
 from tests.families import IMAGE_TOKEN, PICTURE_TOKENS, VOCAB, make_family
 
@@ -92,4 +92,4 @@ class Reference:
 
 
 def tokens_of_picture(path: str, width: int, height: int) -> int:
-    return Sight.of(path).tokens(width, height)
+    return VisionConfig.of(path).tokens(width, height)

@@ -30,7 +30,7 @@ from skyrl.server.api.http_table import HttpTable
 from skyrl.server.api.server import open_services
 from skyrl.server.api.services import Services
 from skyrl.server.openai.service import Asked, OpenAIService
-from skyrl.storage.db.agent_sessions import sessions as agent_sessions
+from skyrl.storage.db.agents import sessions as agent_sessions
 from skyrl.storage.db.audit import audit_events
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database

@@ -65,7 +65,7 @@ IMPORTED = (
     "skyrl.storage.db.maintenance",
     "skyrl.storage.db.migrate",
     "skyrl.storage.db.quotas",
-    "skyrl.storage.db.transfer",
+    "skyrl.storage.db.maintenance",
     "skyrl.cli.launcher.main",
     "skyrl.server.quotas.limits",
     "skyrl.base.tiny.corpus",

@@ -18,7 +18,7 @@ import torch
 from engine_harness import Harness, Trainer, harness_in  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.storage.db.sessions import Session
 from skyrl.training.backends.torch_lora import device
 from skyrl.training.backends.torch_lora import model as model_module

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import TrainingPass
 from tests.gpu.support import DEVICE, NUMERICS, backend_on, build, ok, texts
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, OutOfMemory, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from tests.failures import FailingOperation

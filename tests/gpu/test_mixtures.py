@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import AutoConfig
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, Mixture
 from skyrl.training.backends.torch_lora.expert_product import (
     BaseExperts,

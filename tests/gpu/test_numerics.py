@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.training.backends.torch_lora import passes
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend

@@ -12,7 +12,7 @@ from picture_support import Picture, group, logprobs_of, mixed
 from torch import Tensor
 from transformers import AutoConfig
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams
 from skyrl.training.backends.torch_lora.text_part import model_class
 from tests.families import make_family

@@ -25,7 +25,7 @@ import torch
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed, vllm_spec
 from skyrl.inference.vllm_plugin.extra_args import PromptScores

@@ -17,9 +17,9 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.runtime.ray_cluster import connection
-from skyrl.runtime.ray_cluster.rank_places import rank_places
+from skyrl.runtime.ray_cluster.capacity import rank_places
 from skyrl.training.backends.base import AdamParams, RankDied
 from skyrl.training.backends.registry import create_backend
 from skyrl.training.backends.torch_full.backend import TorchFullBackend

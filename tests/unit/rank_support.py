@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torch_lora_support import assert_close, assert_same, grpo, ok, rl, saved, sft, train
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
 
 TOLERANCE = 1e-5

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import Backend, Datum, PassResult, TrainingPass
 from skyrl.training.backends.torch_full.backend import TorchFullBackend
 from skyrl.training.backends.torch_full.rank import FullRank

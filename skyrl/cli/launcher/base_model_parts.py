@@ -15,6 +15,7 @@ from pathlib import Path
 from skyrl.base.config.server import ServerConfig
 from skyrl.cli.launcher.first_ready import StartObserver
 from skyrl.cli.launcher.inference_parts import InferenceParts, router_url
+from skyrl.cli.launcher.metrics import RestartMetrics
 from skyrl.cli.launcher.parts import Part
 from skyrl.cli.launcher.preflight import Findings
 from skyrl.cli.launcher.skyrl_processes import (
@@ -30,11 +31,9 @@ from skyrl.cli.launcher.skyrl_processes import (
 from skyrl.inference.placement import DEVICES_ENV, LocalPlacement
 from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.watchdog import Watchdog
-from skyrl.runtime.metrics.restarts import RestartMetrics
 from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts
-from skyrl.runtime.processes.running_file import running_now
 from skyrl.runtime.processes.runtime import BASE_MODEL_ENV, SIDECAR_ENV, Runtime
-from skyrl.runtime.processes.startup import Cause
+from skyrl.runtime.processes.startup import Cause, running_now
 from skyrl.runtime.processes.supervision import SupervisedProcess
 from skyrl.storage.db.database import Database
 

@@ -14,7 +14,7 @@ from skyrl.cli.launcher.parts import Part, Parts
 from skyrl.storage.db import engine_state
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.engine_state import EngineState
-from skyrl.storage.db.periodic import Rounds
+from skyrl.storage.db.repeats import Rounds
 
 logger = logging.getLogger(__name__)
 

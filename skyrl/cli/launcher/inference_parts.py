@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.cli.launcher.first_ready import StartObserver
+from skyrl.cli.launcher.metrics import RestartMetrics
 from skyrl.cli.launcher.parts import Part
 from skyrl.cli.launcher.preflight import Findings, taken_port
 from skyrl.cli.launcher.server_parts import ServerParts
 from skyrl.inference.engine_kinds import VLLM, Vllm
 from skyrl.inference.placement import Placement, ServerPlan
 from skyrl.inference.vllm_command import inference_devices
-from skyrl.runtime.metrics.restarts import RestartMetrics
 from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts
 
 

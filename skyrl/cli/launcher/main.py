@@ -19,6 +19,7 @@ from skyrl.base.config.several import base_models_of
 from skyrl.cli.launcher.base_model_parts import BaseModelParts
 from skyrl.cli.launcher.base_models_watch import BaseModelsWatch
 from skyrl.cli.launcher.first_ready import FirstReady
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.launcher.parts import Part, Parts, ServerEnded
 from skyrl.cli.launcher.preflight import Findings, check_each
 from skyrl.cli.launcher.skyrl_processes import (
@@ -35,9 +36,7 @@ from skyrl.cli.launcher.skyrl_processes import (
 from skyrl.cli.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
 from skyrl.cli.launcher.training_claim import server_id
 from skyrl.inference.placement import LocalPlacement
-from skyrl.runtime.metrics.launcher_process import LauncherMetrics
-from skyrl.runtime.processes.listening import listen
-from skyrl.runtime.processes.ports import HeldPorts
+from skyrl.runtime.processes.ports import HeldPorts, listen
 from skyrl.runtime.processes.runtime import Runtime, set_up_process
 from skyrl.runtime.processes.systemd import Systemd
 from skyrl.runtime.ray_cluster import head

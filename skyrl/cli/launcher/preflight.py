@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.model_files import model_config
 from skyrl.cli.launcher.memory_estimate import check_memory
 from skyrl.cli.launcher.model_location import check_model
 from skyrl.cli.launcher.ray_room import check_room_of_ranks, check_room_of_vllms, check_shared_gpus
@@ -25,8 +25,7 @@ from skyrl.inference.vllm_command import context_sentence, cuda_devices
 from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
 from skyrl.inference.vllm_version import check_vllm
 from skyrl.runtime.processes.ports import LOOPBACK, check_free
-from skyrl.runtime.ray_cluster.connection import NoCluster, check_installed, find_address
-from skyrl.runtime.ray_cluster.facts import ask
+from skyrl.runtime.ray_cluster.connection import NoCluster, ask, check_installed, find_address
 
 logger = logging.getLogger(__name__)
 

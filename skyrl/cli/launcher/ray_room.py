@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference.engine_kinds import KINDS, VLLM
-from skyrl.runtime.ray_cluster.capacity import Bundle, NodeCapacity, missing
-from skyrl.runtime.ray_cluster.rank_places import rank_places
+from skyrl.runtime.ray_cluster.capacity import Bundle, NodeCapacity, missing, rank_places
 
 _GIVEN_BY_RAY = ("CPU", "memory", "object_store_memory")
 """Resources of this machine's own cluster besides GPUs. It has as many CPUs as all parts ask for."""

@@ -23,6 +23,7 @@ import httpx
 from skyrl.base.config.server import ServerConfig
 from skyrl.cli.launcher.first_ready import Supervised
 from skyrl.cli.launcher.inference_parts import InferenceParts, in_url
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.launcher.parts import Part, Parts
 from skyrl.cli.launcher.preflight import Findings, check, check_placed_vllms
 from skyrl.cli.launcher.rollout_on_ray import PLACEMENT_GRACE_S, RAY_GRACE_S, check_keys, placed_processes, tell_changes
@@ -32,9 +33,7 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST, WEIGHT_UPDATES
 from skyrl.router.state_file import FILE_NAME
 from skyrl.runtime.metrics.files import FILE_VARIABLE
-from skyrl.runtime.metrics.launcher_process import LauncherMetrics
-from skyrl.runtime.processes.listening import listen
-from skyrl.runtime.processes.ports import HeldPorts
+from skyrl.runtime.processes.ports import HeldPorts, listen
 from skyrl.runtime.processes.startup import TAIL_LINES, Cause, FirstStarts, StartupError, cause_of_own
 from skyrl.runtime.processes.supervision import SupervisedProcess
 from skyrl.runtime.processes.systemd import Systemd

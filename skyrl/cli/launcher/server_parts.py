@@ -11,12 +11,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from skyrl.cli.launcher.first_ready import StartObserver
+from skyrl.cli.launcher.metrics import RestartMetrics
 from skyrl.cli.launcher.parts import Part
 from skyrl.inference.engine_kinds import EngineKind
 from skyrl.inference.placement import Placement, ServerHandle, ServerPlan
 from skyrl.inference.vllm_client import VllmClient
 from skyrl.inference.watchdog import Watchdog
-from skyrl.runtime.metrics.restarts import RestartMetrics
 from skyrl.runtime.processes.startup import TAIL_LINES
 
 logger = logging.getLogger(__name__)

@@ -17,17 +17,17 @@ from pathlib import Path
 from skyrl.base.config.server import ServerConfig
 from skyrl.cli.launcher.first_ready import FirstReady, StartObserver
 from skyrl.cli.launcher.log_rotation import rotate_logs
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.launcher.parts import Part
 from skyrl.cli.launcher.training_claim import TrainingClaim
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE, THREADS_SLEEP
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.metrics.storage import show_free_space
+from skyrl.runtime.processes.host_resources import watch_disk
 from skyrl.runtime.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
 from skyrl.runtime.processes.startup import TAIL_LINES, Cause, cause_of_own, cause_of_vllm
 from skyrl.runtime.processes.supervision import SupervisedProcess
 from skyrl.runtime.ray_cluster.head import LocalCluster
-from skyrl.storage.checkpoint_store.space import watch_disk
 from skyrl.storage.db.database import Database
 
 logger = logging.getLogger(__name__)

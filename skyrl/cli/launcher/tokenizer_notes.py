@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from skyrl.base.config.mixtures import model_config, whole_config
-from skyrl.base.config.vocabularies import tokens_of
-from skyrl.base.model_files import json_of
+from skyrl.base.model_files import json_of, model_config, tokens_of, whole_config
 
 logger = logging.getLogger(__name__)
 

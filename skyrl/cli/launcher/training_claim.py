@@ -19,7 +19,7 @@ from skyrl.storage.db import claims
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import ONLY
 from skyrl.storage.db.faults import DatabaseError, reason
-from skyrl.storage.db.periodic import Rounds
+from skyrl.storage.db.repeats import Rounds
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.launcher.server_parts import wherever
 from skyrl.cli.ray_placement.lifecycle import Starts, end, live, run_servers, server_parts
 from skyrl.cli.ray_placement.publisher import ServersPublisher
@@ -17,7 +18,6 @@ from skyrl.cli.ray_placement.scheduling import RayPlacement
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.vllm_metrics import VllmMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory, publishing
-from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.processes.startup import CANNOT_START
 from skyrl.storage.db.database import Database

@@ -10,9 +10,9 @@ from skyrl.cli.ray_placement.ray_server import RayServer
 from skyrl.inference.engine_kinds import VLLM
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.inference_servers import write_servers
-from skyrl.storage.db.periodic import Rounds
-from skyrl.storage.notify.doorbell import SERVERS, STATE, Doorbell
+from skyrl.storage.db.processes import write_servers
+from skyrl.storage.db.repeats import Rounds
+from skyrl.storage.doorbell import SERVERS, STATE, Doorbell
 
 RETRY_S = 1.0
 

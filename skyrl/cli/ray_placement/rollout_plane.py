@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.launcher.server_parts import ServerParts, wherever
 from skyrl.cli.ray_placement.lifecycle import Starts, end, live, run_servers, server_parts
 from skyrl.cli.ray_placement.ray_server import RayServer
@@ -28,7 +29,6 @@ from skyrl.cli.ray_placement.scheduling import RayPlacement
 from skyrl.inference.plane_kind import PlaneVllm
 from skyrl.inference.remote.placement_route import PATH
 from skyrl.runtime.metrics.files import publishing
-from skyrl.runtime.metrics.launcher_process import LauncherMetrics
 from skyrl.runtime.processes.runtime import PLACED, Runtime
 from skyrl.runtime.processes.startup import CANNOT_START
 from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from skyrl.inference.remote.settings import API_KEY
-from skyrl.runtime.processes.log_format import LogFormat
+from skyrl.runtime.processes.logs import LogFormat
 
 SIDECAR = "SKYRL_NODE_SIDECAR"
 ADMIN_KEY, CLIENT_KEY = "SKYRL_NODE_ADMIN_KEY", "SKYRL_NODE_CLIENT_KEY"

@@ -25,8 +25,8 @@ from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.sidecar.updates import Updates
 from skyrl.runtime.processes.runtime import run_process, set_up_process
 from skyrl.runtime.web.admin import AdminKey
-from skyrl.storage.checkpoint_store.full_weights import is_full_version
 from skyrl.storage.checkpoint_store.registry import store_at
+from skyrl.storage.checkpoint_store.versions import is_full_version
 
 
 class KeyNeeded:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from skyrl import __version__
-from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.inference.sidecar.call import PLAIN, Call
 from skyrl.inference.sidecar.errors import BadRequest, SidecarError, VllmAway
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion, is_paused
@@ -157,8 +157,8 @@ class Control:
 
     async def _takes_images(self, root: str) -> bool:
         try:
-            await asyncio.to_thread(Sight.of, root)
-        except Blind:
+            await asyncio.to_thread(VisionConfig.of, root)
+        except NoVision:
             return False
         return not await self._config.only_text()
 

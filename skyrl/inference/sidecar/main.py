@@ -11,7 +11,7 @@ import uvloop
 
 from skyrl.inference.sidecar.app import Sidecar, open_sidecar
 from skyrl.inference.sidecar.settings import SidecarSettings
-from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.processes.ports import listen
 from skyrl.runtime.web.server import Server, tune_garbage_collection
 
 

@@ -10,14 +10,13 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from skyrl.inference.metrics import shown
 from skyrl.inference.sidecar.call import Call
 from skyrl.inference.sidecar.errors import SidecarError
 from skyrl.inference.sidecar.in_flight import InFlight
 from skyrl.inference.sidecar.pause import Pause
 from skyrl.inference.sidecar.vllm import Vllm
-from skyrl.runtime.metrics.files import MetricsDirectory
-from skyrl.runtime.metrics.text import CONTENT_TYPE
-from skyrl.runtime.metrics.vllm import shown
+from skyrl.runtime.metrics.files import CONTENT_TYPE, MetricsDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from itertools import groupby
 from typing import Any
 
 from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, digest_of, format_of
-from skyrl.base.pictures.sight import Blind, Sight
-from skyrl.base.wire.long_base64 import decode_base64
+from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.wire.decoding import decode_base64
 from skyrl.inference.sidecar.errors import BadRequest, Busy
 from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
 
@@ -67,7 +67,7 @@ class Pictures:
 
     def __init__(self) -> None:
         self._checker = PictureChecker()
-        self._sights: dict[str, Sight] = {}
+        self._sights: dict[str, VisionConfig] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
 
     async def close(self) -> None:
@@ -102,15 +102,15 @@ class Pictures:
             short.append(token)
         return whole, PlacedPictures(short, [picture.part for picture in pictures])
 
-    async def _sight(self, model: str) -> Sight:
+    async def _sight(self, model: str) -> VisionConfig:
         if model not in self._sights:
             try:
-                self._sights[model] = await asyncio.to_thread(Sight.of, model)
-            except Blind as error:
+                self._sights[model] = await asyncio.to_thread(VisionConfig.of, model)
+            except NoVision as error:
                 raise BadRequest(f"{FIELD}: the model takes no images: {error}") from error
         return self._sights[model]
 
-    async def _picture(self, number: int, text: str, sight: Sight) -> _Picture:
+    async def _picture(self, number: int, text: str, sight: VisionConfig) -> _Picture:
         try:
             return await self._checked(text, sight)
         except BadPicture as error:
@@ -118,7 +118,7 @@ class Pictures:
         except (TooManyPictures, NotChecked) as error:
             raise Busy(f"{FIELD}: {error}") from error
 
-    async def _checked(self, text: str, sight: Sight) -> _Picture:
+    async def _checked(self, text: str, sight: VisionConfig) -> _Picture:
         data, digest = await asyncio.to_thread(_decoded, text)
         format = format_of(data)
         size = self._sizes.pop(digest, None) or await self._checker.check(data, format)

@@ -20,7 +20,7 @@ import msgspec
 
 from skyrl.base.pictures.decoding import size_of
 from skyrl.base.pictures.picture import FORMATS, BadPicture
-from skyrl.runtime.pictures.protocol import HEADER
+from skyrl.runtime.pictures import HEADER
 
 
 def main(cpu_s: float, memory_bytes: int, nice: int) -> None:

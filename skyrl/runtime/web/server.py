@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from skyrl.runtime.processes.listening import BACKLOG
+from skyrl.runtime.processes.ports import BACKLOG
 from skyrl.runtime.web.connections import BoundedHttp
 
 YOUNG_OBJECTS = 200_000

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl.base.config.mixtures import whole_config
-from skyrl.base.model_files import template_of
+from skyrl.base.model_files import template_of, whole_config
 from skyrl.base.model_tokenizer import tokenizer_of
 from skyrl.inference.parsers import parsers_of
 from skyrl.server.agents.rendering.continuation import Continuations, Continued, Fork, Kept, Step

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl.base.config.mixtures import experts_of, layers_with_experts, model_config
+from skyrl.base.model_files import experts_of, layers_with_experts, model_config
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.routed_experts import UNRECORDED, packed
 from skyrl.server.agents.rows import Row

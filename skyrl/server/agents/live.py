@@ -7,18 +7,16 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 
-from skyrl.base.types.agent_reasons import EndReason
-from skyrl.base.types.agents import AgentSession, AgentTurn
+from skyrl.base.types.agents import AgentSession, AgentTurn, EndReason
 from skyrl.base.wire.errors import RequestError
-from skyrl.runtime.metrics.agents import AgentMetrics
+from skyrl.chat.agents.metrics import AgentMetrics
 from skyrl.server.agents.rendering.continuation import Kept
 from skyrl.server.agents.running import RunningTurn
 from skyrl.server.agents.tree import Tree
 from skyrl.server.openai.errors import OpenAIError
-from skyrl.storage.db.agent_sessions import AgentSessions
-from skyrl.storage.db.agent_turns import AgentTurns
+from skyrl.storage.db.agents import AgentSessions, AgentTurns
 from skyrl.storage.db.retention import PAUSE_S
-from skyrl.storage.notify.peers import PeerNotifier
+from skyrl.storage.notices import PeerNotifier
 
 MAX_BYTES = 512 * 2**20
 """Of all sessions in memory, beside those with a turn that runs."""

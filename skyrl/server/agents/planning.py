@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl.base.types.agent_reasons import ForkReason
-from skyrl.base.types.agents import AgentTurn
+from skyrl.base.types.agents import AgentTurn, ForkReason
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.agents.answers import ASKED, Shown
 from skyrl.server.agents.canonical import setting_of

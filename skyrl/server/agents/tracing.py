@@ -11,8 +11,7 @@ from contextvars import Token
 from types import TracebackType
 
 from skyrl.base.types.agents import AgentTurn
-from skyrl.runtime.tracing.current import current_trace
-from skyrl.runtime.tracing.spans import Attribute, OpenSpan, RequestTrace
+from skyrl.runtime.tracing import Attribute, OpenSpan, RequestTrace, current_trace
 
 
 class TurnSpan:

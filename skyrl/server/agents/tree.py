@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl.base.types.agent_reasons import ForkReason
-from skyrl.base.types.agents import AgentTurn
+from skyrl.base.types.agents import AgentTurn, ForkReason
 from skyrl.server.agents.canonical import Print, digest, identical, print_of, setting_digest
 
 _CHANGED: Mapping[str, ForkReason] = {

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.base.types.agent_reasons import ForkReason
-from skyrl.base.types.agents import AgentTurn, VersionSpan
+from skyrl.base.types.agents import AgentTurn, ForkReason, VersionSpan
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire.errors import RequestError
-from skyrl.runtime.metrics.agents import AgentMetrics
-from skyrl.runtime.processes.log_format import about_request
+from skyrl.chat.agents.metrics import AgentMetrics
+from skyrl.runtime.processes.logs import about_request
 from skyrl.server.agents import repeating
 from skyrl.server.agents.answers import Answers, bare
 from skyrl.server.agents.canonical import request_key
@@ -30,7 +29,7 @@ from skyrl.server.agents.tracing import TurnSpan
 from skyrl.server.openai.errors import OpenAIError
 from skyrl.server.openai.models import Target
 from skyrl.server.sampling.completion import MalformedAnswer
-from skyrl.storage.db.agent_turns import AgentTurns
+from skyrl.storage.db.agents import AgentTurns
 
 logger = logging.getLogger(__name__)
 

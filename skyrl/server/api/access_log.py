@@ -6,8 +6,7 @@ from __future__ import annotations
 import logging
 import time
 
-from skyrl.runtime.processes.log_format import about_request
-from skyrl.runtime.processes.log_limits import plain
+from skyrl.runtime.processes.logs import about_request, plain
 from skyrl.server.api.call import Call
 from skyrl.server.api.tracing import UNTRACED
 

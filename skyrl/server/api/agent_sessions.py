@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from skyrl.base.config.keys import AgentsConfig
 from skyrl.base.types.agents import AgentLimits, AgentSession
-from skyrl.base.types.ids import new_request_id
+from skyrl.base.types.requests import new_request_id
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.requests import check_metadata
 from skyrl.server.agents.experts import Experts
@@ -27,7 +27,7 @@ from skyrl.server.api.routes import API, Routes
 from skyrl.server.api.services import Services
 from skyrl.server.openai.errors import OpenAIError
 from skyrl.server.openai.fields import ChatFields
-from skyrl.storage.db.agent_sessions import Counts, SessionState
+from skyrl.storage.db.agents import Counts, SessionState
 
 ROUTE = f"{API}/agent_sessions"
 MAX_PAGE, MAX_ROWS = 200, 64

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from skyrl.base.types.agents import AgentSession, AgentTurn
-from skyrl.storage.db.agent_sessions import Counts
+from skyrl.storage.db.agents import Counts
 
 MAX_TURNS = 20
 """Of one answer. The page asks for the next ones."""

@@ -12,7 +12,7 @@ from skyrl.server.api.build import ApiProcess
 from skyrl.server.api.readiness import POLL_S
 from skyrl.server.futures.store import SAFETY_POLL_S
 from skyrl.server.sampling.ownership import BEAT_S
-from skyrl.storage.db.periodic import once, repeat
+from skyrl.storage.db.repeats import once, repeat
 from skyrl.storage.db.usage import meter_storage
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from typing import Any, Self
 from starlette.requests import Request
 
 from skyrl.base.wire.errors import NoSpace, RequestError
+from skyrl.runtime.processes.host_resources import SPARE_DISK_BYTES
 from skyrl.server.api.body import CONTROL_BYTES, SAMPLE_BYTES, SMALL_BYTES, expand, expanded_size, is_small, receive
 from skyrl.server.api.route import Bound
-from skyrl.storage.checkpoint_store.space import SPARE_DISK_BYTES
 
 MEMORY_BYTES = 32 * 2**20
 RETRY_S = 5.0

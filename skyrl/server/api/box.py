@@ -21,9 +21,9 @@ from skyrl.server.api.access import Caller
 from skyrl.server.api.overview import Overview
 from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
-from skyrl.storage.db import api_processes
+from skyrl.storage.db import processes as api_processes
+from skyrl.storage.db.quotas import sizes
 from skyrl.storage.db.runs import pending_by_kind
-from skyrl.storage.db.sizes import sizes
 
 _VLLM_NAMES = {
     "kv_cache_usage_perc": "kv_use",

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Self
 
 from skyrl import __version__
+from skyrl.api.metrics import ApiMetrics, ReadinessMetrics
 from skyrl.base.config.base_models import is_path
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import ByName
 from skyrl.inference.features import InferenceFeatures
-from skyrl.runtime.metrics.api_process import ApiMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory
-from skyrl.runtime.metrics.readiness import ReadinessMetrics
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.runtime.tracing.opening import open_spans
+from skyrl.runtime.tracing import open_spans
 from skyrl.server.agents.continuations import ModelContinuations
 from skyrl.server.agents.live import LiveSessions
 from skyrl.server.agents.planning import Planner, SamplingModel
@@ -48,27 +47,23 @@ from skyrl.server.sampling.lane import Lanes
 from skyrl.server.sampling.ownership import SampleOwnership
 from skyrl.server.sampling.service import SampleService
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.db.adapter_uses import AdapterUses
-from skyrl.storage.db.agent_sessions import AgentSessions
-from skyrl.storage.db.agent_turns import AgentTurns
-from skyrl.storage.db.api_processes import ApiProcesses
+from skyrl.storage.db.adapter_versions import AdapterUses
+from skyrl.storage.db.agents import AgentSessions, AgentTurns
 from skyrl.storage.db.audit import Audit
-from skyrl.storage.db.checkpoints import Checkpoints
-from skyrl.storage.db.copies import Copies
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.checkpoints import Checkpoints, Copies
+from skyrl.storage.db.database import Database, postgres_conninfo
 from skyrl.storage.db.keys import Keys
 from skyrl.storage.db.models import Models
-from skyrl.storage.db.picture_files import PictureFiles
+from skyrl.storage.db.pictures import PictureFiles
+from skyrl.storage.db.processes import ApiProcesses, SampleClocks
 from skyrl.storage.db.retention import Retention
 from skyrl.storage.db.run_steps import Curves
-from skyrl.storage.db.sample_clocks import SampleClocks
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.session_search import SessionSearch
 from skyrl.storage.db.sessions import Sessions
-from skyrl.storage.db.urls import postgres_conninfo
 from skyrl.storage.db.usage import Usage, UsageCounter
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.storage.notify.notifier import Notifier
+from skyrl.storage.notices import Notifier
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,12 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from skyrl.base.config.mixtures import model_config, whole_config
-from skyrl.base.config.server import ServerConfig
-from skyrl.base.config.sight import sight_of
-from skyrl.base.model_files import template_of
+from skyrl.api.metrics import ApiMetrics, ModelMetrics
+from skyrl.base.config.server import ServerConfig, vision_of
+from skyrl.base.model_files import model_config, template_of, whole_config
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
-from skyrl.runtime.metrics.api_process import ApiMetrics, ModelMetrics
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.agents.rendering.renderers import has_system_role
 from skyrl.server.api.readiness import EngineWatch
@@ -38,12 +36,12 @@ from skyrl.server.sampling.http import HttpTransport
 from skyrl.server.sampling.lane import Lane
 from skyrl.server.sampling.loaded_weights import LoadedWeights
 from skyrl.storage.checkpoint_store.base import CheckpointStore
-from skyrl.storage.db.adapter_uses import AdapterUses
+from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.checkpoints import Checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState, read_state
-from skyrl.storage.db.inference_servers import read_servers
-from skyrl.storage.db.picture_files import PictureFiles
+from skyrl.storage.db.pictures import PictureFiles
+from skyrl.storage.db.processes import read_servers
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.usage import UsageCounter
 
@@ -76,7 +74,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
     loaded = LoadedWeights(database, config.role.own) if config.full_finetuning else None
     transport = HttpTransport(config.forwarding_inference_max_connections)
     client = _client(runtime, watch, adapters, transport, loaded, metrics, shared)
-    sight = sight_of(config)
+    sight = vision_of(config)
     passage = Passage(
         admission=shared.admission,
         order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from skyrl.base.types.ids import new_request_id
+from skyrl.base.types.requests import new_request_id
 from skyrl.base.wire.decoding import raw_fields, raw_value
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.api.agent_chats import AgentChats

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.base.types.ids import new_session_id
+from skyrl.base.types.requests import new_session_id
 from skyrl.base.types.weights import FullWeights
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import TinkerPath, model_id_of, parse_path
@@ -22,11 +22,9 @@ from skyrl.server.api.reply import reply
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.services import Services
 from skyrl.server.api.sessions import check_length
-from skyrl.storage.checkpoint_store.base import StoreError
+from skyrl.storage.checkpoint_store.base import StoreError, in_store
 from skyrl.storage.checkpoint_store.directories import safe_name
-from skyrl.storage.checkpoint_store.threads import in_store
-from skyrl.storage.db.checkpoints import Checkpoint
-from skyrl.storage.db.copies import Copy
+from skyrl.storage.db.checkpoints import Checkpoint, Copy
 
 logger = logging.getLogger(__name__)
 

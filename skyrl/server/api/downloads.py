@@ -20,8 +20,7 @@ from skyrl.server.api.reply import reply, timestamp
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.services import Services
 from skyrl.storage.checkpoint_store.archive import Member, gzip_size, gzip_stored, tar, tar_size
-from skyrl.storage.checkpoint_store.base import MANIFEST, manifest_of
-from skyrl.storage.checkpoint_store.threads import in_store
+from skyrl.storage.checkpoint_store.base import MANIFEST, in_store, manifest_of
 from skyrl.storage.db.checkpoints import Checkpoint
 
 LINK_S = 3600.0

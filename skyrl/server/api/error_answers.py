@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from skyrl.base.wire.errors import OverQuota, RequestError
-from skyrl.runtime.processes.log_format import about_request
+from skyrl.runtime.processes.logs import about_request
 from skyrl.server.api.call import Call
 from skyrl.server.api.openai import is_anthropic, is_openai
 from skyrl.server.api.refusals import Refusals

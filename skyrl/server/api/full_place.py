@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 
-from skyrl.base.types.scope import Scope
+from skyrl.base.types.weights import Scope
 from skyrl.server.api.session_life import SessionLife
 from skyrl.server.request_status.runs import SILENT_S
 from skyrl.storage.db.database import Database

@@ -17,7 +17,7 @@ from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 from skyrl.base.wire.results import to_json
 from skyrl.base.wire.training import PROTOBUF
-from skyrl.runtime.processes.log_limits import LimitedLog
+from skyrl.runtime.processes.logs import LimitedLog
 from skyrl.server.api.call import Call
 from skyrl.server.api.reply import WholeBody, reply
 from skyrl.server.api.routes import Routes

@@ -14,8 +14,8 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
+from skyrl.api.metrics import HttpMetrics
 from skyrl.base.wire.errors import RequestError
-from skyrl.runtime.metrics.http import HttpMetrics
 from skyrl.server.api.access import Access, check_route
 from skyrl.server.api.body_memory import BodyReader
 from skyrl.server.api.call import Call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from skyrl.base.config.keys import LOOPBACK
-from skyrl.runtime.metrics.text import CONTENT_TYPE
+from skyrl.runtime.metrics.files import CONTENT_TYPE
 from skyrl.server.api.call import Call
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.services import Services

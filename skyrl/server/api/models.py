@@ -8,10 +8,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from skyrl.base.config.mixtures import TRAIN_MLP_REFUSED
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.model_files import TRAIN_MLP_REFUSED
+from skyrl.base.types.requests import Kind, NewRequest
+from skyrl.base.types.weights import LoraSpec
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig

@@ -1,4 +1,4 @@
-"""What an API process does when another process tells it of a change. `skyrl.storage.notify` carries and lists the
+"""What an API process does when another process tells it of a change. `skyrl.storage.notices` carries and lists the
 notices."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.sampling.service import SampleService
 from skyrl.storage.db.faults import DatabaseError, is_transient, reason
-from skyrl.storage.notify.doorbell import STATE
-from skyrl.storage.notify.peers import PeerNotices
+from skyrl.storage.doorbell import STATE
+from skyrl.storage.notices import PeerNotices
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from skyrl.server.api.services import Services
 from skyrl.server.request_status.runs import RunStatus
 from skyrl.server.request_status.stuck import BaseModelState, Stuck, stuck, stuck_of_all
 from skyrl.storage.db import runs as rows
-from skyrl.storage.db.agent_sessions import Counts
+from skyrl.storage.db.agents import Counts
 from skyrl.storage.db.checkpoints import Checkpoint, Seen
 from skyrl.storage.db.database import Connection
 from skyrl.storage.db.run_steps import CurvePoint, Step, history
 from skyrl.storage.db.runs import Pending, Run, SamplerGroup
-from skyrl.storage.db.usage_report import UsageLine, last_days, report
+from skyrl.storage.db.usage import UsageLine, last_days, report
 
 MAX_RUNS = 100
 MAX_CURVES = 20

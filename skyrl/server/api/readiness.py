@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from skyrl.base.config.modes import Modes
+from skyrl.base.config.base_models import Modes
 from skyrl.base.types.activity import EngineActivity, decode_activity
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.server.sampling.job import ContextLimits

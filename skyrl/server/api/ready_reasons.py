@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
+from skyrl.runtime.processes.host_resources import shortage
 from skyrl.server.api.readiness import EngineWatch, Readiness
 from skyrl.server.sampling.client import ForwardingClient
-from skyrl.storage.checkpoint_store.space import shortage
 
 Reasons = tuple[bool, list[str]]
 """Whether something is ready, and the reasons to list."""

@@ -9,7 +9,7 @@ import logging
 import re
 
 from skyrl.base.wire.errors import OverQuota, RequestError
-from skyrl.runtime.processes.log_limits import LimitedLog, plain
+from skyrl.runtime.processes.logs import LimitedLog, plain
 from skyrl.server.api.access import Access
 from skyrl.server.api.call import Call
 from skyrl.server.api.offered_key import offered_key

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from skyrl.base.config.mixtures import FROZEN_WARNING, is_mixture
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import ByName
+from skyrl.base.model_files import FROZEN_WARNING, is_mixture
 from skyrl.base.wire.errors import RequestError
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.runtime.processes.runtime import Runtime

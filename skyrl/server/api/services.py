@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl.api.metrics import ApiMetrics
 from skyrl.base.config.server import ServerConfig
-from skyrl.runtime.metrics.api_process import ApiMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory
-from skyrl.runtime.tracing.spans import Spans
+from skyrl.runtime.tracing import Spans
 from skyrl.server.agents.continuations import ModelContinuations
 from skyrl.server.agents.turns import Turns
 from skyrl.server.api.access import Access
@@ -27,12 +27,10 @@ from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.request_status.finding import StatusFinder
 from skyrl.server.sampling.service import SampleService
 from skyrl.storage.checkpoint_store.base import CheckpointStore
-from skyrl.storage.db.adapter_uses import AdapterUses
-from skyrl.storage.db.agent_sessions import AgentSessions
-from skyrl.storage.db.agent_turns import AgentTurns
+from skyrl.storage.db.adapter_versions import AdapterUses
+from skyrl.storage.db.agents import AgentSessions, AgentTurns
 from skyrl.storage.db.audit import Audit
-from skyrl.storage.db.checkpoints import Checkpoints
-from skyrl.storage.db.copies import Copies
+from skyrl.storage.db.checkpoints import Checkpoints, Copies
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import Models
 from skyrl.storage.db.run_steps import Curves
@@ -40,7 +38,7 @@ from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.session_search import SessionSearch
 from skyrl.storage.db.sessions import Sessions
 from skyrl.storage.db.usage import Usage
-from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.storage.doorbell import Doorbell
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from skyrl.server.sampling.service import SampleService
 from skyrl.storage.db.models import Models
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.sessions import Session, Sessions
-from skyrl.storage.notify.doorbell import SESSIONS, Doorbell
+from skyrl.storage.doorbell import SESSIONS, Doorbell
 
 logger = logging.getLogger(__name__)
 

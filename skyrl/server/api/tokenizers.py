@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from skyrl.base.config.vocabularies import Shared, shared_ids
+from skyrl.base.model_files import Shared, shared_ids
 from skyrl.server.api.served import Served, ServedModel
 from skyrl.storage.db.sessions import Sessions
 

@@ -1,6 +1,6 @@
 """The hook that traces requests: it decides for each request, and records the request's own span when it is answered.
 
-The other spans are recorded where the work is done (`skyrl.runtime.tracing.current`). Long polls are not traced: one
+The other spans are recorded where the work is done (`skyrl.runtime.tracing`). Long polls are not traced: one
 sample may have many.
 """
 
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 
-from skyrl.runtime.tracing.context import SpanContext, TraceDecision
-from skyrl.runtime.tracing.current import current_trace
-from skyrl.runtime.tracing.spans import RequestTrace, Span, Spans
+from skyrl.runtime.tracing import RequestTrace, Span, SpanContext, Spans, TraceDecision, current_trace
 from skyrl.server.api.call import Call
 from skyrl.server.api.route import Route
 

@@ -11,9 +11,7 @@ import asyncio
 import msgspec
 from starlette.responses import Response
 
-from skyrl.base.types.ids import new_request_id
-from skyrl.base.types.kinds import PASSES, Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import PASSES, Kind, NewRequest, new_request_id
 from skyrl.base.wire.decoding import raw_fields
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.requests import OptimStepRequest, SequencedRequest

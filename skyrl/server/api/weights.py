@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.wire.decoding import decode_json, raw_fields, raw_value
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import model_id_of, parse_path

@@ -7,11 +7,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from skyrl.base.types.ids import new_request_id
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest, RequestKey, check_repeat
-from skyrl.runtime.tracing.current import current_trace
-from skyrl.runtime.tracing.spans import RequestTrace
+from skyrl.base.types.requests import Kind, NewRequest, RequestKey, check_repeat, new_request_id
+from skyrl.runtime.tracing import RequestTrace, current_trace
 from skyrl.server.futures.entries import Entries, Entry
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Change, Connection, Database

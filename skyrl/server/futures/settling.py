@@ -11,10 +11,10 @@ import logging
 import time
 from collections.abc import Iterable
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.runtime.processes.backoff import Backoff
-from skyrl.runtime.processes.log_limits import LimitedLog, plain
+from skyrl.runtime.processes.logs import LimitedLog, plain
 from skyrl.server.futures.entries import Entries, Entry
 from skyrl.server.futures.stored_ends import StoredEnds
 from skyrl.storage.db import futures as rows
@@ -22,7 +22,7 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import DatabaseError, is_transient, reason
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.storage.notify.peers import PeerNotifier
+from skyrl.storage.notices import PeerNotifier
 
 logger = logging.getLogger(__name__)
 

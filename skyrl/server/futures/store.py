@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest, RequestKey
+from skyrl.base.types.requests import Kind, NewRequest, RequestKey
 from skyrl.server.futures.entries import Entries
 from skyrl.server.futures.recording import Recording
 from skyrl.server.futures.settling import Settling
@@ -17,7 +16,7 @@ from skyrl.server.futures.waiting import Waiting
 from skyrl.storage.db.database import Change, Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.storage.notify.peers import PeerNotifier
+from skyrl.storage.notices import PeerNotifier
 
 SAFETY_POLL_S = 1.0
 """How often the outcomes of requests that other processes settle are looked up, in case a notice was lost. There are no

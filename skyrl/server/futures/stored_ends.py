@@ -1,7 +1,7 @@
 """Answers the long poll by which a sampling client learns which of its samples have ended.
 
 An end is the row of a sample that has ended. The database gives each end a later time than the one before
-(`skyrl.storage.db.ended_at.EndedAt`). A cursor is the time of the last end that a client was told. So any process can
+(`skyrl.storage.db.futures.EndedAt`). A cursor is the time of the last end that a client was told. So any process can
 answer the client's next poll, also after a restart.
 
 While clients poll, new ends of all samples are read from the table together, as soon as a sample is known to have
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from skyrl.server.futures.completions import Completion, Target, TargetGone, block_of, clone_of
-from skyrl.storage.db import sampled
+from skyrl.storage.db import futures
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.futures import StoredFuture
 
@@ -161,9 +161,9 @@ class StoredEnds:
         after = _after(cursor)
         read_pending = not client.pending_read
 
-        def read(connection: Connection) -> tuple[list[sampled.EndedSample], list[StoredFuture]]:
-            pending = sampled.pending_of_sampler(connection, *block) if read_pending else []
-            return sampled.ended_of_sampler(connection, *block, after, MAX_COMPLETIONS), pending
+        def read(connection: Connection) -> tuple[list[futures.EndedSample], list[StoredFuture]]:
+            pending = futures.pending_of_sampler(connection, *block) if read_pending else []
+            return futures.ended_of_sampler(connection, *block, after, MAX_COMPLETIONS), pending
 
         ended, pending = await self._database.read_async(read)
         self._follow(pending)
@@ -188,11 +188,11 @@ class StoredEnds:
 
     async def _hand_out(self) -> None:
         position = self._position
-        ends: list[sampled.EndedSample] = []
+        ends: list[futures.EndedSample] = []
         if position is not None:
-            ends = await self._database.read_async(lambda c: sampled.ends_after(c, _after(position), MAX_READ))
+            ends = await self._database.read_async(lambda c: futures.ends_after(c, _after(position), MAX_READ))
         if position is None or len(ends) == MAX_READ:
-            newest = round(await self._database.read_async(sampled.last_end) * 1e6)
+            newest = round(await self._database.read_async(futures.last_end) * 1e6)
             self._position = newest
             for client in self._clients.values():
                 client.forget(newest)
@@ -245,5 +245,5 @@ def _after(cursor: int) -> float:
     return (cursor + 1) / 1e6
 
 
-def _completion(end: sampled.EndedSample) -> Completion:
+def _completion(end: futures.EndedSample) -> Completion:
     return Completion(end.request_id, end.size, end.ended_at)

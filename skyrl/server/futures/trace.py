@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl.base.wire.results import encode_json
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.session_requests import RecordedRequest, requests_of_session
+from skyrl.storage.db.futures import RecordedRequest, requests_of_session
 
 _OTHER = "other requests"
 MAX_REQUESTS = 50_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.server.futures.entries import Entries, Entry
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, PictureFormat, digest_of
-from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.wire.decoding import decode_base64
 from skyrl.base.wire.errors import RequestError
-from skyrl.base.wire.long_base64 import decode_base64
 from skyrl.server.pictures.checking import PictureChecks
 
 PICTURE = "image_url"
@@ -65,7 +65,7 @@ def picture_in(part: dict[str, Any], place: str) -> ChatPicture:
 class ChatPictures:
     """Checks the pictures of chats. Belongs to one event loop."""
 
-    def __init__(self, checks: PictureChecks, sight: Sight | Blind) -> None:
+    def __init__(self, checks: PictureChecks, sight: VisionConfig | NoVision) -> None:
         self._checks = checks
         self._sight = sight
         self._sizes: dict[tuple[str, PictureFormat], tuple[int, int]] = {}
@@ -73,7 +73,7 @@ class ChatPictures:
     async def tokens(self, pictures: Sequence[ChatPicture]) -> int:
         """How many tokens of the prompt the pictures take together. Raises RequestError naming the picture: 400 for a
         file that is no picture or that the model does not take, 429 if too many pictures wait for their check."""
-        if isinstance(self._sight, Blind):
+        if isinstance(self._sight, NoVision):
             kind = f"{pictures[0].name.removesuffix(f'.{PICTURE}')}.type"
             raise RequestError(f"must be 'text': the base model takes no images: {self._sight}", field=kind)
         if len(pictures) > MAX_PICTURES:
@@ -81,7 +81,7 @@ class ChatPictures:
             raise RequestError(f"a chat holds {len(pictures)} images and may hold {MAX_PICTURES}", field=name)
         return sum([await self._tokens_of(picture, self._sight) for picture in pictures])
 
-    async def _tokens_of(self, picture: ChatPicture, sight: Sight) -> int:
+    async def _tokens_of(self, picture: ChatPicture, sight: VisionConfig) -> int:
         try:
             return sight.tokens(*await self._size(picture))
         except BadPicture as error:

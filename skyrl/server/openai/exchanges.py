@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from skyrl.base.types.ids import new_request_id
+from skyrl.base.types.requests import new_request_id
 from skyrl.base.types.weights import WeightsRef
 from skyrl.server.openai.answers import Used, rewritten, versions_in, with_token_names
 from skyrl.server.openai.errors import code_in, impossible_shape, refusal_of

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from skyrl.base.wire.decoding import decode_json, raw_fields, raw_value
-from skyrl.base.wire.errors import RequestError
-from skyrl.base.wire.token_ids import whose_vocabulary
+from skyrl.base.wire.errors import RequestError, whose_vocabulary
 from skyrl.server.openai import system_messages
 from skyrl.server.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
 from skyrl.server.openai.bounds import Size, check_prompt, check_size

@@ -14,13 +14,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from skyrl.base.types.ids import new_request_id
+from skyrl.base.types.requests import new_request_id
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
-from skyrl.runtime.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
-from skyrl.runtime.metrics.samples import Ages, RefusalMetrics, SampleMetrics
-from skyrl.runtime.processes.log_format import about_request
-from skyrl.runtime.tracing.current import current_trace
+from skyrl.runtime.metrics.tallies import CANCELLED, OK, SERVER_ERROR, USER_ERROR
+from skyrl.runtime.processes.logs import about_request
+from skyrl.runtime.tracing import current_trace
+from skyrl.sampling.metrics import Ages, RefusalMetrics, SampleMetrics
 from skyrl.server.openai.answers import EventRewriter, Used, with_token_names
 from skyrl.server.openai.chat_pictures import ChatPictures
 from skyrl.server.openai.errors import OpenAIError, too_long
@@ -36,7 +36,7 @@ from skyrl.server.sampling.exchange import Exchange
 from skyrl.server.sampling.fair_order import FairOrder
 from skyrl.server.sampling.guards import FeatureGuard
 from skyrl.server.sampling.transport import Interrupted
-from skyrl.storage.db.adapter_uses import AdapterUses
+from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.usage import UsageCounter, sample_amounts
 
 logger = logging.getLogger(__name__)

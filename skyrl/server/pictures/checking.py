@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from skyrl.base.pictures.picture import PictureFormat
 from skyrl.base.wire.errors import RequestError
-from skyrl.runtime.metrics.images import ImageMetrics
 from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
+from skyrl.sampling.metrics import ImageMetrics
 
 NOT_CHECKED_S = 5.0
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from skyrl.base.pictures.picture import Pictures
 from skyrl.base.wire.errors import FailedRequest
-from skyrl.storage.db.picture_files import PictureFiles
+from skyrl.storage.db.pictures import PictureFiles
 
 
 class StoredPictureFiles:

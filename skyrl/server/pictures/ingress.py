@@ -11,18 +11,23 @@ from collections.abc import Mapping
 from functools import partial
 
 from skyrl.base.pictures.picture import BadPicture, Pictures, format_of
-from skyrl.base.pictures.placing import KnownPicture
-from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.pictures.vision import KnownPicture, NoVision, VisionConfig
+from skyrl.base.wire.decoding import with_short_switches
 from skyrl.base.wire.errors import RequestError
-from skyrl.base.wire.images import TakenOut, may_have_images, take_out
-from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request, text_and_images
-from skyrl.runtime.metrics.images import ImageMetrics
-from skyrl.runtime.processes.switches import with_short_switches
+from skyrl.base.wire.sample_request import (
+    SampleRequest,
+    TakenOut,
+    decode_sample_request,
+    may_have_images,
+    take_out,
+    text_and_images,
+)
+from skyrl.sampling.metrics import ImageMetrics
 from skyrl.server.pictures.checking import PictureChecks
 from skyrl.server.pictures.placed import place_images, place_stored, seeing
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.picture_files import PictureFiles
+from skyrl.storage.db.pictures import PictureFiles
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are read on a thread, one at a time: several such threads would take turns with the event loop, which
@@ -37,7 +42,7 @@ class PictureIngress:
         database: Database,
         checks: PictureChecks,
         files: PictureFiles,
-        sight: Sight | Blind,
+        sight: VisionConfig | NoVision,
         most_bytes: int,
         metrics: ImageMetrics,
     ) -> None:
@@ -70,7 +75,7 @@ class PictureIngress:
 
     async def training(self, body: bytes, body_format: str, tenant: str, request_id: str) -> tuple[bytes, int]:
         """The body of a training command without its files, and how many tokens its pictures take."""
-        if isinstance(self._sight, Blind) or not may_have_images(body, body_format):
+        if isinstance(self._sight, NoVision) or not may_have_images(body, body_format):
             return body, 0
         try:
             taken = await self._taken_out(body, body_format)
@@ -137,7 +142,7 @@ class PictureIngress:
                 await asyncio.to_thread(write, lambda c: rows.keep(c, tenant, request_id, again, again, most))
 
 
-def _tokens(known: KnownPicture, sight: Sight) -> int:
+def _tokens(known: KnownPicture, sight: VisionConfig) -> int:
     """0 for a picture that is not taken: its command fails."""
     try:
         return 0 if known.error is not None else sight.tokens(known.width, known.height)

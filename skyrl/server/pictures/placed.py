@@ -7,11 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from skyrl.base.pictures.picture import Pictures
-from skyrl.base.pictures.placing import KnownPicture, place
-from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.pictures.vision import KnownPicture, NoVision, VisionConfig, place
 from skyrl.base.wire.errors import RequestError
-from skyrl.base.wire.images import LOCATION
-from skyrl.base.wire.sample_request import Chunk, ModelInput, SampleRequest, text_and_images
+from skyrl.base.wire.sample_request import LOCATION, Chunk, ModelInput, SampleRequest, text_and_images
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Database
 
@@ -22,14 +20,16 @@ def is_text(prompt: ModelInput) -> bool:
     return (len(chunks) == 1 and chunks[0].tokens is not None) or all(chunk.tokens is not None for chunk in chunks)
 
 
-def seeing(sight: Sight | Blind, name: str) -> Sight:
+def seeing(sight: VisionConfig | NoVision, name: str) -> VisionConfig:
     """Raises RequestError naming the image if the base model takes text only."""
-    if isinstance(sight, Blind):
+    if isinstance(sight, NoVision):
         raise RequestError(f"is an image, and the base model takes text only: {sight}", field=name)
     return sight
 
 
-def place_images(request: SampleRequest, known: Mapping[str, KnownPicture], sight: Sight, tenant: str) -> Pictures:
+def place_images(
+    request: SampleRequest, known: Mapping[str, KnownPicture], sight: VisionConfig, tenant: str
+) -> Pictures:
     """Replace the chunks of the request's prompt by one of tokens, in which the pictures have their places. Raises
     RequestError that names the chunk."""
     text, images = text_and_images(request.prompt)
@@ -42,7 +42,9 @@ def place_images(request: SampleRequest, known: Mapping[str, KnownPicture], sigh
     return Pictures(tenant, sight.image_token_id, placed)
 
 
-async def place_stored(request: SampleRequest, database: Database, sight: Sight | Blind, tenant: str) -> Pictures:
+async def place_stored(
+    request: SampleRequest, database: Database, sight: VisionConfig | NoVision, tenant: str
+) -> Pictures:
     """`place_images` of a stored request, whose files were taken out before."""
     images = text_and_images(request.prompt)[1]
     sight = seeing(sight, images[0].name)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.server.request_status.status import RequestStatus, active, counted, duration, paused, paused_by_quota
 from skyrl.storage.db.commands import PendingCommand
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from skyrl.base.types.activity import EngineActivity
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.request_status.commands import of_command
 from skyrl.server.request_status.runs import RunStatus, of_run

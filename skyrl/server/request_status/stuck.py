@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.server.request_status.runs import RunStatus
 from skyrl.server.request_status.status import counted
 from skyrl.storage.db.runs import Pending, Run

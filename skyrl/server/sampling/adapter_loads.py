@@ -12,7 +12,7 @@ import msgspec
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference import load_route
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
-from skyrl.runtime.metrics.adapters import AdapterMetrics, Load
+from skyrl.inference.metrics import AdapterMetrics, Load
 from skyrl.server.sampling.endpoint import Endpoint
 from skyrl.server.sampling.error_messages import describe, server_failure
 from skyrl.server.sampling.health import Health, health_of

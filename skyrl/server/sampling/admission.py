@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.runtime.metrics.samples import Refusal, RefusalMetrics
+from skyrl.sampling.metrics import Refusal, RefusalMetrics
 
 SHARE = 8
 """A tenant may hold up to SHARE times the capacity that is still free. One tenant alone gets 8/9 of the whole, two

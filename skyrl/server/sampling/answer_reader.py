@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
-from skyrl.runtime.processes.switches import with_short_switches
+from skyrl.base.wire.decoding import with_short_switches
 from skyrl.server.sampling import completion
 from skyrl.server.sampling.answer_bound import MAX_ANSWER_BYTES
 from skyrl.server.sampling.error_messages import describe, server_failure

@@ -17,9 +17,8 @@ import msgspec
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
-from skyrl.runtime.metrics.adapters import AdapterMetrics
-from skyrl.runtime.tracing.current import current_trace
-from skyrl.runtime.tracing.spans import OpenSpan
+from skyrl.inference.metrics import AdapterMetrics
+from skyrl.runtime.tracing import OpenSpan, current_trace
 from skyrl.server.sampling import completion, prompt_apart
 from skyrl.server.sampling.adapter_loads import AdapterLoads
 from skyrl.server.sampling.answer_reader import AnswerReader

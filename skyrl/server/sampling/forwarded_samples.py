@@ -12,9 +12,9 @@ import time
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.runtime.metrics.outcomes import outcome_label
-from skyrl.runtime.metrics.samples import Ages, SampleMetrics
-from skyrl.runtime.tracing.current import current_trace
+from skyrl.runtime.metrics.tallies import outcome_label
+from skyrl.runtime.tracing import current_trace
+from skyrl.sampling.metrics import Ages, SampleMetrics
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.quotas.account import Ticket
 from skyrl.server.sampling.admission import Admission

@@ -10,10 +10,9 @@ import numpy as np
 
 from skyrl.base.pictures.picture import Pictures
 from skyrl.base.types.weights import WeightsRef
-from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.errors import RequestError, whose_vocabulary
 from skyrl.base.wire.sample_request import Distribution, SampleRequest, tokens_of
 from skyrl.base.wire.tensors import WireTensor, tensor_from_json
-from skyrl.base.wire.token_ids import whose_vocabulary
 from skyrl.server.sampling.packed_prompt import PackedPrompt
 
 MAX_NUM_SAMPLES = 4096

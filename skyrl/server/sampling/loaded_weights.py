@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from skyrl.base.types.scope import EVERYTHING, Scope
-from skyrl.base.types.weights import WeightsRef
+from skyrl.base.types.weights import EVERYTHING, Scope, WeightsRef
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.full_weights import WeightsReplaced, replaced_sentence
@@ -60,7 +59,7 @@ def check_began(spans: Iterable[list[Span] | None], wanted: str) -> None:
 
 
 class LoadedWeights:
-    """Reads the database at each call. `scope`: the names of the base model (`Role.own`)."""
+    """Reads the database at each call. `scope`: the names of the base model (`BaseModelSlot.own`)."""
 
     def __init__(self, database: Database, scope: Scope = EVERYTHING) -> None:
         self._database = database

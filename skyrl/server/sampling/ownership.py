@@ -13,9 +13,9 @@ import logging
 
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.sampling.service import SampleService
-from skyrl.storage.db.api_processes import ApiProcesses
 from skyrl.storage.db.faults import DatabaseError
-from skyrl.storage.notify.peers import PeerNotifier
+from skyrl.storage.db.processes import ApiProcesses
+from skyrl.storage.notices import PeerNotifier
 
 logger = logging.getLogger(__name__)
 

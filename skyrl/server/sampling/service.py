@@ -12,12 +12,10 @@ import msgspec
 from msgspec.structs import replace
 
 from skyrl.base.pictures.picture import Pictures
-from skyrl.base.types.ids import new_request_id, sample_sequence_ids
-from skyrl.base.types.kinds import SAMPLES, Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import SAMPLES, Kind, NewRequest, new_request_id, sample_sequence_ids
 from skyrl.base.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
-from skyrl.runtime.metrics.samples import RefusalMetrics
+from skyrl.sampling.metrics import RefusalMetrics
 from skyrl.server.futures.store import FutureStore
 from skyrl.server.pictures.placed import is_text
 from skyrl.server.quotas.account import Ticket
@@ -27,11 +25,11 @@ from skyrl.server.sampling.cut import CutNotes, cut_to
 from skyrl.server.sampling.job import SampleJob
 from skyrl.server.sampling.lane import Lane, Lanes
 from skyrl.server.sampling.sampler_job import job_for
-from skyrl.storage.db.api_processes import PendingSample
 from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.processes import PendingSample
 from skyrl.storage.db.samplers import Sampler, Samplers
 from skyrl.storage.db.sessions import Sessions
-from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.storage.doorbell import Doorbell
 
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
 

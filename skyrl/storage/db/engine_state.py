@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from skyrl.storage.db.tables.processes import EngineStateRow
+from skyrl.storage.db.tables import EngineStateRow
 
 state = EngineStateRow.__table__  # type: ignore[attr-defined]
 

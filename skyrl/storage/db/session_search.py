@@ -15,8 +15,7 @@ from sqlalchemy import ColumnElement, Connection, and_, false, func, or_, select
 
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.sessions import in_project, sessions
-from skyrl.storage.db.tables.checkpoints import CheckpointRow
-from skyrl.storage.db.tables.sessions import ModelRow
+from skyrl.storage.db.tables import CheckpointRow, ModelRow
 
 _models = ModelRow.__table__  # type: ignore[attr-defined]
 _checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl.base.pictures.picture import PlacedPicture
-from skyrl.base.pictures.sight import Sight
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.pictures.vision import VisionConfig
+from skyrl.base.types.weights import LoraSpec
 
 AdapterDtype = Literal["float32", "bfloat16"]
 """The dtype of the tensors in a saved adapter."""
@@ -78,7 +78,7 @@ class ModelLimits:
     vocab_size: int
     max_context: int
     mixture: Mixture | None = None
-    sight: Sight | None = None
+    sight: VisionConfig | None = None
     base_model: str = ""
     ties_unembedding: bool = False
 

@@ -19,7 +19,7 @@ from skyrl.base.types.activity import (
     WaitsFor,
     encode_activity,
 )
-from skyrl.runtime.metrics.commands import CommandMetrics
+from skyrl.engine.metrics import CommandMetrics
 from skyrl.training.engine.queues import ModelView
 from skyrl.training.engine.run_times import RunTimes
 from skyrl.training.engine.scheduler import Scheduler

@@ -11,12 +11,10 @@ import logging
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.scope import Scope
-from skyrl.base.types.weights import FullWeights
-from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
+from skyrl.base.types.weights import FullWeights, Scope
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.checkpoint_store.directories import atomic_directory, fetch, link_files, sizes_of
-from skyrl.storage.checkpoint_store.full_weights import full_directory, full_key
+from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key, full_directory, full_key
 from skyrl.storage.db import adapter_versions, early_rows, full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_state_dir

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import FailedRequest
 from skyrl.base.wire.paths import parse_path

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from skyrl.base.config.server import ServerConfig
-from skyrl.base.config.sight import sight_of
+from skyrl.base.config.server import ServerConfig, vision_of
+from skyrl.engine.metrics import EngineMetrics
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.runtime.metrics.engine_process import EngineMetrics
 from skyrl.storage.checkpoint_store.base import CheckpointStore
-from skyrl.storage.db.fence import FencedDatabase
-from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.storage.db.claims import FencedDatabase
+from skyrl.storage.doorbell import Doorbell
 from skyrl.training.backends.base import Backend
 from skyrl.training.engine.activity import ActivityWatch, Holds
 from skyrl.training.engine.barriers import Barriers
@@ -118,7 +117,7 @@ class _Base:
             Holds(),
             metrics,
             tracing,
-            PassPictures(database, sight_of(config)),
+            PassPictures(database, vision_of(config)),
         )
 
 

@@ -11,9 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import ENGINE_KINDS
-from skyrl.base.types.scope import Scope
+from skyrl.base.types.requests import ENGINE_KINDS, Command
+from skyrl.base.types.weights import Scope
 from skyrl.base.wire.errors import FailedRequest
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db.database import Connection, Database

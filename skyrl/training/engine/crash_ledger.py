@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from skyrl.runtime.processes.running_file import read_running_file
+from skyrl.runtime.processes.startup import read_running_file
+from skyrl.storage.db.claims import Displaced
 from skyrl.storage.db.faults import OPERATIONAL_ERRORS
-from skyrl.storage.db.fence import Displaced
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
-from skyrl.base.types.command import Command
+from skyrl.base.types.requests import Command
 
 
 class Delayed:

@@ -11,16 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import FILE_COMMANDS, SAVES, Kind
+from skyrl.base.types.requests import FILE_COMMANDS, SAVES, Command, Kind
 from skyrl.base.wire.results import encode_json
-from skyrl.runtime.metrics.engine_process import EngineMetrics
-from skyrl.runtime.metrics.phases import phase_of
+from skyrl.engine.metrics import EngineMetrics, phase_of
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import run_steps, usage
+from skyrl.storage.db.claims import Displaced, FencedDatabase
 from skyrl.storage.db.database import Change, Connection
 from skyrl.storage.db.faults import DatabaseError
-from skyrl.storage.db.fence import Displaced, FencedDatabase
 from skyrl.storage.db.futures import Outcome
 from skyrl.training.backends.base import Backend
 from skyrl.training.engine.barriers import Barriers

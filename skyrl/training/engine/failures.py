@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from skyrl.base.types.command import Command
+from skyrl.base.types.requests import Command
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, RequestError
+from skyrl.runtime.processes.host_resources import is_full_disk
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
-from skyrl.storage.checkpoint_store.space import is_full_disk
 from skyrl.storage.db.futures import Outcome
 from skyrl.training.backends.base import InvalidRequest, OutOfMemory
 

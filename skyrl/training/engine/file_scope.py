@@ -9,17 +9,16 @@ import re
 import secrets
 from collections.abc import Iterable
 
-from skyrl.base.config.base_models import Role
-from skyrl.storage.checkpoint_store.adapters import ADAPTERS
+from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.storage.checkpoint_store.directories import id_of
-from skyrl.storage.checkpoint_store.full_weights import FULL_WEIGHTS
+from skyrl.storage.checkpoint_store.versions import ADAPTERS, FULL_WEIGHTS
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.scopes import models_in_scope
 
 _PROBE = re.compile(r"start-check-\d+-?(.*)")
 
 
-def new_probe(role: Role) -> str:
+def new_probe(role: BaseModelSlot) -> str:
     """The name of a model for one comparison. It is new at each start: a server that has loaded a name never loads
     other files by it. Digits, because two causes of a failed start are compared without their numbers."""
     number = f"start-check-{secrets.randbelow(10**12)}"
@@ -29,7 +28,7 @@ def new_probe(role: Role) -> str:
 class FileScope:
     """The models whose files an engine may delete."""
 
-    def __init__(self, role: Role, database: Database) -> None:
+    def __init__(self, role: BaseModelSlot, database: Database) -> None:
         self._role = role
         self._database = database
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 
-from skyrl.base.config.base_models import Role
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import ENGINE_KINDS
+from skyrl.base.config.base_models import BaseModelSlot
+from skyrl.base.types.requests import ENGINE_KINDS, Command
 from skyrl.base.wire.errors import FailedRequest
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db.database import Connection, Database
@@ -21,7 +20,7 @@ from skyrl.training.engine.settlement import Settlement
 logger = logging.getLogger(__name__)
 
 
-def fail_foreign(database: Database, settlement: Settlement, role: Role) -> None:
+def fail_foreign(database: Database, settlement: Settlement, role: BaseModelSlot) -> None:
     """Fail the models that are in the scope of this engine and of no base model that trains, and their commands. Raises
     DatabaseError and Displaced."""
     if role.own.is_everything or not role.scope.has_rest:

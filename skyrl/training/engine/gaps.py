@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skyrl.base.types.command import Command
+from skyrl.base.types.requests import Command
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.training.engine.queues import ModelView
 

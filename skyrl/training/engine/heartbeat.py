@@ -8,7 +8,7 @@ from collections.abc import Callable
 from skyrl.base.types.activity import EngineActivity, encode_activity
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.faults import DatabaseError
-from skyrl.storage.db.periodic import Rounds
+from skyrl.storage.db.repeats import Rounds
 
 HEARTBEAT_S = 3.0
 

@@ -17,9 +17,9 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from skyrl.runtime.metrics.engine_process import EngineMetrics
-from skyrl.runtime.processes.host_memory import trim
-from skyrl.storage.notify.doorbell import SESSIONS
+from skyrl.engine.metrics import EngineMetrics
+from skyrl.runtime.processes.host_resources import trim
+from skyrl.storage.doorbell import SESSIONS
 from skyrl.training.engine.command_log import CommandLog
 from skyrl.training.engine.execution import Execution
 from skyrl.training.engine.file_commands import FileCommands

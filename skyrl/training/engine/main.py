@@ -15,23 +15,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
-from skyrl.base.config.mixtures import model_config
-from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.base.config.sight import sight_of
+from skyrl.base.config.server import ConfigError, ServerConfig, vision_of
+from skyrl.base.model_files import model_config
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.engine.metrics import EngineMetrics
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
+from skyrl.inference.metrics import AdapterMetrics
 from skyrl.inference.replica import Addresses
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import context_length
-from skyrl.runtime.metrics.adapters import AdapterMetrics
-from skyrl.runtime.metrics.engine_process import EngineMetrics
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.runtime.ray_cluster.connection import connect
-from skyrl.runtime.tracing.opening import open_spans
+from skyrl.runtime.tracing import open_spans
 from skyrl.server.pictures.files import StoredPictureFiles
 from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
@@ -42,16 +41,15 @@ from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import store_key_of
+from skyrl.storage.db.claims import Displaced, Fence, FencedDatabase
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.faults import outage
-from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
-from skyrl.storage.db.inference_servers import follow_servers
-from skyrl.storage.db.periodic import repeat
-from skyrl.storage.db.picture_files import PictureFiles
-from skyrl.storage.db.retrying_database import RetryingDatabase
-from skyrl.storage.notify.doorbell import SERVERS, Doorbell, DoorbellListener
+from skyrl.storage.db.pictures import PictureFiles
+from skyrl.storage.db.processes import follow_servers
+from skyrl.storage.db.repeats import RetryingDatabase, repeat
+from skyrl.storage.doorbell import SERVERS, Doorbell, DoorbellListener
 from skyrl.training.backends.base import Backend, ModelLimits
 from skyrl.training.backends.registry import create_backend
 from skyrl.training.engine.adoption import adopt_adapters, adopt_full_weights
@@ -102,7 +100,7 @@ def _colocated_sampler(
         group,
         ContextLimits(limits.vocab_size, limits.max_context, model_context=model.get("max_position_embeddings")),
         runtime.config.served_names[0],
-        sight=sight_of(runtime.config),
+        sight=vision_of(runtime.config),
         # On a CPU, vLLM's sleep frees no memory and would cost two calls around every batch.
         sleeps=torch.cuda.is_available(),
         give_up_after_s=runtime.config.forwarding_deadline_s,

@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from skyrl.engine.metrics import EngineMetrics
 from skyrl.inference.vllm_metrics import VllmMetrics
-from skyrl.runtime.metrics.engine_process import EngineMetrics
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.periodic import once, repeat
-from skyrl.storage.db.sizes import sizes
+from skyrl.storage.db.quotas import sizes
+from skyrl.storage.db.repeats import once, repeat
 
 ROWS_S = 10.0
 """How often the numbers of rows are read. Only engines read them, however many API processes there are."""

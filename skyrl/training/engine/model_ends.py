@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.scope import Scope
+from skyrl.base.types.requests import Command, Kind
+from skyrl.base.types.weights import Scope
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.session_ends import end_sessions
-from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.storage.doorbell import Doorbell
 from skyrl.training.backends.base import Backend
 from skyrl.training.engine.command_log import CommandLog
 from skyrl.training.engine.snapshots import Snapshots

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.results import encode_forward_backward
 from skyrl.base.wire.training import decode_forward_backward
 from skyrl.storage.db.futures import Outcome

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.training.backends.base import Datum
 
 COLUMNS, ROWS = 3, 2
@@ -29,7 +29,7 @@ class PicturePrompt:
     image_token_id: int
 
     @classmethod
-    def of(cls, sight: Sight, text: npt.NDArray[np.int64], max_context: int) -> PicturePrompt | None:
+    def of(cls, sight: VisionConfig, text: npt.NDArray[np.int64], max_context: int) -> PicturePrompt | None:
         """The same picture at each start, of random numbers, between the halves of the text. None if it has more tokens
         than the context has room for."""
         width, height = COLUMNS * sight.patch * sight.merge, ROWS * sight.patch * sight.merge

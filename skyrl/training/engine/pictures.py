@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from skyrl.base.pictures.placing import place
-from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.pictures.vision import NoVision, VisionConfig, place
 from skyrl.base.wire.errors import FailedRequest, RequestError
-from skyrl.base.wire.images import LOCATION
+from skyrl.base.wire.sample_request import LOCATION
 from skyrl.base.wire.training import ForwardBackward
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.picture_files import PictureFiles
+from skyrl.storage.db.pictures import PictureFiles
 from skyrl.training.backends.base import Datum
 
 
 class PassPictures:
     """`sight`: how the base model sees."""
 
-    def __init__(self, database: Database, sight: Sight | Blind) -> None:
+    def __init__(self, database: Database, sight: VisionConfig | NoVision) -> None:
         self._database = database
         self._files = PictureFiles(database)
         self._sight = sight
@@ -28,7 +27,7 @@ class PassPictures:
         if not images:
             pairs = zip(decoded.tokens, decoded.loss_inputs, strict=True)
             return [Datum(tokens, inputs) for tokens, inputs in pairs], {}
-        if isinstance(self._sight, Blind):
+        if isinstance(self._sight, NoVision):
             raise RequestError(f"is an image, and the base model takes text only: {self._sight}", field=images[0].name)
         named = {image.location.removeprefix(LOCATION) for image in images}
         known = self._database.read(lambda c: rows.find(c, tenant, named))

@@ -19,7 +19,7 @@ from skyrl.inference.full_weights import VersionFiles
 from skyrl.inference.remote.base_model import base_directory
 from skyrl.inference.remote.references import BASE_MODEL, reference_to
 from skyrl.inference.vllm_client import VllmError
-from skyrl.storage.checkpoint_store.full_weights import full_directory, full_key
+from skyrl.storage.checkpoint_store.versions import full_directory, full_key
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import find_model

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, Kind
 
 LONGEST_STEP = 256
 """So many passes of a step are looked at, because that is done again for each pass."""

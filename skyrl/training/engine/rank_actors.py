@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from skyrl.runtime.processes.ports import free_port
-from skyrl.runtime.ray_cluster.capacity import nodes, reserve
-from skyrl.runtime.ray_cluster.interfaces import group_variables, interface_of
-from skyrl.runtime.ray_cluster.rank_places import RankPlaces
+from skyrl.runtime.processes.ports import free_port, group_variables, interface_of
+from skyrl.runtime.ray_cluster.capacity import RankPlaces, nodes, reserve
 
 logger = logging.getLogger(__name__)
 

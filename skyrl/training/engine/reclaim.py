@@ -23,10 +23,17 @@ from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
-from skyrl.storage.checkpoint_store.adapters import adapter_at, adapter_directory, adapter_in, adapter_key
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import id_of, is_scratch, remove, safe_name, subdirectories
-from skyrl.storage.checkpoint_store.full_weights import full_at, full_key, full_weights_in
+from skyrl.storage.checkpoint_store.versions import (
+    adapter_at,
+    adapter_directory,
+    adapter_in,
+    adapter_key,
+    full_at,
+    full_key,
+    full_weights_in,
+)
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import pop_expired, store_keys
 from skyrl.storage.db.database import Connection, Database

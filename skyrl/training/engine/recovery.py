@@ -14,16 +14,15 @@ import logging
 import time
 from collections.abc import Callable
 
-from skyrl.base.config.base_models import Role
+from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.base.types.activity import WaitsFor
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import ENGINE_KINDS
+from skyrl.base.types.requests import ENGINE_KINDS, Command
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import models as model_rows
+from skyrl.storage.db.claims import Displaced
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.faults import is_transient
-from skyrl.storage.db.fence import Displaced
 from skyrl.storage.db.models import ModelRecord
 from skyrl.training.backends.base import Backend, OutOfMemory
 from skyrl.training.engine.activity import Holds
@@ -74,7 +73,7 @@ class Recovery:
         holds: Holds,
         restoring: Restoring,
         model_ends: ModelEnds,
-        role: Role,
+        role: BaseModelSlot,
         *,
         wants_all: bool,
     ) -> None:

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from skyrl.base.types.command import Command, ExecutedCommand
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, ExecutedCommand, Kind
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest

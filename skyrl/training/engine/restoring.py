@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from skyrl.base.types.command import Command, ExecutedCommand
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, ExecutedCommand, Kind
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.paths import parse_path
 from skyrl.base.wire.requests import LoadWeightsCommand

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from skyrl.base.types.command import Command
+from skyrl.base.types.requests import Command
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import usage

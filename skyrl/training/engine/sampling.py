@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from skyrl.base.pictures.sight import Blind, Sight
-from skyrl.base.types.command import Command
+from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.types.requests import Command
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import SampleRequest
@@ -59,7 +59,7 @@ class ColocatedSampler:
         limits: ContextLimits,
         base_name: str,
         *,
-        sight: Sight | Blind,
+        sight: VisionConfig | NoVision,
         sleeps: bool,
         give_up_after_s: float,
     ) -> None:

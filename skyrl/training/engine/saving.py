@@ -15,17 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.command import Command
-from skyrl.base.types.scope import Scope
-from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
+from skyrl.base.types.requests import Command
+from skyrl.base.types.weights import AdapterVersion, FullWeights, Scope, WeightsRef
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import FailedRequest, RequestError
 from skyrl.base.wire.paths import CheckpointKind, TinkerPath, check_name, sampling_session_id_of
 from skyrl.base.wire.requests import SaveWeightsExternalRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
-from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored
 from skyrl.storage.checkpoint_store.directories import atomic_directory, link_files, remove, safe_name, sizes_of
-from skyrl.storage.checkpoint_store.full_weights import full_directory, full_key
+from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key, full_directory, full_key
 from skyrl.storage.db import audit, checkpoints, full_weights, usage
 from skyrl.storage.db.checkpoints import Checkpoint
 from skyrl.storage.db.database import Change, Connection, Database

@@ -10,8 +10,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import FILE_COMMANDS, PASSES, SAVES, Kind
+from skyrl.base.types.requests import FILE_COMMANDS, PASSES, SAVES, Command, Kind
 from skyrl.training.engine.delayed import Delayed
 from skyrl.training.engine.queues import ModelQueue, ModelView, SampleQueue
 from skyrl.training.engine.shares import Shares

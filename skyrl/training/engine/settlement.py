@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.results import encode_json
-from skyrl.runtime.metrics.commands import CommandMetrics
+from skyrl.engine.metrics import CommandMetrics
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Change, Connection, Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import set_model
-from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.storage.doorbell import Doorbell
 from skyrl.training.engine.barriers import model_is_gone, unloaded
 from skyrl.training.engine.failures import failed
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.storage.db.fence import Displaced
-from skyrl.storage.db.periodic import repeat
+from skyrl.storage.db.claims import Displaced
+from skyrl.storage.db.repeats import repeat
 from skyrl.training.engine.reclaim import FileSweeper
 from skyrl.training.engine.scheduler import Scheduler
 from skyrl.training.engine.signals import EngineSignals

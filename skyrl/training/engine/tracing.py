@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 
-from skyrl.base.types.command import Command
-from skyrl.runtime.tracing.context import stored_context
-from skyrl.runtime.tracing.spans import RequestTrace, Spans
+from skyrl.base.types.requests import Command
+from skyrl.runtime.tracing import RequestTrace, Spans, stored_context
 
 
 class CommandTracing:

@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
-from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import atomic_directory, remove
+from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key
 from skyrl.training.backends.base import Backend, Datum, TrainingPass
 from skyrl.training.engine.agreement import Logprobs, size
 from skyrl.training.engine.file_scope import new_probe

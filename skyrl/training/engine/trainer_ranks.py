@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.runtime.ray_cluster.rank_places import rank_places
+from skyrl.runtime.ray_cluster.capacity import rank_places
 from skyrl.storage.db.faults import DatabaseError, reason
 from skyrl.training.backends.base import RankDied
 from skyrl.training.engine.rank_actors import RankActors, cluster_has_gpus

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import moe
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port

@@ -13,7 +13,7 @@ from engine_harness import Harness, Trainer, files_in, until
 from fake_upstream import LOAD, Received, Reply, after, error, hang_up
 from replicas import GONE, UNLOAD, WELL, set_replies
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.storage.db.samplers import find_sampler

@@ -24,7 +24,7 @@ from tinker.proto.response_conv import deserialize_sample_response
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.picture import PictureFormat, PlacedPicture, digest_of
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import Distribution
@@ -94,7 +94,7 @@ class Served:
 
     def job(self, *parts: int | bytes, **changes: Any) -> SampleJob:
         """A job whose prompt has these token ids and pictures."""
-        sight, prompt, placed = Sight.of(self.path), list[int](), list[PlacedPicture]()
+        sight, prompt, placed = VisionConfig.of(self.path), list[int](), list[PlacedPicture]()
         for part in parts:
             if isinstance(part, int):
                 prompt.append(part)

@@ -14,7 +14,7 @@ from aiohttp import ClientResponse
 from replicas import Server, group_of, replica_at, running, servers
 from test_router_members import KEY, ROUTER, until, used
 
-from skyrl.base.config.modes import Modes
+from skyrl.base.config.base_models import Modes
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.router_members import RouterMembers
@@ -22,7 +22,7 @@ from skyrl.server.api.readiness import EngineWatch
 from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState
-from skyrl.storage.db.inference_servers import follow_servers, read_servers, write_servers
+from skyrl.storage.db.processes import follow_servers, read_servers, write_servers
 from tests.component.router_world import RunningRouter, running_router
 from tests.databases import make_tables
 

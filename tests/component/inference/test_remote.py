@@ -25,9 +25,9 @@ from skyrl.inference.remote.cache import NodeCache
 from skyrl.inference.remote.middleware import MAX_BODY, StoredAdapterLoads
 from skyrl.inference.remote.references import key_in, reference_to
 from skyrl.inference.remote.settings import NodeSettings, node_environment
-from skyrl.storage.checkpoint_store.adapters import adapter_at, adapter_key, is_adapter
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.registry import store_at
+from skyrl.storage.checkpoint_store.versions import adapter_at, adapter_key, is_adapter
 
 ADAPTER = AdapterVersion.of("s1:train:0", 7)
 KEY = "s1=3Atrain=3A0/named-1"

@@ -16,13 +16,13 @@ from replicas import UNLOAD, WELL, group_of, servers
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
 from skyrl.inference.remote.references import reference_to
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
-from skyrl.storage.checkpoint_store.adapters import ADAPTER_FILES, adapter_key
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.versions import ADAPTER_FILES, adapter_key
 from skyrl.storage.db import checkpoints
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.models import set_model

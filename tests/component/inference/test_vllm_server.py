@@ -51,9 +51,9 @@ from skyrl.server.sampling.client import ForwardingClient
 from skyrl.server.sampling.endpoint import FixedEndpoint
 from skyrl.server.sampling.http import HttpTransport
 from skyrl.server.sampling.job import SampleJob
-from skyrl.storage.checkpoint_store.adapters import adapter_key
 from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_key
 from skyrl.weights.adapters import AdapterFiles
 from tests.weight_media import World, check
 

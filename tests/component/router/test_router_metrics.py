@@ -12,6 +12,7 @@ from router_world import FakeWorker, running_router
 from sidecar_world import FakeVllm, answers, choice, completion, running_sidecar, sidecar_before
 
 from skyrl.base.tiny import model_path
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.router.connections import Connections
 from skyrl.router.context import RouterContext
 from skyrl.router.metrics import EVENTS, RouterMetrics
@@ -19,9 +20,7 @@ from skyrl.router.plugins import Chain
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
-from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.runtime.metrics.launcher_process import LauncherMetrics
-from skyrl.runtime.metrics.text import rendered
+from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter, rendered
 from tests.unit.runtime.test_metrics import VLLM
 
 

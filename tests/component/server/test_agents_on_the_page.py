@@ -14,7 +14,7 @@ from one_turn import turn
 from tokenizers import Tokenizer
 
 from skyrl.base.tiny import model_path
-from skyrl.base.types.agent_reasons import EndReason, ForkReason
+from skyrl.base.types.agents import EndReason, ForkReason
 from skyrl.server.api import agent_view
 from skyrl.server.api.agent_view import MAX_PARTS, MAX_TEXT, MAX_TURNS, shown_turns
 from tests.postgres_server import ON_BOTH

@@ -11,7 +11,7 @@ from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path
 from engine_harness import Trainer, files_in
 from sqlalchemy import select
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.futures import futures

@@ -18,7 +18,7 @@ import pytest
 from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path, world_in
 from safetensors.torch import load_file, save_file
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.storage.checkpoint_store.base import MANIFEST
 
 age: Any = pyrage

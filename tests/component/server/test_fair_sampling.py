@@ -17,7 +17,7 @@ from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.server import open_services
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.sample_clocks import clocks
+from skyrl.storage.db.processes import clocks
 from tests.postgres_server import ON_POSTGRES
 
 FIRST, SECOND = "tml-one", "tml-two"

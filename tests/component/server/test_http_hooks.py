@@ -11,7 +11,7 @@ import pytest
 from api_harness import Api
 from starlette.requests import Request
 
-from skyrl.runtime.processes.log_format import LineFormat
+from skyrl.runtime.processes.logs import LineFormat
 from skyrl.server.api.app import create_app
 from skyrl.server.api.call import Call, Hook
 from skyrl.server.api.hooks import MAX_REQUEST_ID

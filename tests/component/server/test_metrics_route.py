@@ -16,7 +16,7 @@ from two_models import JUDGE, STUDENT, TEACHER
 
 from skyrl import __version__
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.runtime.metrics.samples import EVENTS
+from skyrl.sampling.metrics import EVENTS
 from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import beat, publish_training

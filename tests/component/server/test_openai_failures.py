@@ -40,7 +40,8 @@ import skyrl.server.api.background
 import skyrl.server.api.server
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.openai.in_flight import InFlight
-from skyrl.storage.db import adapter_uses, adapter_versions
+from skyrl.storage.db import adapter_versions
+from skyrl.storage.db import adapter_versions as adapter_uses
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.usage import UsageKind

@@ -17,9 +17,8 @@ from sqlalchemy.exc import OperationalError
 
 import skyrl.server.api.futures
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
-from skyrl.base.types.scope import Scope
+from skyrl.base.types.requests import Kind, NewRequest
+from skyrl.base.types.weights import Scope
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.app import create_app
 from skyrl.server.api.server import open_services

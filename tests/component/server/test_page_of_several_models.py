@@ -12,7 +12,7 @@ from typing import Any
 from api_harness import BASE, Api
 from two_models import JUDGE, STUDENT, TEACHER
 
-from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.processes.ports import listen
 from skyrl.runtime.web.server import Server
 from skyrl.server.api.app import create_app
 from skyrl.storage.db.database import Database

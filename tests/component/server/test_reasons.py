@@ -17,7 +17,7 @@ from fake_upstream import FakeUpstream, after, complete
 
 import skyrl.server.api.futures
 from skyrl.base.types.activity import EngineActivity, ModelActivity, RecoveryProgress, WaitsFor, encode_activity
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.runtime.web.server import Server
 from skyrl.server.api.app import create_app
 from skyrl.storage.db import engine_state

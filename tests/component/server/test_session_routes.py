@@ -11,7 +11,7 @@ from api_harness import BASE, Api, Serve, session_of
 from fake_upstream import FakeUpstream, error, never
 from sqlalchemy import insert, select, update
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.server.api.tokens import tenant_of_key, user_urn
 from skyrl.server.futures import trace as timelines
 from skyrl.storage.db.checkpoints import checkpoints

@@ -18,8 +18,7 @@ from sqlalchemy import insert, update
 
 from skyrl import __version__
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.paths import TinkerPath
 from skyrl.server.api import overview
 from skyrl.server.api.tokens import tenant_of_key

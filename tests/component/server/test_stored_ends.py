@@ -12,8 +12,7 @@ import pytest
 from engine_harness import until
 from sqlalchemy import select
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.server.futures import settling, stored_ends
 from skyrl.server.futures.completions import CLONE_BLOCK, Completion, Target, TargetGone
 from skyrl.server.futures.store import FutureStore
@@ -22,7 +21,7 @@ from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.storage.notify.peers import PeerNotifier
+from skyrl.storage.notices import PeerNotifier
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

@@ -22,19 +22,16 @@ from sqlalchemy import event, insert, select, text, update
 import skyrl.server.api.background
 import skyrl.server.api.build
 import skyrl.storage.db.sessions
-import skyrl.storage.db.silence
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.api.app import create_app
 from skyrl.server.api.server import open_services
 from skyrl.server.sampling.ownership import MISSES, SampleOwnership
-from skyrl.storage.db.api_processes import processes
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
-from skyrl.storage.db.sessions import sessions
-from skyrl.storage.db.silence import LONG_LOOK_S
+from skyrl.storage.db.processes import processes
+from skyrl.storage.db.sessions import LONG_LOOK_S, sessions
 from tests.postgres_server import ON_BOTH
 
 pytestmark = [ON_BOTH, pytest.mark.usefixtures("drain_at_once")]
@@ -385,7 +382,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     clocks = SimpleNamespace(monotonic=clock.monotonic, time=clock.time)
-    for module in (skyrl.storage.db.sessions, skyrl.storage.db.silence):
+    for module in (skyrl.storage.db.sessions, skyrl.storage.db.sessions):
         monkeypatch.setattr(module, "time", clocks)
     return clock
 

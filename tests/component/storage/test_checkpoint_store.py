@@ -18,9 +18,9 @@ from sqlalchemy import select, update
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.kinds import Kind
-from skyrl.storage.checkpoint_store.adapters import adapter_location
+from skyrl.base.types.requests import Kind
 from skyrl.storage.checkpoint_store.base import OWNER, StoreError
+from skyrl.storage.checkpoint_store.versions import adapter_location
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.store_ownership import claim_store, stores

@@ -13,7 +13,7 @@ import torch
 from engine_harness import Harness, Trainer, harness_in
 from torch import Tensor
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.training.backends.base import DeviceFault, OutOfMemory
 from skyrl.training.backends.torch_lora import device, state
 from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling

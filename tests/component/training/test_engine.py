@@ -16,7 +16,7 @@ import pytest
 from engine_harness import Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, update
 
-from skyrl.base.types.kinds import SAVES, Kind
+from skyrl.base.types.requests import SAVES, Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.storage.checkpoint_store.directories import safe_name, scratch_in
 from skyrl.storage.db import futures as rows
@@ -25,7 +25,7 @@ from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.models import models
 from skyrl.storage.db.samplers import find_sampler, samplers
 from skyrl.storage.db.sessions import sessions
-from skyrl.storage.notify.doorbell import SESSIONS
+from skyrl.storage.doorbell import SESSIONS
 from skyrl.training.backends.base import TrainingPass
 from skyrl.training.engine import reclaim
 from tests.families import make_family

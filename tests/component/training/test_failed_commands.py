@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_harness import Harness, Trainer, data, harness_in
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.storage.db.futures import Outcome
 from skyrl.training.backends.base import OutOfMemory
 from skyrl.training.backends.torch_lora import state as state_module

@@ -14,19 +14,17 @@ from sqlalchemy import insert, select, update
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.several import base_models_of
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
+from skyrl.base.types.weights import AdapterVersion, FullWeights, LoraSpec, WeightsRef
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
 from skyrl.storage.checkpoint_store.directories import safe_name
-from skyrl.storage.checkpoint_store.full_weights import full_directory, full_key
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key, full_directory, full_key
 from skyrl.storage.db.adapter_versions import NEWEST, samplers
 from skyrl.storage.db.checkpoints import Checkpoint, put, store_keys
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import Model, model_values, models
 from skyrl.storage.db.samplers import Sampler, add_sampler
-from skyrl.storage.db.tables.sessions import SessionRow
+from skyrl.storage.db.tables import SessionRow
 from skyrl.training.engine import reclaim
 from skyrl.training.engine.adoption import adopt_adapters
 from skyrl.training.engine.file_scope import FileScope, new_probe

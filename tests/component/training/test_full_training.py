@@ -18,13 +18,13 @@ from full_servers import Server
 from replicas import group_of, replica_at
 from sqlalchemy import select
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import BaseWeights, FullWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.storage.checkpoint_store.directories import safe_name
-from skyrl.storage.checkpoint_store.full_weights import full_directory
+from skyrl.storage.checkpoint_store.versions import full_directory
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.samplers import find_sampler
 from skyrl.training.engine import reclaim

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from engine_harness import Harness, Trainer, data, harness_in
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.storage.checkpoint_store.base import StoreError
 from skyrl.training.backends.base import RankDied
 from skyrl.training.engine import main

@@ -10,7 +10,7 @@ import pytest
 from engine_harness import Harness, Trainer, harness_in
 from test_unload import unload
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.training.engine import loop
 
 TIMEOUT_S = 0.1

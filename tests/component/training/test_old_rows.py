@@ -18,8 +18,8 @@ from sqlalchemy import Connection, event, func, insert, select, text
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db import adapter_versions, retention
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database

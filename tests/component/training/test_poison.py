@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine_harness import Harness, Killed, Trainer, harness_in
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.training.backends.base import TrainingPass
 
 

@@ -14,8 +14,7 @@ import pytest
 from engine_harness import NEVER_S, WAIT_S, Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, select, update
 
-from skyrl.base.types.kinds import SAVES, Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import SAVES, Kind, NewRequest
 from skyrl.storage.checkpoint_store.base import StoreError
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db import futures as rows

@@ -16,10 +16,9 @@ from engine_harness import Harness, Trainer, until
 from several_engines import ENTRIES, FIRST, SECOND, two_harnesses
 from sqlalchemy import insert, select
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import BaseWeights, FullWeights
-from skyrl.storage.checkpoint_store.full_weights import full_directory
+from skyrl.base.types.requests import Kind
+from skyrl.base.types.weights import BaseWeights, FullWeights, LoraSpec
+from skyrl.storage.checkpoint_store.versions import full_directory
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
@@ -27,7 +26,7 @@ from skyrl.storage.db.futures import futures
 from skyrl.storage.db.models import Model, model_values, models
 from skyrl.storage.db.samplers import Sampler, add_sampler, find_sampler
 from skyrl.storage.db.session_ends import Ended, end_sessions
-from skyrl.storage.db.tables.sessions import SessionRow
+from skyrl.storage.db.tables import SessionRow
 from skyrl.training.engine import reclaim
 from tests.postgres_server import ON_BOTH
 

@@ -14,10 +14,10 @@ from full_servers import Server
 from test_full_training import FULL, World, group_on, whole_model
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import BaseWeights, FullWeights
 from skyrl.inference.remote.references import BASE_MODEL, reference_to
-from skyrl.storage.checkpoint_store.full_weights import full_at, full_directory, full_key, is_full_version
+from skyrl.storage.checkpoint_store.versions import full_at, full_directory, full_key, is_full_version
 from skyrl.training.engine import reclaim
 from skyrl.training.engine.adoption import adopt_full_weights
 from skyrl.training.engine.publishing import version_files

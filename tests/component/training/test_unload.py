@@ -11,8 +11,7 @@ import pytest
 from api_harness import BASE, Api
 from engine_harness import Harness, Trainer, harness_in, until
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.training.backends.base import InvalidRequest
 
 GONE = "is not there any more"

@@ -18,7 +18,7 @@ from engine_harness import Harness, Trainer, files_in, harness_in
 from safetensors.torch import load
 from sqlalchemy import select, update
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.storage.checkpoint_store import directories
 from skyrl.storage.checkpoint_store.directories import safe_name

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.processes.ports import listen
 from skyrl.weights.changes_on_disk import ChangesOnDisk
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import TrainerGroup

@@ -12,10 +12,10 @@ from skyrl.base.config.server import ConfigError
 from skyrl.cli.launcher import training_claim
 from skyrl.cli.launcher.training_claim import TrainingClaim, server_id
 from skyrl.storage.db import claims, engine_state
+from skyrl.storage.db.claims import Fence
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
-from skyrl.storage.db.fence import Fence
-from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.storage.doorbell import Doorbell
 from tests.postgres_server import ON_BOTH
 
 WAIT_S = 60.0

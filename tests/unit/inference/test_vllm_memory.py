@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl.runtime.processes.host_memory import trim
+from skyrl.runtime.processes.host_resources import trim
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, for what vLLM imports

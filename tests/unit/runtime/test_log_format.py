@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from skyrl.cli.launcher.log_rotation import rotate_once
-from skyrl.runtime.processes.log_format import JsonFormat, about_request, formatter, vllm_logging
-from skyrl.runtime.processes.running_file import running_now
-from skyrl.runtime.tracing.context import SpanContext
-from skyrl.runtime.tracing.current import current_trace
-from skyrl.runtime.tracing.spans import RequestTrace, Span
+from skyrl.runtime.processes.logs import JsonFormat, about_request, formatter, vllm_logging
+from skyrl.runtime.processes.startup import running_now
+from skyrl.runtime.tracing import RequestTrace, Span, SpanContext, current_trace
 
 
 def record(message: str, *arguments: object, **about: Any) -> logging.LogRecord:

@@ -13,8 +13,7 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import DataError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.wire.errors import RequestError
 from skyrl.server.futures import entries, settling
 from skyrl.server.futures.recording import LARGE_BODY_BYTES

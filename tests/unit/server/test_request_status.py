@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.server.request_status.commands import of_command
 from skyrl.server.request_status.samples import of_colocated, of_elsewhere, of_forwarded
 from skyrl.server.request_status.status import duration

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.server.request_status.runs import RunStatus
 from skyrl.server.request_status.stuck import GAP_S, LONG_S, Stuck, stuck
 from skyrl.storage.db.runs import Pending, Run

@@ -24,7 +24,7 @@ from skyrl.storage.checkpoint_store.archive import Member, gzip_size, gzip_store
 from skyrl.storage.checkpoint_store.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
 from skyrl.storage.checkpoint_store.directories import atomic_directory, fetch, id_of, link_tree, remove, safe_name
 from skyrl.storage.checkpoint_store.local import LocalStore
-from skyrl.storage.checkpoint_store.object_errors import readable_error
+from skyrl.storage.checkpoint_store.objects import readable_error
 from skyrl.storage.checkpoint_store.registry import open_store
 
 KEY = f"{safe_name('s1:train:0')}/name-0123"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.torch_lora.adapter import Adapter, LoraPair, Target
 from skyrl.training.backends.torch_lora.adapter_stack import AdapterStack
 from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, StackedUpdate, Update, linear_with_updates

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, Kind
 from skyrl.training.engine.scheduler import Scheduler
 
 _numbers = itertools.count(1)

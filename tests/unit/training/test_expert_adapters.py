@@ -31,7 +31,7 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.config.mixtures import FROZEN_EXPERTS
+from skyrl.base.model_files import FROZEN_EXPERTS
 from skyrl.training.backends.base import AdamParams, Backend, Datum, InvalidRequest, TrainingPass
 from skyrl.training.backends.torch_lora.adapter import Adapter
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend

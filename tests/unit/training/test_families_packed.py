@@ -27,7 +27,7 @@ from torch_lora_support import (
 )
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, PassResult
 from skyrl.training.backends.torch_lora import prefixes, recomputation, recurrence, scans
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch_lora_support import assert_close, files_saved, make_full, ok, rl, sft, train
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.torch_full import sharded_state
 from skyrl.training.backends.torch_lora.routing import CORRECTION
 from tests.families import MIXTURES, make_family

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch_lora_support import assert_same, base_path, files_saved, make_full, ok, rl, sft, stored_tensors, train
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult
 from skyrl.training.backends.torch_full import rank as rank_module
 from skyrl.training.backends.torch_full import sharded_state

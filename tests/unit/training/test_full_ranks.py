@@ -37,7 +37,7 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import Backend, InvalidRequest, PassResult, PlaceTaken, TrainingPass
 from skyrl.training.backends.torch_full import sharded_state
 from skyrl.training.backends.torch_full.sharded import ShardedFullBackend

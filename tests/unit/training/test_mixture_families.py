@@ -34,8 +34,8 @@ from torch_lora_support import (
 from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.config.mixtures import layers_with_experts, model_config
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.model_files import layers_with_experts, model_config
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.adapter import Adapter
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend

@@ -33,8 +33,8 @@ from torch_lora_support import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.config.mixtures import FROZEN_EXPERTS
 from skyrl.base.config.server import ConfigError
+from skyrl.base.model_files import FROZEN_EXPERTS
 from skyrl.training.backends.base import AdamParams, Backend, Datum, InvalidRequest, Mixture, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.lora_experts import OWN_PRODUCTS

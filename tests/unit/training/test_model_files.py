@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lora_support import base_path, make_full, ok, sft, train
 
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams
 from skyrl.training.backends.torch_full import state
 from skyrl.training.backends.torch_full.backend import TorchFullBackend

@@ -16,7 +16,7 @@ from torch_lora_support import assert_close, assert_same, files_saved, make_full
 from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.device import ALIGNMENT

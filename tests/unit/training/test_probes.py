@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch_lora_support import VOCAB, base_path, make_backend, make_full, ok, sft, spec
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.base.types.weights import LoraSpec
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.training.backends.base import Backend, PlaceTaken, TrainingPass
 from skyrl.training.backends.torch_lora.probe import kind_of
 from skyrl.training.engine.agreement import size

@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams
 from skyrl.training.backends.registry import create_backend
 from skyrl.training.backends.torch_lora import quantization

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch_lora_support import ARCHITECTURES, VOCAB, grpo, make_backend, overflowing, rl, sft
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import Datum, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora import logprobs as logprobs_module
 from skyrl.training.backends.torch_lora import passes as passes_module

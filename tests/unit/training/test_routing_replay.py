@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch_lora_support import base_path, grpo, make_backend, make_full, make_ranks, ok, rl, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.pictures.sight import Blind
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.pictures.vision import NoVision
+from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
@@ -28,7 +27,7 @@ from skyrl.training.engine.passes import run_passes
 from skyrl.training.engine.pictures import PassPictures
 
 LENGTHS = (7, 31, 1, 18)
-PICTURES = PassPictures(cast(Any, None), Blind("it is a model of text"))
+PICTURES = PassPictures(cast(Any, None), NoVision("it is a model of text"))
 NO_MLP = {"train_mlp": False}
 F32, I64 = np.float32, np.int64
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, Kind
 from skyrl.training.engine.queues import ModelQueue, ModelView
 from skyrl.training.engine.scheduler import (
     BARRIER_COST,

@@ -29,7 +29,7 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora import attention, prefixes
 

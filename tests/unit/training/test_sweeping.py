@@ -12,12 +12,12 @@ import pytest
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.samplers import Sampler, add_sampler
-from skyrl.storage.db.tables.sessions import SessionRow
+from skyrl.storage.db.tables import SessionRow
 from skyrl.training.engine import reclaim
 from skyrl.training.engine.reclaim import FileSweeper
 from tests.databases import make_tables

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.tiny import model_path
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, TrainingPass
 from skyrl.training.backends.registry import create_backend
 from skyrl.training.backends.torch_full import optimizer, state

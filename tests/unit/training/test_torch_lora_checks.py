@@ -14,7 +14,7 @@ from torch_lora_support import CONTEXT, VOCAB, base_path, make_backend, ok, rl, 
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.several import base_models_of
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.checks import loss_config

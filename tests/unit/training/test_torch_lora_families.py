@@ -16,7 +16,7 @@ from torch_lora_support import assert_close, files_saved, make_full, ok, saved, 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.training.backends.torch_lora.text_part import model_class

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Datum, OutOfMemory, PassResult
 from skyrl.training.backends.torch_lora import adapter as adapter_module
 from skyrl.training.backends.torch_lora import optimizer, state

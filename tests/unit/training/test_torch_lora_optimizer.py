@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams
 from skyrl.training.backends.torch_lora.adapter import Adapter, Target
 from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch_lora_support import assert_same, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, InvalidRequest
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
 

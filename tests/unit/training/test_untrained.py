@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_lora_support import files_saved, grpo, make_backend, make_full, ok, rl, saved, sft, spec, train
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdamParams, Backend, Datum, OutOfMemory, TrainingPass
 from skyrl.training.backends.torch_lora import prefixes, untrained
 from skyrl.training.backends.torch_lora.losses import LOSSES

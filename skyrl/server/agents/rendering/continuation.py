@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl.base.types.agent_reasons import ForkReason
+from skyrl.base.types.agents import ForkReason
 from skyrl.server.agents.canonical import functions_of, text_of
 from skyrl.server.agents.rendering.masks import MASK, TAGS, Kind, Masked, Part, excerpt, masked, shown, word
 from skyrl.server.agents.rendering.renderer import CannotRender, Renderer, Setting

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl.base.config.mixtures import whole_config
-from skyrl.base.model_files import file_of, json_of, template_of
+from skyrl.base.model_files import file_of, json_of, template_of, whole_config
 from skyrl.inference.parsers import RENDERED_BY_VLLM
 from skyrl.server.agents.rendering import deepseek, harmony, inkling
 from skyrl.server.agents.rendering.chat_template import ChatTemplate

@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from skyrl.base.config.server import ServerConfig
-from skyrl.base.config.sight import takes_pictures
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.config.server import ServerConfig, takes_pictures
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import (
     AdamParams,
     AdapterDtype,

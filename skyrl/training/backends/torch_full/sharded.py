@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdapterDtype, InvalidRequest, PassResult, RankDied, TrainingPass
 from skyrl.training.backends.torch_full.backend import check_place, weights_not_finite
 from skyrl.training.backends.torch_full.sharded_state import ShardedState

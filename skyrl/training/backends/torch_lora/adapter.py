@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.torch_lora.expert_shares import EVERY_EXPERT, ExpertShare
 
 LoraPair = tuple[Tensor, Tensor]

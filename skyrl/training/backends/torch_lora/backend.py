@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from skyrl.base.config.mixtures import TrainMlpOfMixtures
-from skyrl.base.config.server import ServerConfig
-from skyrl.base.config.sight import takes_pictures
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.config.server import ServerConfig, takes_pictures
+from skyrl.base.model_files import TrainMlpOfMixtures
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import (
     AdamParams,
     AdapterDtype,

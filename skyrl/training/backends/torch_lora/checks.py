@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from skyrl.base.config.mixtures import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.wire.token_ids import whose_vocabulary
+from skyrl.base.model_files import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
+from skyrl.base.types.weights import LoraSpec
+from skyrl.base.wire.errors import whose_vocabulary
 from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, Mixture, ModelLimits, TrainingPass
 from skyrl.training.backends.torch_lora.losses import REFUSED, Loss
 from skyrl.training.backends.torch_lora.picture_checks import check_pictures

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import TrainingPass
 from skyrl.training.backends.torch_lora.adapter import Adapter, Target, whole_shapes
 from skyrl.training.backends.torch_lora.collectives import summed_in_rank_order, total_norm

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from skyrl.base.config.mixtures import FROZEN_EXPERTS
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.model_files import FROZEN_EXPERTS
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import Mixture, PassResult
 from skyrl.training.backends.torch_lora.adapter import Target
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.training.backends.base import Datum, ModelLimits
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.device import align, base_dtype
@@ -63,7 +63,7 @@ class BaseModel:
         return ModelLimits(self.vocab_size, context, self.packed.mixture, self.sight, name, self.ties_unembedding)
 
     @property
-    def sight(self) -> Sight | None:
+    def sight(self) -> VisionConfig | None:
         """How the model sees; None if it takes no pictures."""
         return None if self.tower is None else self.tower.sight
 

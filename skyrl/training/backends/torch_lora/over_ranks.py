@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from skyrl.base.config.server import ServerConfig
-from skyrl.base.config.sight import takes_pictures
+from skyrl.base.config.server import ServerConfig, takes_pictures
 from skyrl.training.backends.base import AdamParams, ModelLimits, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora import checks
 from skyrl.training.backends.torch_lora.device import HOST, failure_of

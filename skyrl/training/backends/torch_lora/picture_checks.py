@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.training.backends.base import Datum, InvalidRequest
 
 
-def check_pictures(datum: Datum, files: Mapping[str, bytes], sight: Sight | None) -> None:
+def check_pictures(datum: Datum, files: Mapping[str, bytes], sight: VisionConfig | None) -> None:
     """Raise InvalidRequest for pictures of a model that takes text only, without a file, or in another place than among
     the tokens that stand for them."""
     done = 0

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.torch_lora.adapter import Adapter, Target
 
 _BEFORE_LAYER = re.compile(r"^.*\blayers\.\d+\.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.lora import ActiveSegments, MultiLoraLinear
 from skyrl.training.backends.torch_lora.lora_experts import MultiLoraExperts

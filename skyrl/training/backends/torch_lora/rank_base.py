@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.training.backends.base import Datum, Mixture
 from skyrl.training.backends.torch_lora.adapter import Target
 from skyrl.training.backends.torch_lora.collectives import Agreed, agree, sendable
@@ -69,7 +69,7 @@ class BaseFacts:
     max_context: int
     device: str
     mixture: Mixture | None
-    sight: Sight | None
+    sight: VisionConfig | None
     ties_unembedding: bool
     budget: RowBudget
 

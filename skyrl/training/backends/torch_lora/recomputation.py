@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl.base.config.pass_memory import FIRST_GUESS, FREE_ANYHOW, LARGE_ROWS, SHARE
 from skyrl.base.config.server import ConfigError
-from skyrl.runtime.processes.host_memory import free_host_bytes, give_back_freed
+from skyrl.runtime.processes.host_resources import free_host_bytes, give_back_freed
 from skyrl.training.backends.torch_lora.kept_weights import weights_of
 from skyrl.training.backends.torch_lora.routing import router_of
 

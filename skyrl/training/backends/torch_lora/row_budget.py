@@ -20,7 +20,7 @@ import torch
 
 from skyrl.base.config.pass_memory import FULL_BYTES, ON_CPU, ON_CUDA, rows_within
 from skyrl.base.config.server import ServerConfig
-from skyrl.runtime.processes.host_memory import limit_bytes
+from skyrl.runtime.processes.host_resources import limit_bytes
 from skyrl.training.backends.torch_lora.device import base_dtype
 from skyrl.training.backends.torch_lora.packed_model import PackedModel
 from skyrl.training.backends.torch_lora.recomputation import Recomputation

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import Datum
 from skyrl.training.backends.torch_lora.adapter import Adapter, Target
 from skyrl.training.backends.torch_lora.logprobs import Targets

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.base.config.mixtures import TrainMlpOfMixtures
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.model_files import TrainMlpOfMixtures
+from skyrl.base.types.weights import LoraSpec
 from skyrl.training.backends.base import AdapterDtype, InvalidRequest, PassResult, TrainingPass
 from skyrl.training.backends.torch_lora import checks, state
 from skyrl.training.backends.torch_lora.adapter import Adapter, Target

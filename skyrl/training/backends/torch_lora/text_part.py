@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from skyrl.base.pictures.sight import SEES
+from skyrl.base.pictures.vision import SEES
 
 SEEING = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "nemotron_h_omni"})
 """Model types with a vision tower whose class computes text alone as its text model does."""

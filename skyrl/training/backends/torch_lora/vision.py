@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor
 
 from skyrl.base.pictures.decoding import opened
 from skyrl.base.pictures.picture import BadPicture, PlacedPicture
-from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.training.backends.base import Datum, InvalidRequest
 from skyrl.training.backends.torch_lora.device import align
 from skyrl.training.backends.torch_lora.model_config import LOADING_ERRORS, cannot_load, one_line
@@ -51,7 +51,7 @@ class VisionTower:
     """The vision tower and projector on one device. Nothing trains them. One thread at a time may look."""
 
     def __init__(
-        self, sight: Sight, module: Any, processor: Any, device: torch.device, *, kept_bytes: int = KEPT_BYTES
+        self, sight: VisionConfig, module: Any, processor: Any, device: torch.device, *, kept_bytes: int = KEPT_BYTES
     ) -> None:
         """`module`: transformers' tower, with its weights. `processor`: the image processor of the base model.
         `kept_bytes`: see `KEPT_BYTES`."""
@@ -105,11 +105,11 @@ class VisionTower:
         )
 
 
-def sight_of(path: str) -> Sight | None:
+def sight_of(path: str) -> VisionConfig | None:
     """How the base model sees; None if it sees nothing, or has no image processor."""
     try:
-        return Sight.of(path)
-    except Blind:
+        return VisionConfig.of(path)
+    except NoVision:
         return None
 
 

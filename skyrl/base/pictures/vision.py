@@ -1,0 +1,186 @@
+"""Which base models see, how many tokens a picture takes in their prompts, and the places of pictures among the tokens
+of a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from skyrl.base.model_files import json_of
+from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, PictureFormat, PlacedPicture
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.sample_request import ImagePart, digest_in
+
+SEES = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""Model types whose pictures this server takes, for samples and for training."""
+
+MAX_ASPECT = 200
+"""The processor refuses a picture whose longer side is more than this many times the shorter one."""
+
+_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""Names under which the settings name the image processor whose sizes `VisionConfig.tokens` computes."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """How a base model sees. A picture is resized so that both sides are multiples of `patch * merge` and its area is
+    in [min_pixels, max_pixels]; `(patch * merge)**2` pixels are one token. `image_token_id` stands for each of its
+    tokens in a prompt."""
+
+    model_type: str
+    image_token_id: int
+    patch: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def of(cls, base_model: str) -> Self:
+        """Of a directory, or of a model of the hub that is on this machine. Raises Blind."""
+        config = json_of(base_model, "config.json")
+        if not config:
+            raise NoVision("its config.json is not on this machine")
+        model_type = config.get("model_type")
+        if not config.get("vision_config"):
+            raise NoVision(f"it is a model of text ({model_type})")
+        if model_type not in SEES:
+            raise NoVision(f"this server takes no pictures for models of type {model_type}, only for {_listed(SEES)}")
+        settings = _processor_settings(base_model)
+        size = settings.get("size") or {}
+        return cls(
+            model_type=str(model_type),
+            image_token_id=_positive(config.get("image_token_id"), "config.json", "image_token_id"),
+            patch=_positive(settings.get("patch_size"), _SETTINGS, "patch_size"),
+            merge=_positive(settings.get("merge_size"), _SETTINGS, "merge_size"),
+            min_pixels=_positive(settings.get("min_pixels") or size.get("shortest_edge"), _SETTINGS, "min_pixels"),
+            max_pixels=_positive(settings.get("max_pixels") or size.get("longest_edge"), _SETTINGS, "max_pixels"),
+        )
+
+    def tokens(self, width: int, height: int) -> int:
+        """How many tokens a picture of this size in pixels takes. Raises BadPicture if the processor refuses it.
+
+        The rule is Qwen2-VL's "smart resize", as transformers documents it: each side is rounded to a multiple of
+        `patch * merge` (a half to the even one). If the area is then above max_pixels, both sides are scaled so that
+        the picture's own area is max_pixels, and rounded down (to one multiple at least); if it is below min_pixels,
+        scaled up to min_pixels and rounded up.
+        """
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise BadPicture(
+                f"is {width} x {height} pixels: the longer side may be at most {MAX_ASPECT} times the shorter one"
+            )
+        side = self.patch * self.merge
+        columns, rows = round(width / side), round(height / side)
+        if columns * rows * side**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            columns = max(1, math.floor(width / shrink / side))
+            rows = max(1, math.floor(height / shrink / side))
+        elif columns * rows * side**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            columns, rows = math.ceil(width * grow / side), math.ceil(height * grow / side)
+        return columns * rows
+
+
+class NoVision(Exception):
+    """The base model takes no pictures. The message says why, as the end of a sentence about the model."""
+
+
+_SETTINGS = "the settings of its image processor"
+
+
+def _processor_settings(base_model: str) -> dict[str, Any]:
+    """As transformers reads them: nested in processor_config.json, else preprocessor_config.json. Raises Blind."""
+    settings = json_of(base_model, "processor_config.json").get("image_processor")
+    settings = settings or json_of(base_model, "preprocessor_config.json")
+    if not settings:
+        raise NoVision(f"{_SETTINGS} (processor_config.json or preprocessor_config.json) are not on this machine")
+    kind = settings.get("image_processor_type")
+    if kind not in _PROCESSORS:
+        raise NoVision(f"its image processor is {kind}, and this server knows {_PROCESSORS[0]}")
+    if settings.get("do_resize") is False:
+        raise NoVision(f"{_SETTINGS} have do_resize = false")
+    return settings
+
+
+def _positive(value: Any, file: str, name: str) -> int:
+    if type(value) is not int or value < 1:
+        raise NoVision(f"{file} name no {name}")
+    return value
+
+
+def _listed(names: frozenset[str]) -> str:
+    *first, last = sorted(names)
+    return f"{', '.join(first)} and {last}"
+
+
+Placed = tuple[npt.NDArray[np.int64], tuple[PlacedPicture, ...]]
+
+
+class KnownPicture(msgspec.Struct, frozen=True):
+    """What is known of a stored file: its format and its size in pixels; or `error`, why it is no picture that this
+    server takes."""
+
+    format: PictureFormat
+    width: int = 0
+    height: int = 0
+    error: str | None = None
+
+
+def place(
+    text: npt.NDArray[np.int64], images: Sequence[ImagePart], known: Mapping[str, KnownPicture], sight: VisionConfig
+) -> Placed:
+    """The tokens of a sequence, int64 [N], with each picture's `image_token_id`s between the tokens of its text; and
+    the pictures. `known`: by digest.
+
+    Raises RequestError that names the chunk, for a picture that is not stored or not taken, and where the client
+    expects another number of tokens.
+    """
+    if len(images) > MAX_PICTURES:
+        raise RequestError(
+            f"holds {len(images)} images, and one sequence may have {MAX_PICTURES}", field=images[MAX_PICTURES].name
+        )
+    if (text == sight.image_token_id).any():
+        raise RequestError(
+            f"token id {sight.image_token_id} stands for images; beside an image it may not be in the text",
+            field=images[0].name.rpartition(".chunks")[0],
+        )
+    placed: list[PlacedPicture] = []
+    taken = 0
+    for image in images:
+        digest = digest_in(image.location, image.name)
+        found = known.get(digest)
+        if found is None:
+            raise RequestError("is not stored on this server any more; send the file", field=image.name)
+        tokens = _tokens(image, found, sight)
+        placed.append(PlacedPicture(image.before + taken, tokens, digest, found.format))
+        taken += tokens
+    places = np.repeat([image.before for image in images], [picture.tokens for picture in placed])
+    return np.insert(text, places, sight.image_token_id), tuple(placed)
+
+
+def _tokens(image: ImagePart, found: KnownPicture, sight: VisionConfig) -> int:
+    if found.error is not None:
+        raise RequestError(found.error, field=image.name)
+    if image.format != found.format:
+        raise RequestError(f"is {image.format!r}, and the file is {found.format!r}", field=f"{image.name}.format")
+    if image.override not in (None, (found.width, found.height)):
+        raise RequestError(
+            f"is {image.override}, and the image has {found.width} x {found.height} pixels: resize it before it is "
+            "sent",
+            field=f"{image.name}.override_dimensions",
+        )
+    try:
+        tokens = sight.tokens(found.width, found.height)
+    except BadPicture as error:
+        raise RequestError(str(error), field=image.name) from error
+    if image.expected_tokens not in (None, tokens):
+        raise RequestError(
+            f"is {image.expected_tokens}, and this image of {found.width} x {found.height} pixels has {tokens} tokens",
+            field=f"{image.name}.expected_tokens",
+        )
+    return tokens
