@@ -11,7 +11,7 @@ import typer
 from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, in_database, open_database, print_table, refusal
 
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
-    from skyrl.server.quotas.limits import QuotaLimits
+    from skyrl.sampling.quota_account import QuotaLimits
     from skyrl.storage.db.database import Connection
 
 app = typer.Typer(help="Show what tenants use, and set quotas for single tenants.", no_args_is_help=True)
@@ -25,7 +25,7 @@ _TENANT = re.compile(r"[0-9a-f]{32}")
 
 def _number(name: str, text: str) -> int | None:
     """The value of an option; None for `default`."""
-    from skyrl.server.quotas.limits import LEAST, UNLIMITED
+    from skyrl.sampling.quota_account import LEAST, UNLIMITED
 
     if text in ("unlimited", "default"):
         return UNLIMITED if text == "unlimited" else None
@@ -50,7 +50,7 @@ def set_quotas(
     config: ConfigFile = None,
 ) -> None:
     """Set quotas of one tenant. Other quotas of the tenant stay. A running server applies them two seconds later."""
-    from skyrl.server.quotas.limits import NAMES
+    from skyrl.sampling.quota_account import NAMES
     from skyrl.storage.db import quotas
     from skyrl.storage.db.keys import known_tenant
 
@@ -91,7 +91,7 @@ def clear(
 def list_quotas(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
     """Print what each tenant uses and may use: tenants with samples in flight, models in training, checkpoints, or
     quotas of their own. Give --config if the server has one: it sets the quotas of all tenants."""
-    from skyrl.server.quotas.limits import QuotaLimits
+    from skyrl.sampling.quota_account import QuotaLimits
     from skyrl.storage.db import quotas
 
     with open_database("quotas", state_dir, database_url, config) as (loaded, database):
@@ -110,7 +110,7 @@ def list_quotas(state_dir: StateDir = None, database_url: DatabaseUrl = None, co
 
 def _cells(used: Iterable[int | None], limits: QuotaLimits) -> list[str]:
     """One cell per quota: the limit, and the amount in use if it is known."""
-    from skyrl.server.quotas.limits import NAMES
+    from skyrl.sampling.quota_account import NAMES
 
     texts = ("unlimited" if getattr(limits, name) is None else str(getattr(limits, name)) for name in NAMES)
     return [limit if amount is None else f"{amount} of {limit}" for amount, limit in zip(used, texts, strict=True)]

@@ -41,7 +41,7 @@ from skyrl.runtime.tracing import traces_url
 
 HOST = "127.0.0.1"
 MAX_LOGPROBS = 65
-"""One more than clients may ask for: skyrl.server.sampling.generation says why."""
+"""One more than clients may ask for: skyrl.sampling.pictures says why."""
 GRAMMARS = {"backend": "xgrammar"}
 """By default vLLM takes another library for what xgrammar refuses, and keeps the first library for all later requests:
 one schema of 50 bytes then stops the server for half a minute (docs/decisions/openai-requests.md)."""
@@ -320,7 +320,7 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
         "served_model_name": list(config.served_names),
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
-        "scheduling_policy": "priority",  # skyrl.server.sampling.fair_order decides which sample is next
+        "scheduling_policy": "priority",  # skyrl.sampling.order decides which sample is next
         # Otherwise a model's generation_config.json sets top_k and top_p of requests without these fields.
         "generation_config": "vllm",
         "enable_scale_out": True,

@@ -34,7 +34,7 @@ EVENTS = (
     "replaced_weights",
     "changed_weights",
 )
-"""The counters of `skyrl.server.sampling.client`."""
+"""The counters of `skyrl.sampling.client`."""
 
 
 class RefusalMetrics:

@@ -16,8 +16,8 @@ from fake_upstream import FakeUpstream
 from router_world import PromptServer
 
 from skyrl.base.tiny.tools import make
+from skyrl.chat.agents.live_sessions import LiveSession
 from skyrl.runtime.processes.ports import listen
-from skyrl.server.agents.live import LiveSession
 from skyrl.server.api.app import create_app
 from skyrl.server.api.whole_request import protocol_with
 from skyrl.storage.db.database import Database

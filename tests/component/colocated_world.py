@@ -20,11 +20,11 @@ from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.results import encode_json
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.server.pictures.files import StoredPictureFiles
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import ContextLimits
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import ContextLimits
+from skyrl.sampling.pictures import StoredPictureFiles
+from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.samplers import Sampler, Samplers
 from skyrl.training.engine.sampling import ColocatedSampler

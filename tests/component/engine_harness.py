@@ -25,7 +25,6 @@ from skyrl.base.types.weights import AdapterVersion, LoraSpec, WeightsRef
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import to_json
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.server.futures.store import FutureStore
 from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import adapter_directory
@@ -37,6 +36,7 @@ from skyrl.storage.db.models import Model, add_model, models
 from skyrl.storage.db.sessions import Session, Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.doorbell import SESSIONS, Doorbell, DoorbellListener
+from skyrl.storage.futures.store import FutureStore
 from skyrl.training.backends.registry import create_backend
 from skyrl.training.engine.build import EngineParts, build_engine
 from skyrl.training.engine.crash_ledger import CrashLedger

@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTra
 
 from skyrl.base.pictures.decoding import opened
 from skyrl.base.pictures.vision import VisionConfig
-from skyrl.server.sampling.job import Pictures
+from skyrl.sampling.job import Pictures
 from tests.families import IMAGE_TOKEN, PICTURE_TOKENS, VOCAB, make_family
 
 START, END = PICTURE_TOKENS["vision_start_token_id"], PICTURE_TOKENS["vision_end_token_id"]

@@ -67,7 +67,7 @@ IMPORTED = (
     "skyrl.storage.db.quotas",
     "skyrl.storage.db.maintenance",
     "skyrl.cli.launcher.main",
-    "skyrl.server.quotas.limits",
+    "skyrl.sampling.quota_account",
     "skyrl.base.tiny.corpus",
 )
 

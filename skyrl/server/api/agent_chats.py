@@ -9,23 +9,23 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.agents.planning import TurnRequest
-from skyrl.server.agents.running import RunningTurn
-from skyrl.server.agents.turns import Turns
+from skyrl.chat.agents.live_sessions import RunningTurn
+from skyrl.chat.agents.planning import TurnRequest
+from skyrl.chat.agents.turns import TurnRunner
+from skyrl.chat.dialects.dialect import AnswerEncoder, TranslatedRequest
 from skyrl.server.api.call import Call
 from skyrl.server.api.generating import Generating, release, spoken
-from skyrl.server.dialects.dialect import Speaker, Spoken
 
 RETRY_COUNT = "x-stainless-retry-count"
 """A header of the SDKs of OpenAI and Anthropic: how often they have sent this request before."""
 
 
 class AgentChats:
-    def __init__(self, turns: Turns, generating: Generating) -> None:
+    def __init__(self, turns: TurnRunner, generating: Generating) -> None:
         self._turns = turns
         self._generating = generating
 
-    async def answer(self, call: Call, request: Spoken, dialect: str, size: int, turn_id: str) -> Response:
+    async def answer(self, call: Call, request: TranslatedRequest, dialect: str, size: int, turn_id: str) -> Response:
         """The answer to a turn, whole or as a stream. Raises RequestError."""
         self._generating.check_open()
         asked = _asked(call, request.chat, dialect, size, turn_id)
@@ -50,7 +50,9 @@ class AgentChats:
             raise RequestError("no such response in this agent session", field=field, status=404)
         return found
 
-    async def _events(self, turn: RunningTurn, asked: TurnRequest, speaker: Speaker) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, turn: RunningTurn, asked: TurnRequest, speaker: AnswerEncoder
+    ) -> AsyncGenerator[bytes, None]:
         async for event in spoken(self._turns.chunks(turn, asked), speaker):
             yield event
         self._turns.delivered(turn, asked)  # the last event was taken

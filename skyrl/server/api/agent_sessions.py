@@ -17,16 +17,14 @@ from skyrl.base.types.agents import AgentLimits, AgentSession
 from skyrl.base.types.requests import new_request_id
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.requests import check_metadata
-from skyrl.server.agents.experts import Experts
-from skyrl.server.agents.export import About
-from skyrl.server.agents.pages import PageStart, page_of_rows, page_of_turns
-from skyrl.server.agents.rendering.habits import Habits
+from skyrl.chat.agents.export import About, Experts, PageStart, page_of_rows, page_of_turns
+from skyrl.chat.agents.rendering.loaded_models import Habits
+from skyrl.chat.openai.errors import OpenAIError
+from skyrl.chat.openai.fields import ChatFields
 from skyrl.server.api.call import Call
 from skyrl.server.api.reply import reply
 from skyrl.server.api.routes import API, Routes
 from skyrl.server.api.services import Services
-from skyrl.server.openai.errors import OpenAIError
-from skyrl.server.openai.fields import ChatFields
 from skyrl.storage.db.agents import Counts, SessionState
 
 ROUTE = f"{API}/agent_sessions"

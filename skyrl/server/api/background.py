@@ -8,12 +8,12 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from skyrl.sampling.service import BEAT_S
 from skyrl.server.api.build import ApiProcess
 from skyrl.server.api.readiness import POLL_S
-from skyrl.server.futures.store import SAFETY_POLL_S
-from skyrl.server.sampling.ownership import BEAT_S
 from skyrl.storage.db.repeats import once, repeat
 from skyrl.storage.db.usage import meter_storage
+from skyrl.storage.futures.store import SAFETY_POLL_S
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,27 @@ from typing import Self
 
 from skyrl import __version__
 from skyrl.api.metrics import ApiMetrics, ReadinessMetrics
+from skyrl.api.timeline import Traces
 from skyrl.base.config.base_models import is_path
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import ByName
+from skyrl.chat.agents.live_sessions import LiveSessions
+from skyrl.chat.agents.planning import Planner, SamplingModel
+from skyrl.chat.agents.rendering.loaded_models import ModelContinuations
+from skyrl.chat.agents.turns import TurnRunner
+from skyrl.chat.openai.models import Base as OpenAIBase
+from skyrl.chat.openai.models import ModelNames
+from skyrl.chat.openai.service import InFlight
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.tracing import open_spans
-from skyrl.server.agents.continuations import ModelContinuations
-from skyrl.server.agents.live import LiveSessions
-from skyrl.server.agents.planning import Planner, SamplingModel
-from skyrl.server.agents.turns import Turns
+from skyrl.sampling.base_model import BaseModels
+from skyrl.sampling.order import Admission
+from skyrl.sampling.pictures import PictureChecks
+from skyrl.sampling.quota_account import Bounds, QuotaLimits
+from skyrl.sampling.quotas import Quotas
+from skyrl.sampling.service import SampleOwnership, SampleService
 from skyrl.server.api.access import Access
 from skyrl.server.api.build_model import Shared, build_model
 from skyrl.server.api.full_place import FullPlace
@@ -33,19 +43,7 @@ from skyrl.server.api.session_life import SessionLife
 from skyrl.server.api.signing import SignedUrls
 from skyrl.server.api.tokenizers import Tokenizers
 from skyrl.server.api.tokens import Tokens
-from skyrl.server.futures.store import FutureStore
-from skyrl.server.futures.trace import Traces
-from skyrl.server.openai.in_flight import InFlight
-from skyrl.server.openai.models import Base as OpenAIBase
-from skyrl.server.openai.models import ModelNames
-from skyrl.server.pictures.checking import PictureChecks
-from skyrl.server.quotas.limits import Bounds, QuotaLimits
-from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.request_status.finding import StatusFinder
-from skyrl.server.sampling.admission import Admission
-from skyrl.server.sampling.lane import Lanes
-from skyrl.server.sampling.ownership import SampleOwnership
-from skyrl.server.sampling.service import SampleService
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.agents import AgentSessions, AgentTurns
@@ -63,6 +61,7 @@ from skyrl.storage.db.session_search import SessionSearch
 from skyrl.storage.db.sessions import Sessions
 from skyrl.storage.db.usage import Usage, UsageCounter
 from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.futures.store import FutureStore
 from skyrl.storage.notices import Notifier
 
 
@@ -187,7 +186,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
     parts = zip(runtime.each, features, base.metrics.models, strict=True)
     built = [build_model(one, its, counted, shared) for one, its, counted in parts]
     served = Served(built, names)
-    lanes = Lanes([model.lane for model in built], names)
+    lanes = BaseModels([model.lane for model in built], names)
     sampling = SampleService(
         base.futures,
         samplers,
@@ -250,7 +249,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         published_metrics=MetricsDirectory(runtime.metrics_directory),
         openai_models=openai_models,
         openai_in_flight=InFlight(),
-        agents=Turns(
+        agents=TurnRunner(
             LiveSessions(
                 agent_sessions,
                 agent_turns,

@@ -10,31 +10,24 @@ from skyrl.api.metrics import ApiMetrics, ModelMetrics
 from skyrl.base.config.server import ServerConfig, vision_of
 from skyrl.base.model_files import model_config, template_of, whole_config
 from skyrl.base.types.placed_server import PlacedServer
+from skyrl.chat.agents.rendering.loaded_models import has_system_role
+from skyrl.chat.openai.chat_templates import difference, efforts_of
+from skyrl.chat.openai.messages import ChatPictures
+from skyrl.chat.openai.service import OpenAIService, SamplingGate
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.agents.rendering.renderers import has_system_role
+from skyrl.sampling.base_model import BaseModelSampling, ForwardedSamples
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import FeatureGuard
+from skyrl.sampling.order import Admission, FairOrder
+from skyrl.sampling.pictures import PictureChecks, PictureIngress, StoredPictureFiles
+from skyrl.sampling.quotas import Quotas
+from skyrl.sampling.servers import CurrentWeightsCheck, EngineEndpoint, FixedEndpoint
 from skyrl.server.api.readiness import EngineWatch
 from skyrl.server.api.ready_reasons import ReadyReasons
 from skyrl.server.api.served import ServedModel
-from skyrl.server.futures.store import FutureStore
-from skyrl.server.openai.chat_pictures import ChatPictures
-from skyrl.server.openai.effort import efforts_of
-from skyrl.server.openai.renderers import difference
-from skyrl.server.openai.service import OpenAIService, Passage
-from skyrl.server.pictures.checking import PictureChecks
-from skyrl.server.pictures.files import StoredPictureFiles
-from skyrl.server.pictures.ingress import PictureIngress
-from skyrl.server.quotas.tenants import Quotas
-from skyrl.server.sampling.admission import Admission
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import EngineEndpoint, FixedEndpoint
-from skyrl.server.sampling.fair_order import FairOrder
-from skyrl.server.sampling.forwarded_samples import ForwardedSamples
-from skyrl.server.sampling.guards import FeatureGuard
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.lane import Lane
-from skyrl.server.sampling.loaded_weights import LoadedWeights
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.checkpoints import Checkpoints
@@ -44,6 +37,7 @@ from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.processes import read_servers
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.usage import UsageCounter
+from skyrl.storage.futures.store import FutureStore
 
 
 @dataclass(frozen=True)
@@ -71,11 +65,11 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
     context = model_config(config.base_model_path).get("max_position_embeddings")
     watch = EngineWatch(read, config.modes, _servers(runtime, database), name, context)
     adapters = _adapters(config, watch, shared)
-    loaded = LoadedWeights(database, config.role.own) if config.full_finetuning else None
+    loaded = CurrentWeightsCheck(database, config.role.own) if config.full_finetuning else None
     transport = HttpTransport(config.forwarding_inference_max_connections)
     client = _client(runtime, watch, adapters, transport, loaded, metrics, shared)
     sight = vision_of(config)
-    passage = Passage(
+    passage = SamplingGate(
         admission=shared.admission,
         order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,
         guard=FeatureGuard(features),
@@ -84,7 +78,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
         metrics=metrics.samples,
         refusals=shared.metrics.refusals,
     )
-    lane = Lane(
+    lane = BaseModelSampling(
         base_name=config.served_names[0],
         limits=watch.limits,
         client=client,
@@ -152,7 +146,7 @@ def _client(
     watch: EngineWatch,
     adapters: AdapterHost,
     transport: HttpTransport,
-    loaded: LoadedWeights | None,
+    loaded: CurrentWeightsCheck | None,
     metrics: ModelMetrics,
     shared: Shared,
 ) -> ForwardingClient | None:

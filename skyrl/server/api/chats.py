@@ -15,6 +15,11 @@ from starlette.responses import Response
 from skyrl.base.types.requests import new_request_id
 from skyrl.base.wire.decoding import raw_fields, raw_value
 from skyrl.base.wire.errors import RequestError
+from skyrl.chat.dialects import messages, responses
+from skyrl.chat.dialects.dialect import ChatEncoder, TranslatedRequest
+from skyrl.chat.openai.errors import TOO_LONG_CODE, OpenAIError
+from skyrl.chat.openai.fields import ChatFields
+from skyrl.chat.openai.generation import chat
 from skyrl.server.api.agent_chats import AgentChats
 from skyrl.server.api.call import Call
 from skyrl.server.api.generating import Generating
@@ -23,13 +28,7 @@ from skyrl.server.api.reply import reply
 from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.services import Services
-from skyrl.server.dialects import messages, responses
-from skyrl.server.dialects.chat import ChatSpeaker
-from skyrl.server.dialects.dialect import Spoken
-from skyrl.server.futures.recording import LARGE_BODY_BYTES
-from skyrl.server.openai.errors import TOO_LONG_CODE, OpenAIError
-from skyrl.server.openai.fields import ChatFields
-from skyrl.server.openai.generation import chat
+from skyrl.storage.futures.entries import LARGE_BODY_BYTES
 
 COUNT, RESPONSES = f"{MESSAGES}/count_tokens", "/v1/responses"
 RESPONSE_ID = "resp_"
@@ -50,9 +49,9 @@ def router(services: Services) -> Routes:
     async def chat_completions(call: Call, body: bytes) -> Response:
         """The chat is rendered with the model's own template."""
         if call.caller.agent_session is None:
-            return await generating.answer(call, body, chat, ChatSpeaker())
+            return await generating.answer(call, body, chat, ChatEncoder())
         fields = await _read(body, _chat_fields)
-        return await agents.answer(call, Spoken(fields, ChatSpeaker()), "chat", len(body), new_request_id())
+        return await agents.answer(call, TranslatedRequest(fields, ChatEncoder()), "chat", len(body), new_request_id())
 
     async def anthropic_messages(call: Call, body: bytes) -> Response:
         return await answer(call, await _read(body, messages.to_chat), "messages", len(body), new_request_id())
@@ -84,7 +83,7 @@ def router(services: Services) -> Routes:
                 return Response(spoken.speaker.failed(error), media_type="text/event-stream")
             raise
 
-    async def answer(call: Call, spoken: Spoken, dialect: str, size: int, turn_id: str) -> Response:
+    async def answer(call: Call, spoken: TranslatedRequest, dialect: str, size: int, turn_id: str) -> Response:
         if call.caller.agent_session is not None:
             return _noted(await agents.answer(call, spoken, dialect, size, turn_id), spoken)
         if spoken.chat.get("stream"):
@@ -107,7 +106,7 @@ def _chat_fields(body: bytes) -> dict[str, Any]:
     return {name: raw_value(raw, name) for name, raw in raw_fields(body).items()}
 
 
-def _noted(answer: Response, spoken: Spoken) -> Response:
+def _noted(answer: Response, spoken: TranslatedRequest) -> Response:
     if spoken.left_out:
         answer.headers[LEFT_OUT] = "; ".join(spoken.left_out)[:1000].encode("ascii", "replace").decode()
     return answer

@@ -15,15 +15,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from skyrl.base.wire.errors import OverQuota, RequestError
+from skyrl.chat.dialects import messages
+from skyrl.chat.openai.errors import OpenAIError, error_body
 from skyrl.runtime.processes.logs import about_request
+from skyrl.sampling.quotas import Quotas
 from skyrl.server.api.call import Call
 from skyrl.server.api.openai import is_anthropic, is_openai
 from skyrl.server.api.refusals import Refusals
 from skyrl.server.api.reply import WholeBody, reply
 from skyrl.server.api.routes import API
-from skyrl.server.dialects import messages
-from skyrl.server.openai.errors import OpenAIError, error_body
-from skyrl.server.quotas.tenants import Quotas
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db.faults import DatabaseError, column_with_nul, is_transient, reason
 

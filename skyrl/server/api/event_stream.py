@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl.base.wire.errors import RequestError
+from skyrl.chat.openai.service import ClientGone, InFlight
 from skyrl.runtime.processes.logs import about_request
-from skyrl.server.openai.in_flight import ClientGone, InFlight
 
 logger = logging.getLogger(__name__)
 

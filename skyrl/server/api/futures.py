@@ -22,7 +22,7 @@ from skyrl.server.api.call import Call
 from skyrl.server.api.reply import WholeBody, reply
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.services import Services
-from skyrl.server.futures.completions import Completion, Target, TargetGone
+from skyrl.storage.futures.completion_feed import Completion, Target, TargetGone
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 from starlette.responses import Response
 
+from skyrl.chat.dialects.dialect import AnswerEncoder
+from skyrl.chat.openai.errors import DoesNotFit, OpenAIError
+from skyrl.chat.openai.generation import CHAT, Generation, chat, model_in
+from skyrl.chat.openai.service import Asked, OpenAIService
 from skyrl.server.api.call import Call
 from skyrl.server.api.event_stream import EventStream, gone
 from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
-from skyrl.server.dialects.dialect import Speaker
-from skyrl.server.futures.recording import LARGE_BODY_BYTES
-from skyrl.server.openai.errors import DoesNotFit, OpenAIError
-from skyrl.server.openai.generation import CHAT, Generation, chat, model_in
-from skyrl.server.openai.service import Asked, OpenAIService
+from skyrl.storage.futures.entries import LARGE_BODY_BYTES
 
 T = TypeVar("T")
 
@@ -38,7 +38,9 @@ class Generating:
             )
         self._in_flight.check_open()
 
-    async def answer(self, call: Call, body: bytes, check: Callable[..., Generation], speaker: Speaker) -> Response:
+    async def answer(
+        self, call: Call, body: bytes, check: Callable[..., Generation], speaker: AnswerEncoder
+    ) -> Response:
         """The answer ends where the context does, if that is before the `max_tokens` of the request."""
         self.check_open()
         is_large = len(body) > LARGE_BODY_BYTES
@@ -58,7 +60,7 @@ class Generating:
                 raise
         return await self._answered(call, service, fitting, speaker)
 
-    async def _answered(self, call: Call, service: OpenAIService, asked: Asked, speaker: Speaker) -> Response:
+    async def _answered(self, call: Call, service: OpenAIService, asked: Asked, speaker: AnswerEncoder) -> Response:
         if asked.request.stream:
             return await self.stream(call, spoken(service.stream(asked), speaker), speaker)
         answer = await self.while_there(call, service.answer(asked))
@@ -76,7 +78,7 @@ class Generating:
         """The result of `work`, which ends if the client goes. Raises ClientGone, and what `work` raises."""
         return await self._in_flight.run(work, gone(call.request.receive))
 
-    async def stream(self, call: Call, events: AsyncGenerator[bytes, None], speaker: Speaker) -> Response:
+    async def stream(self, call: Call, events: AsyncGenerator[bytes, None], speaker: AnswerEncoder) -> Response:
         """Framed events as the answer of a call."""
         deadline_s = self._services.config.forwarding_deadline_s
         return await EventStream.begin(events, speaker.failed, self._in_flight, call.request, call.id, deadline_s)
@@ -94,7 +96,7 @@ def service_of(model: ServedModel) -> OpenAIService:
     return model.openai
 
 
-async def spoken(chunks: AsyncGenerator[bytes, None], speaker: Speaker) -> AsyncGenerator[bytes, None]:
+async def spoken(chunks: AsyncGenerator[bytes, None], speaker: AnswerEncoder) -> AsyncGenerator[bytes, None]:
     """The framed events of an answer's chunks."""
     try:
         async for chunk in chunks:

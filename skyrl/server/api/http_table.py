@@ -15,11 +15,11 @@ from fastapi import FastAPI
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
+from skyrl.chat.openai.service import ClientGone
 from skyrl.server.api.call import Call, Hook
 from skyrl.server.api.error_answers import ErrorAnswers
 from skyrl.server.api.reply import WholeBody
 from skyrl.server.api.route import Route
-from skyrl.server.openai.in_flight import ClientGone
 
 
 class HttpTable:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from skyrl.server.futures.store import FutureStore
-from skyrl.server.sampling.service import SampleService
+from skyrl.sampling.service import SampleService
 from skyrl.storage.db.faults import DatabaseError, is_transient, reason
 from skyrl.storage.doorbell import STATE
+from skyrl.storage.futures.store import FutureStore
 from skyrl.storage.notices import PeerNotices
 
 logger = logging.getLogger(__name__)

@@ -7,16 +7,15 @@ from typing import Any
 
 from starlette.responses import Response
 
+from skyrl.chat.dialects.dialect import ChatEncoder
+from skyrl.chat.openai.fields import CompletionFields, GenerateFields
+from skyrl.chat.openai.generation import GENERATE, completion, generate
 from skyrl.server.api.call import Call
 from skyrl.server.api.generating import Generating
 from skyrl.server.api.reply import reply
 from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.services import Services
-from skyrl.server.dialects.chat import ChatSpeaker
-from skyrl.server.openai.fields import CompletionFields, GenerateFields
-from skyrl.server.openai.generation import GENERATE, completion
-from skyrl.server.openai.token_generation import generate
 
 PREFIXES = ("/oai/api/v1", "/v1")
 MESSAGES = "/v1/messages"
@@ -55,11 +54,11 @@ def router(services: Services) -> Routes:
         return reply(await with_habits((await models.find(model, call.tenant)).description))
 
     async def completions(call: Call, body: bytes) -> Response:
-        return await generating.answer(call, body, completion, ChatSpeaker())
+        return await generating.answer(call, body, completion, ChatEncoder())
 
     async def generate_tokens(call: Call, body: bytes) -> Response:
         """vLLM's own route for token ids."""
-        return await generating.answer(call, body, generate, ChatSpeaker())
+        return await generating.answer(call, body, generate, ChatEncoder())
 
     for prefix in PREFIXES:
         routes.get(f"{prefix}/models", scope="agent")(list_models)

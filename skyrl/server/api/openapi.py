@@ -12,10 +12,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from skyrl.base.wire.training import PROTOBUF
+from skyrl.chat.dialects.messages import AnthropicError
+from skyrl.chat.openai.errors import ErrorBody
 from skyrl.server.api.openai import is_anthropic, is_openai
 from skyrl.server.api.route import Body, Route
-from skyrl.server.dialects.messages import AnthropicError
-from skyrl.server.openai.errors import ErrorBody
 
 
 class Refusal(msgspec.Struct):

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from skyrl.base.config.base_models import Modes
 from skyrl.base.types.activity import EngineActivity, decode_activity
 from skyrl.base.types.placed_server import PlacedServer
-from skyrl.server.sampling.job import ContextLimits
+from skyrl.sampling.job import ContextLimits
 from skyrl.storage.db.engine_state import ONLY_SAMPLED, EngineState
 
 T = TypeVar("T")

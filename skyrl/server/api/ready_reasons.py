@@ -8,8 +8,8 @@ from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.processes.host_resources import shortage
+from skyrl.sampling.client import ForwardingClient
 from skyrl.server.api.readiness import EngineWatch, Readiness
-from skyrl.server.sampling.client import ForwardingClient
 
 Reasons = tuple[bool, list[str]]
 """Whether something is ready, and the reasons to list."""

@@ -13,13 +13,13 @@ from skyrl.base.wire.paths import CheckpointKind, parse_path, sampling_session_i
 from skyrl.base.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
 from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
+from skyrl.sampling.base_model import served_name
 from skyrl.server.api.call import Call
 from skyrl.server.api.reply import reply, with_note
 from skyrl.server.api.route import Body
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.served import ServedModel
 from skyrl.server.api.services import Services
-from skyrl.server.sampling.sampler_job import served_name
 from skyrl.storage.db.checkpoints import Checkpoint
 from skyrl.storage.db.samplers import Sampler
 

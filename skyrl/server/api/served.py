@@ -11,12 +11,12 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import ByName
 from skyrl.base.model_files import FROZEN_WARNING, is_mixture
 from skyrl.base.wire.errors import RequestError
+from skyrl.chat.openai.service import OpenAIService
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.sampling.base_model import BaseModelSampling
 from skyrl.server.api.readiness import EngineWatch
 from skyrl.server.api.ready_reasons import ReadyReasons
-from skyrl.server.openai.service import OpenAIService
-from skyrl.server.sampling.lane import Lane
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ServedModel:
     """One base model. `openai` is None if the engine samples."""
 
     runtime: Runtime
-    lane: Lane
+    lane: BaseModelSampling
     watch: EngineWatch
     readiness: ReadyReasons
     adapters: AdapterHost

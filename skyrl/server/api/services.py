@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl.api.metrics import ApiMetrics
+from skyrl.api.timeline import Traces
 from skyrl.base.config.server import ServerConfig
+from skyrl.chat.agents.rendering.loaded_models import ModelContinuations
+from skyrl.chat.agents.turns import TurnRunner
+from skyrl.chat.openai.models import ModelNames
+from skyrl.chat.openai.service import InFlight
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.tracing import Spans
-from skyrl.server.agents.continuations import ModelContinuations
-from skyrl.server.agents.turns import Turns
+from skyrl.sampling.pictures import PictureChecks
+from skyrl.sampling.quotas import Quotas
+from skyrl.sampling.service import SampleService
 from skyrl.server.api.access import Access
 from skyrl.server.api.full_place import FullPlace
 from skyrl.server.api.ready_reasons import ServerReadiness
@@ -18,14 +24,7 @@ from skyrl.server.api.session_life import SessionLife
 from skyrl.server.api.signing import SignedUrls
 from skyrl.server.api.tokenizers import Tokenizers
 from skyrl.server.api.tokens import Tokens
-from skyrl.server.futures.store import FutureStore
-from skyrl.server.futures.trace import Traces
-from skyrl.server.openai.in_flight import InFlight
-from skyrl.server.openai.models import ModelNames
-from skyrl.server.pictures.checking import PictureChecks
-from skyrl.server.quotas.tenants import Quotas
 from skyrl.server.request_status.finding import StatusFinder
-from skyrl.server.sampling.service import SampleService
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.agents import AgentSessions, AgentTurns
@@ -39,6 +38,7 @@ from skyrl.storage.db.session_search import SessionSearch
 from skyrl.storage.db.sessions import Sessions
 from skyrl.storage.db.usage import Usage
 from skyrl.storage.doorbell import Doorbell
+from skyrl.storage.futures.store import FutureStore
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Services:
     """Where all processes of the server publish their metrics."""
     openai_models: ModelNames
     openai_in_flight: InFlight
-    agents: Turns
+    agents: TurnRunner
     agent_sessions: AgentSessions
     agent_turns: AgentTurns
     agent_continuations: ModelContinuations

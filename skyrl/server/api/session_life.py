@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 
 from skyrl.base.wire.errors import NotFound, RequestError
-from skyrl.server.futures.store import FutureStore
-from skyrl.server.sampling.service import SampleService
+from skyrl.sampling.service import SampleService
 from skyrl.storage.db.models import Models
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.sessions import Session, Sessions
 from skyrl.storage.doorbell import SESSIONS, Doorbell
+from skyrl.storage.futures.store import FutureStore
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from skyrl.server.api.reply import reply
 from skyrl.server.api.route import Body, Struct
 from skyrl.server.api.routes import Routes
 from skyrl.server.api.services import Services
-from skyrl.server.futures.recording import LARGE_BODY_BYTES
 from skyrl.storage.db.database import Change
 from skyrl.storage.db.models import Model
+from skyrl.storage.futures.entries import LARGE_BODY_BYTES
 
 PASS = Body(JsonForwardBackward, read_as=bytes, protobuf=True, bound="training")
 

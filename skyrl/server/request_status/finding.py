@@ -9,12 +9,12 @@ from typing import Protocol
 
 from skyrl.base.types.activity import EngineActivity
 from skyrl.base.types.requests import Kind
-from skyrl.server.quotas.tenants import Quotas
+from skyrl.sampling.quotas import Quotas
+from skyrl.sampling.service import SampleService
 from skyrl.server.request_status.commands import of_command
 from skyrl.server.request_status.runs import RunStatus, of_run
 from skyrl.server.request_status.samples import of_colocated, of_elsewhere, of_forwarded
 from skyrl.server.request_status.status import RequestStatus, active, paused, paused_by_quota
-from skyrl.server.sampling.service import SampleService
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.runs import Run

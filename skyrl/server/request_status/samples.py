@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from skyrl.base.types.activity import EngineActivity, WaitsFor
+from skyrl.sampling.retries import SampleProgress, SampleWait
 from skyrl.server.request_status.status import RequestStatus, active, counted, duration, paused
-from skyrl.server.sampling.progress import SampleProgress, SampleWait
 
 LONG_S = 2.0
 """An adapter that has waited less than this has not waited for a place."""

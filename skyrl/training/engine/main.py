@@ -31,11 +31,11 @@ from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.runtime.ray_cluster.connection import connect
 from skyrl.runtime.tracing import open_spans
-from skyrl.server.pictures.files import StoredPictureFiles
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import ContextLimits
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import ContextLimits
+from skyrl.sampling.pictures import StoredPictureFiles
+from skyrl.sampling.servers import FixedEndpoint
 from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.checkpoint_store.registry import open_store

@@ -18,10 +18,10 @@ from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
-from skyrl.server.pictures.placed import is_text, place_stored
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.job import ContextLimits
-from skyrl.server.sampling.sampler_job import job_for, usage_of
+from skyrl.sampling.base_model import job_for, usage_of
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.job import ContextLimits
+from skyrl.sampling.pictures import is_text, place_stored
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.samplers import find_sampler

@@ -13,7 +13,7 @@ from pathlib import Path
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.server.quotas.limits import QuotaLimits, sampling_sessions_sentence, stored_sentence
+from skyrl.sampling.quota_account import QuotaLimits, sampling_sessions_sentence, stored_sentence
 from skyrl.storage.checkpoint_store.registry import local_directory
 from skyrl.storage.db import quotas
 from skyrl.storage.db.database import Connection, Database

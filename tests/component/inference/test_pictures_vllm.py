@@ -32,10 +32,10 @@ from skyrl.base.wire.tensors import WireTensor
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import Pictures, SampleJob
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import Pictures, SampleJob
+from skyrl.sampling.servers import FixedEndpoint
 from tests.component.inference.test_families_vllm import MODELS, as_released
 from tests.families import IMAGE_TOKEN, VOCAB
 from tests.sample_jobs import JOB

@@ -45,12 +45,13 @@ from skyrl.router.control import ControlClient
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.runtime.processes.ports import free_port
-from skyrl.server.sampling import completion, prompt_apart
-from skyrl.server.sampling.answer_bound import answer_bound
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import SampleJob
+from skyrl.sampling import client as prompt_apart
+from skyrl.sampling import completion
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.exchanges import answer_bound
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import SampleJob
+from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import adapter_key

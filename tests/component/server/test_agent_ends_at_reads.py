@@ -13,7 +13,7 @@ from api_harness import BASE, Api
 from router_world import until
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.agents.live import LiveSession
+from skyrl.chat.agents.live_sessions import LiveSession
 from skyrl.server.api.tokens import tenant_of_key
 from tests.postgres_server import ON_BOTH, ON_POSTGRES
 

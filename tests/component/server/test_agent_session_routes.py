@@ -15,7 +15,7 @@ from sqlalchemy import insert, update
 from skyrl.base.types.agents import VersionSpan
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.requests import MAX_METADATA_BYTES, MAX_METADATA_DEPTH
-from skyrl.server.agents import pages
+from skyrl.chat.agents import export
 from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import agents
 from skyrl.storage.db.checkpoints import checkpoints
@@ -323,7 +323,7 @@ async def test_a_page_gives_fewer_rows_than_asked_for_if_they_are_long(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await forked(api)
-    monkeypatch.setattr(pages, "MAX_PAGE_BYTES", 1)
+    monkeypatch.setattr(export, "MAX_PAGE_BYTES", 1)
     for path in ("trajectory", "trajectory?format=jsonl", "turns"):
         page = await get(api, f"/{session}/{path}")
         assert len(page["rows"]) == 1, "at least one: a reader must get on"

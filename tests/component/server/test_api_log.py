@@ -28,7 +28,7 @@ def log_at_info(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def log_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    names = ("skyrl.server.api.refusals", "skyrl.server.futures.settling")
+    names = ("skyrl.server.api.refusals", "skyrl.storage.futures.store")
     return [(record.levelname, record.getMessage()) for record in caplog.records if record.name in names]
 
 

@@ -14,8 +14,8 @@ from test_forwarding_pictures import IMAGE, generated, requests
 
 from skyrl.base.pictures.picture import digest_of
 from skyrl.base.pictures.vision import KnownPicture, VisionConfig
-from skyrl.server.sampling import generation
-from skyrl.server.sampling.service import CANCELLED
+from skyrl.sampling import pictures as generation
+from skyrl.sampling.service import CANCELLED
 from skyrl.storage.db import pictures
 from skyrl.storage.db.pictures import CheckedFile
 from skyrl.storage.db.usage import usage

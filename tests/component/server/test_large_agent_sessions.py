@@ -20,7 +20,7 @@ from chatting_upstream import SAMPLED
 from fake_upstream import FakeUpstream
 from growth import bytes_held, lines_run
 
-from skyrl.server.agents import live as live_sessions
+from skyrl.chat.agents import live_sessions
 from skyrl.server.api.body import SAMPLE_BYTES
 from skyrl.storage.db.database import Database
 

@@ -39,7 +39,7 @@ from sqlalchemy import delete, select, update
 import skyrl.server.api.background
 import skyrl.server.api.server
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.openai.in_flight import InFlight
+from skyrl.chat.openai.service import InFlight
 from skyrl.storage.db import adapter_versions
 from skyrl.storage.db import adapter_versions as adapter_uses
 from skyrl.storage.db.checkpoints import checkpoints

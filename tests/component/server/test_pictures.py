@@ -20,7 +20,7 @@ from skyrl.base.pictures.picture import digest_of
 from skyrl.base.pictures.vision import KnownPicture, VisionConfig
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.training import decode_forward_backward
-from skyrl.server.sampling import generation
+from skyrl.sampling import pictures as generation
 from skyrl.storage.db import pictures as picture_rows
 from skyrl.storage.db.database import Connection, Database
 from skyrl.training.engine.pictures import PassPictures

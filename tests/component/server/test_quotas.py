@@ -17,8 +17,8 @@ from sqlalchemy import Connection, event, select, update
 
 import skyrl.server.api.background
 import skyrl.server.api.futures
+from skyrl.sampling import quota_account
 from skyrl.server.api.tokens import tenant_of_key
-from skyrl.server.quotas import account
 from skyrl.storage.db import quotas as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
@@ -209,7 +209,7 @@ async def test_unused_tokens_are_returned(serve: Serve, upstream: FakeUpstream, 
 async def test_samples_that_would_wait_too_long_are_refused(
     serve: Serve, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(account, "MAX_PAUSE_S", 90.0)
+    monkeypatch.setattr(quota_account, "MAX_PAUSE_S", 90.0)
     upstream.default = after(asyncio.Event(), complete())
     async with serve(quota_tokens_per_minute=6) as api:
         sampler = await api.sampler()

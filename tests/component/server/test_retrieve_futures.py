@@ -15,9 +15,9 @@ from fake_upstream import FakeUpstream, after, complete, error, never
 from sqlalchemy import select
 
 import skyrl.server.api.futures
-from skyrl.server.futures.completions import CLONE_BLOCK
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
+from skyrl.storage.futures.completion_feed import CLONE_BLOCK
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

@@ -25,9 +25,9 @@ import skyrl.storage.db.sessions
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.runtime.processes.runtime import Runtime
+from skyrl.sampling.service import MISSES, SampleOwnership
 from skyrl.server.api.app import create_app
 from skyrl.server.api.server import open_services
-from skyrl.server.sampling.ownership import MISSES, SampleOwnership
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
 from skyrl.storage.db.processes import processes

@@ -22,9 +22,9 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import EndpointUnknown, EngineEndpoint
-from skyrl.server.sampling.http import HttpTransport
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.servers import EndpointUnknown, EngineEndpoint
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.claims import Fence, claim, read_claim

@@ -38,7 +38,6 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.base.wire.errors import ErrorCategory, RequestError
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import encode_forward_backward, encode_json
-from skyrl.server.futures.store import FutureStore, NewRequest
 from skyrl.storage.db import commands
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
@@ -47,6 +46,7 @@ from skyrl.storage.db.models import Model, models
 from skyrl.storage.db.sessions import Session, Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.doorbell import SESSIONS
+from skyrl.storage.futures.store import FutureStore, NewRequest
 from skyrl.training.backends.base import InvalidRequest
 from skyrl.training.engine import loop as engine_loop
 from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME

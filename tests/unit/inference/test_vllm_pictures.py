@@ -13,7 +13,7 @@ from skyrl.base.config.server import ServerConfig, vision_of
 from skyrl.base.pictures.picture import MAX_PICTURES
 from skyrl.base.pictures.vision import SEES, NoVision, VisionConfig
 from skyrl.inference.vllm_command import vllm_spec
-from skyrl.server.sampling.job import MAX_TOPK
+from skyrl.sampling.job import MAX_TOPK
 from tests.families import PROCESSOR
 
 OPTIONS = "generator.inference_engine.engine_init_kwargs"

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from one_turn import turn
 
+from skyrl.chat.agents.turns import TurnSpan
 from skyrl.runtime.tracing import OtlpSpans, RequestTrace, SpanContext, current_trace
-from skyrl.server.agents.tracing import TurnSpan
 from tests.otlp_receiver import Received, collector
 
 REQUEST = SpanContext.new()
