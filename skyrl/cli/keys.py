@@ -62,7 +62,7 @@ def _scopes(names: list[str] | None) -> list[Scope]:
 def _adopted_tenant() -> str:
     """The tenant of a key from before keys were managed. Reads that key from the terminal or standard input, because a
     list of processes shows the arguments of a command."""
-    from skyrl.server.api.tokens import tenant_of_key
+    from skyrl.api.access import tenant_of_key
 
     prompt = "The old key (the new key will stand for the same tenant): "
     key = getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline().strip()

@@ -11,8 +11,8 @@ import typer
 from skyrl.cli import router_options as option
 from skyrl.cli.many_values import ManyValues
 from skyrl.cli.router import parse_object
+from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 from skyrl.runtime.processes.logs import LogFormat
-from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 NUM_ENGINES = "generator.inference_engine.num_engines"
 

@@ -64,7 +64,7 @@ def router(
     """Run a router in front of inference servers."""
     from skyrl.base.config.server import ConfigError
     from skyrl.router.main import RouterOptions, run_router
-    from skyrl.router.plugins import PluginError
+    from skyrl.router.middleware import PluginError
     from skyrl.router.proxy import Limits
     from skyrl.runtime.metrics.files import FILE_VARIABLE
     from skyrl.runtime.processes.runtime import set_up_process

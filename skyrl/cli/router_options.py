@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 POLICY_HELP = "least_in_flight, round_robin, consistent_hashing or adapter_affinity."
 

@@ -40,7 +40,7 @@ def usage(
     if format is Format.JSON:
         typer.echo(json.dumps([asdict(line) for line in lines], indent=1))
     elif format is Format.CSV:
-        from skyrl.server.api.usage_table import as_csv
+        from skyrl.api.ui.usage_csv import as_csv
 
         typer.echo(as_csv(names, (asdict(line) for line in lines)), nl=False)
     else:

@@ -22,8 +22,7 @@ from skyrl.inference.cpu_context import longest_step
 from skyrl.inference.expert_adapters import memory_hint
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.inference.placement import ServerSpec, Spot
-from skyrl.inference.remote.placed_sidecar import PlacedSidecar
-from skyrl.inference.remote.settings import CACHE, default_cache, node_environment
+from skyrl.inference.remote.settings import CACHE, PlacedSidecar, default_cache, node_environment
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_client import Probe
 from skyrl.inference.vllm_command import LOGGING_CONFIG, context_length, cuda_devices, options_named, vllm_spec

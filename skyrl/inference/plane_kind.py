@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from skyrl.inference.engine_kinds import Vllm, sidecar_spec
 from skyrl.inference.placement import ServerSpec, Spot
-from skyrl.inference.remote.placed_sidecar import PlacedSidecar
+from skyrl.inference.remote.settings import PlacedSidecar
 from skyrl.runtime.processes.ports import group_variables, interface_of
 
 logger = logging.getLogger(__name__)

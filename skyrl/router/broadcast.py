@@ -13,12 +13,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
 from skyrl.base.types.weights import STORE_SCHEME
-from skyrl.router.control import Answer, Fetch, Unreachable
-from skyrl.router.messages import HeaderList
+from skyrl.http.admin_key import FORWARDING
+from skyrl.router.messages import HeaderList, Reply, error, json_reply
 from skyrl.router.pool import WorkerPool
-from skyrl.router.reply import Reply, error, of_json
-from skyrl.router.worker import Worker, WorkerState
-from skyrl.runtime.web.admin import FORWARDING
+from skyrl.router.worker import Answer, Fetch, Unreachable, Worker, WorkerState
 
 ABORT_S = 4.0
 """Agents wait 5 s for the answer to an abort."""
@@ -158,7 +156,7 @@ def _aborted(outcomes: list[_Outcome]) -> Reply:
 def _flushed(outcomes: list[_Outcome]) -> Reply:
     if all(outcome.done for outcome in outcomes):
         count = len(outcomes)
-        return of_json(200, {"status": "success", "workers_flushed": count, "total_http_workers": count})
+        return json_reply(200, {"status": "success", "workers_flushed": count, "total_http_workers": count})
     return _first_bad(outcomes)
 
 
@@ -183,7 +181,7 @@ def _first_bad(outcomes: list[_Outcome]) -> Reply:
     workers: list[dict[str, Any]] = [{"url": outcome.worker.url, "error": str(outcome.answer)} for outcome in bad]
     message = f"{len(bad)} of {len(outcomes)} workers did not answer"
     status, headers = (503, RETRY_AFTER) if len(bad) == len(outcomes) else (502, [])
-    return of_json(status, {"error": {"code": status, "message": message, "workers": workers}}, headers)
+    return json_reply(status, {"error": {"code": status, "message": message, "workers": workers}}, headers)
 
 
 def _passed_on(answer: Answer) -> Reply:

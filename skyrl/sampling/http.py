@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from skyrl.runtime.web.idle_connections import IdleConnections
+from skyrl.http.idle_connections import IdleConnections
 from skyrl.sampling.http_connection import AnswerHead, AnswerMemory, HttpConnection
 from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, Interrupted, NotAccepted, Pieces
 

@@ -46,7 +46,7 @@ class MortalServer(DemoServer):
 
     def api(self) -> psutil.Process:
         """The API process; waits until there is one."""
-        return self._running("skyrl.server.api.server")[0]
+        return self._running("skyrl.api.server")[0]
 
     def engine(self) -> psutil.Process:
         """The engine process; waits until there is one."""
@@ -61,7 +61,7 @@ class MortalServer(DemoServer):
 
     def apis(self, count: int) -> list[psutil.Process]:
         """The API processes, oldest first; waits until there are `count`."""
-        return self._running("skyrl.server.api.server", count)
+        return self._running("skyrl.api.server", count)
 
     def _running(self, module: str, count: int = 1) -> list[psutil.Process]:
         deadline = time.monotonic() + WAIT_S

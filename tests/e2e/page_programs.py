@@ -59,7 +59,7 @@ IMPORTED = (
     "torch",
     "transformers",
     "tinker.cli.__main__",
-    "skyrl.server.api.tokens",
+    "skyrl.api.access",
     "skyrl.cli.doctor",
     "skyrl.cli.main",
     "skyrl.storage.db.maintenance",

@@ -123,11 +123,11 @@ class BaseModelParts:
                 needs = (*needs, *self._inference.watches)
                 for number in range(len(runtime.sidecar_urls)):
                     sidecar = self._process(
-                        own, SIDECAR, "skyrl.inference.sidecar.managed", {SIDECAR_ENV: str(number)}, f"-{number}"
+                        own, SIDECAR, "skyrl.inference.sidecar.main", {SIDECAR_ENV: str(number)}, f"-{number}"
                     )
                     yield own.part(sidecar, needs, SIDECAR_GRACE_S)
             if self._config.routed:
-                router = self._process(own, ROUTER, "skyrl.router.managed")
+                router = self._process(own, ROUTER, "skyrl.router.main")
                 yield own.part(router, needs, ROUTER_GRACE_S)
                 watch = f"{router.name} watch"
                 yield Part(

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.cli.launcher.preflight import Findings
+from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.runtime.processes.ports import HeldPorts
 from skyrl.runtime.processes.runtime import PLACED, RUNTIME_ENV, Runtime
 from skyrl.runtime.ray_cluster import head
-from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 

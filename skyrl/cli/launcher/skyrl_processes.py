@@ -143,7 +143,7 @@ class OwnProcesses:
         descriptors = [listener.fileno() for listener in sockets]
         own_environment = {SLOT_ENV: str(slot), SOCKETS_ENV: ",".join(map(str, descriptors))}
         process = self.process(
-            api_name(slot), "skyrl.server.api.server", self._first_ready, own_environment, pass_fds=descriptors
+            api_name(slot), "skyrl.api.server", self._first_ready, own_environment, pass_fds=descriptors
         )
         return self.part(process, needs, API_GRACE_S)
 

@@ -26,12 +26,12 @@ from skyrl.cli.launcher.server_parts import ServerParts, wherever
 from skyrl.cli.ray_placement.lifecycle import Starts, end, live, run_servers, server_parts
 from skyrl.cli.ray_placement.ray_server import RayServer
 from skyrl.cli.ray_placement.scheduling import RayPlacement
+from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 from skyrl.inference.plane_kind import PlaneVllm
-from skyrl.inference.remote.placement_route import PATH
+from skyrl.inference.remote.sidecar import PATH
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.processes.runtime import PLACED, Runtime
 from skyrl.runtime.processes.startup import CANNOT_START
-from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 

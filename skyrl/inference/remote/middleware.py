@@ -26,8 +26,7 @@ from skyrl.inference.remote.asgi import (
     replayed,
     with_length,
 )
-from skyrl.inference.remote.cache import SCRATCH, NodeCache
-from skyrl.inference.remote.files import NodeFiles
+from skyrl.inference.remote.cache import SCRATCH, NodeCache, NodeFiles
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY, is_reference, key_in
 from skyrl.inference.remote.settings import NodeSettings
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError

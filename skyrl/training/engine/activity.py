@@ -1,6 +1,6 @@
 """What the engine does now: looks at the scheduler every few seconds, and keeps the text that the heartbeat publishes.
 
-Reads the scheduler and the inference servers' states, and changes nothing. `skyrl.server.request_status` puts it into
+Reads the scheduler and the inference servers' states, and changes nothing. `skyrl.api.request_status` puts it into
 words.
 """
 

@@ -16,8 +16,7 @@ from skyrl.base.wire.errors import FailedRequest
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import VersionFiles
-from skyrl.inference.remote.base_model import base_directory
-from skyrl.inference.remote.references import BASE_MODEL, reference_to
+from skyrl.inference.remote.references import BASE_MODEL, base_directory, reference_to
 from skyrl.inference.vllm_client import VllmError
 from skyrl.storage.checkpoint_store.versions import full_directory, full_key
 from skyrl.storage.db import full_weights

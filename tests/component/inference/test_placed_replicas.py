@@ -14,11 +14,11 @@ from aiohttp import ClientResponse
 from replicas import Server, group_of, replica_at, running, servers
 from test_router_members import KEY, ROUTER, until, used
 
+from skyrl.api.readiness import EngineWatch
 from skyrl.base.config.base_models import Modes
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.router_members import RouterMembers
-from skyrl.server.api.readiness import EngineWatch
 from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState

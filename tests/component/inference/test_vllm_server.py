@@ -41,9 +41,9 @@ from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
 from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
 from skyrl.router.broadcast import Broadcasts
-from skyrl.router.control import ControlClient
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
+from skyrl.router.worker import ControlClient
 from skyrl.runtime.processes.ports import free_port
 from skyrl.sampling import client as prompt_apart
 from skyrl.sampling import completion

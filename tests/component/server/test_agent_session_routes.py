@@ -12,11 +12,11 @@ from api_harness import BASE, LONG_S, Api, Serve
 from one_turn import turn
 from sqlalchemy import insert, update
 
+from skyrl.api.access import tenant_of_key
 from skyrl.base.types.agents import VersionSpan
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.requests import MAX_METADATA_BYTES, MAX_METADATA_DEPTH
 from skyrl.chat.agents import export
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import agents
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values

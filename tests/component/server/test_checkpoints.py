@@ -11,9 +11,9 @@ from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path
 from engine_harness import Trainer, files_in
 from sqlalchemy import select
 
+from skyrl.api.access import tenant_of_key
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.futures import futures
 from skyrl.training.engine import reclaim
 

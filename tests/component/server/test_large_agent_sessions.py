@@ -20,8 +20,8 @@ from chatting_upstream import SAMPLED
 from fake_upstream import FakeUpstream
 from growth import bytes_held, lines_run
 
+from skyrl.api.bodies import SAMPLE_BYTES
 from skyrl.chat.agents import live_sessions
-from skyrl.server.api.body import SAMPLE_BYTES
 from skyrl.storage.db.database import Database
 
 TURNS, EARLY = 400, 20

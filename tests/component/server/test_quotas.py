@@ -15,10 +15,10 @@ from engine_harness import data, until
 from fake_upstream import FakeUpstream, after, complete, error
 from sqlalchemy import Connection, event, select, update
 
-import skyrl.server.api.background
-import skyrl.server.api.futures
+import skyrl.api.routes.futures
+import skyrl.api.server
+from skyrl.api.access import tenant_of_key
 from skyrl.sampling import quota_account
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import quotas as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
@@ -34,7 +34,7 @@ ONE, TWO = tenant_of_key("tml-one"), tenant_of_key("tml-two")
 
 @pytest.fixture(autouse=True)
 def polls_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skyrl.server.api.futures, "HOLD_S", 0.02)
+    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", 0.02)
 
 
 async def change(api: Api, database: Database, tenant: str = ONE, **values: int | None) -> None:
@@ -274,7 +274,7 @@ async def test_the_default_quota_holds_for_tenants_without_their_own(
 async def test_a_running_server_soon_learns_of_changed_quotas(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skyrl.server.api.background, "QUOTAS_S", 0.01)
+    monkeypatch.setattr(skyrl.api.server, "QUOTAS_S", 0.01)
     async with serve() as api:
         database.write(lambda c: rows.change(c, ONE, {"models": 0}))
         await until(lambda: api.services.quotas.of(ONE).models == 0)

@@ -15,9 +15,9 @@ from fake_upstream import FakeUpstream, complete, error
 from sqlalchemy import insert, select
 from sqlalchemy.exc import OperationalError
 
+from skyrl.api.access import tenant_of_key, user_urn
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
-from skyrl.server.api.tokens import tenant_of_key, user_urn
 from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db import audit
 from skyrl.storage.db.checkpoints import checkpoints

@@ -14,9 +14,9 @@ from fake_upstream import FakeUpstream
 from sqlalchemy import select, text, update
 
 from alembic import command
+from skyrl.api.access import tenant_of_key
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.checkpoints import checkpoints

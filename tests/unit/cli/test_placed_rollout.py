@@ -12,14 +12,13 @@ from skyrl.base.config.loading import load_config
 from skyrl.cli.launcher.preflight import Findings
 from skyrl.cli.launcher.rollout_on_ray import placed_processes
 from skyrl.cli.main import app
+from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 from skyrl.inference import plane_kind
 from skyrl.inference.placement import Spot
 from skyrl.inference.plane_kind import PlaneVllm
-from skyrl.inference.remote.placed_sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
-from skyrl.inference.remote.settings import STORE
+from skyrl.inference.remote.settings import ADMIN_KEY, CLIENT_KEY, STORE, PlacedSidecar
 from skyrl.runtime.processes.ports import HeldPorts
 from skyrl.runtime.processes.runtime import RUNTIME_ENV
-from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from skyrl.api.ui.usage_csv import as_csv
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.cli.main import app
-from skyrl.server.api.usage_table import as_csv
 from skyrl.storage.db import usage
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.usage import UsageKey, UsageKind, UsageLine, add, bucket_of, last_days, report, sample_amounts

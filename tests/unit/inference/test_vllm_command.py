@@ -15,8 +15,7 @@ from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.expert_adapters import host_memory_warning, memory_hint, room_bytes
 from skyrl.inference.model_options import MIXTURE_LORA_TARGETS
 from skyrl.inference.placement import ServerSpec, Spot
-from skyrl.inference.remote.placed_sidecar import ADMIN_KEY, PlacedSidecar
-from skyrl.inference.remote.settings import NodeSettings
+from skyrl.inference.remote.settings import ADMIN_KEY, NodeSettings, PlacedSidecar
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
 
 TINY = {

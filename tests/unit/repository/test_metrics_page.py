@@ -15,16 +15,14 @@ from skyrl.base.tiny import model_path
 from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.engine.metrics import EngineMetrics
 from skyrl.inference.metrics import FAMILIES
-from skyrl.inference.sidecar.in_flight import InFlight
-from skyrl.inference.sidecar.metrics import SidecarMetrics
-from skyrl.inference.sidecar.pause import Pause
-from skyrl.router.connections import Connections
-from skyrl.router.context import RouterContext
+from skyrl.inference.sidecar.control import SidecarMetrics
+from skyrl.inference.sidecar.in_flight import InFlight, Pause
 from skyrl.router.metrics import RouterMetrics
-from skyrl.router.plugins import Chain
+from skyrl.router.middleware import Chain, RouterContext
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
+from skyrl.router.upstream import Connections
 from skyrl.runtime.metrics.storage import show_free_space
 from tests.prometheus import RULE_FILES, board_expressions, names_in, panels
 

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from skyrl.runtime.web import idle_connections
+from skyrl.http import idle_connections
 from skyrl.sampling import http
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.transport import Answer, Interrupted, NotAccepted

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.router.refusals import BUSY, INTERRUPTED, NO_WORKER, refusal
+from skyrl.router.messages import BUSY, INTERRUPTED, NO_WORKER, refusal
 from skyrl.sampling.transport import Answer, Verdict, verdict_of
 
 

@@ -7,10 +7,10 @@ import itertools
 import pytest
 from prometheus_client import CollectorRegistry
 
+from skyrl.api.request_status.commands import of_command
 from skyrl.base.types.activity import EngineActivity, RecoveryProgress, WaitsFor, decode_activity, encode_activity
 from skyrl.base.types.requests import Command, Kind
 from skyrl.engine.metrics import CommandMetrics
-from skyrl.server.request_status.commands import of_command
 from skyrl.storage.db.commands import PendingCommand
 from skyrl.training.engine import activity as activity_module
 from skyrl.training.engine.activity import ActivityWatch, Holds
