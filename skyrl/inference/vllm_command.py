@@ -20,12 +20,14 @@ from typing import Any
 
 from skyrl.base.config.server import ConfigError, ServerConfig, takes_pictures
 from skyrl.base.model_files import experts_of, model_config, whole_config
-from skyrl.inference.cpu_context import BATCH, LEAST, longest_context
-from skyrl.inference.expert_adapters import check_layers
 from skyrl.inference.model_options import (
+    BATCH,
+    LEAST,
+    check_layers,
     check_served,
     cpu_options,
     kept_adapters,
+    longest_context,
     lora_targets,
     picture_options,
     quantization_of,
@@ -34,8 +36,7 @@ from skyrl.inference.model_options import (
 from skyrl.inference.parsers import parser_options
 from skyrl.inference.placement import ServerSpec
 from skyrl.inference.remote.middleware import StoredAdapterLoads
-from skyrl.inference.vllm_plugin.incarnation import IncarnationHeader
-from skyrl.inference.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
+from skyrl.inference.vllm_plugin.protocol import TELL_VERSIONS_VARIABLE, IncarnationHeader
 from skyrl.runtime.processes.host_resources import limit_bytes
 from skyrl.runtime.tracing import traces_url
 

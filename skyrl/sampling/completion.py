@@ -15,7 +15,7 @@ import numpy as np
 
 from skyrl.base.wire.results import Alternatives, SampledSequence, SampleResult, TopkRow, encode_sample
 from skyrl.base.wire.tensors import WireTensor
-from skyrl.inference.vllm_plugin.extra_args import PromptScores
+from skyrl.inference.vllm_plugin.protocol import PromptScores
 from skyrl.sampling.job import SampleJob, as_json
 from skyrl.sampling.servers import NOT_TOLD, check_began, spans_in
 

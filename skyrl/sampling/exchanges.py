@@ -27,7 +27,7 @@ from skyrl.base.pictures.picture import Pictures
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.decoding import with_short_switches
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
+from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.sampling import completion, pictures
 from skyrl.sampling.completion import prompt_scores
 from skyrl.sampling.job import SampleJob

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from skyrl.base.types.weights import EVERYTHING, AdapterVersion, Scope, WeightsRef
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.inference import load_route
+from skyrl.inference import vllm_client
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics, Load
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
@@ -312,18 +312,18 @@ class AdapterLoads:
         except AdapterUnavailable as error:
             logger.warning("%s; samples from it wait (%s)", error, error.reason)
             raise
-        body = msgspec.json.encode(load_route.load_request(adapter.name, directory))
+        body = msgspec.json.encode(vllm_client.load_request(adapter.name, directory))
         try:
-            answer = await self._transport.post(endpoint.url + load_route.PATH, body, self._headers, LOAD_TIMEOUT_S)
+            answer = await self._transport.post(endpoint.url + vllm_client.PATH, body, self._headers, LOAD_TIMEOUT_S)
         except (NotAccepted, Interrupted) as error:
             logger.warning("adapter %s could not be loaded again: %s", adapter.name, error)
             return  # the next try of the sample shows whether the server is back
-        load.ok = load_route.is_loaded(answer.status, answer.body)
+        load.ok = vllm_client.is_loaded(answer.status, answer.body)
         if load.ok:
             return
-        if load_route.is_missing(answer.status, answer.body):
+        if vllm_client.is_missing(answer.status, answer.body):
             raise server_failure(f"{failure}: {AdapterMissing(adapter)}")
-        if load_route.is_to_repeat(answer.status, answer.body):
+        if vllm_client.is_to_repeat(answer.status, answer.body):
             error = AdapterUnavailable(adapter, RuntimeError(describe(answer)))
             logger.warning("%s; samples from it wait (%s)", error, error.reason)
             raise error

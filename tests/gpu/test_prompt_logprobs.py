@@ -28,7 +28,7 @@ from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import LoraSpec
 from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed, vllm_spec
-from skyrl.inference.vllm_plugin.extra_args import PromptScores
+from skyrl.inference.vllm_plugin.protocol import PromptScores
 from skyrl.runtime.processes.ports import free_port
 from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.training.backends.torch_lora.backend import TorchLoraBackend

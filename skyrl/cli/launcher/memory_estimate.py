@@ -32,8 +32,9 @@ from typing import Any
 from skyrl.base.config.pass_memory import FLOAT_BYTES, FULL_BYTES, Passing, Widths
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.model_files import model_config, whole_config
-from skyrl.inference.cpu_context import BATCH, batch_bytes
 from skyrl.inference.model_options import (
+    BATCH,
+    batch_bytes,
     cpu_options,
     kept_adapters,
     kv_cache_bytes,

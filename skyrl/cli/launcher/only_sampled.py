@@ -18,14 +18,14 @@ from skyrl.base.model_files import model_config
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.cli.launcher.parts import Part
 from skyrl.inference.adapter_host import AdapterMissing
-from skyrl.inference.cpu_context import LEAST
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.metrics import AdapterMetrics
+from skyrl.inference.model_options import LEAST
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.router_members import RouterMembers
+from skyrl.inference.vllm_client import VllmMetrics
 from skyrl.inference.vllm_command import context_length
-from skyrl.inference.vllm_metrics import VllmMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.server.sampling.placed_replicas import PlacedReplicas

@@ -19,11 +19,10 @@ from skyrl.cli.launcher.memory_estimate import check_memory
 from skyrl.cli.launcher.model_location import check_model
 from skyrl.cli.launcher.ray_room import check_room_of_ranks, check_room_of_vllms, check_shared_gpus
 from skyrl.cli.launcher.tokenizer_notes import log_notes
-from skyrl.inference.expert_adapters import host_memory_warning
-from skyrl.inference.features import vllm_version
+from skyrl.inference.features import check_vllm, vllm_version
+from skyrl.inference.model_options import host_memory_warning
 from skyrl.inference.vllm_command import context_sentence, cuda_devices
-from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
-from skyrl.inference.vllm_version import check_vllm
+from skyrl.inference.vllm_plugin.protocol import TESTED_VERSIONS
 from skyrl.runtime.processes.ports import LOOPBACK, check_free
 from skyrl.runtime.ray_cluster.connection import NoCluster, ask, check_installed, find_address
 

@@ -16,7 +16,7 @@ from skyrl.cli.ray_placement.lifecycle import Starts, end, live, run_servers, se
 from skyrl.cli.ray_placement.publisher import ServersPublisher
 from skyrl.cli.ray_placement.scheduling import RayPlacement
 from skyrl.inference.engine_kinds import KINDS, VLLM
-from skyrl.inference.vllm_metrics import VllmMetrics
+from skyrl.inference.vllm_client import VllmMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory, publishing
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.processes.startup import CANNOT_START

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from skyrl.engine.metrics import EngineMetrics
-from skyrl.inference.vllm_metrics import VllmMetrics
+from skyrl.inference.vllm_client import VllmMetrics
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.database import Database

@@ -39,7 +39,7 @@ from skyrl.inference.remote.settings import CACHE, node_environment
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
-from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
+from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool

@@ -30,9 +30,10 @@ with warnings.catch_warnings():
     from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from skyrl.inference.vllm_plugin import first_runner, prompt_rows, punica_cuda, second_runner
-    from skyrl.inference.vllm_plugin.extra_args import PromptScores
-    from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits
+    from skyrl.inference.vllm_plugin import cuda_patches, model_runners
+    from skyrl.inference.vllm_plugin import logprobs as prompt_rows
+    from skyrl.inference.vllm_plugin.logprobs import PromptLogits
+    from skyrl.inference.vllm_plugin.protocol import PromptScores
 
 WIDTH, VOCAB, RANK, SLOTS = 6, 40, 2, 3
 ROWS_AT_A_TIME = 4
@@ -241,9 +242,9 @@ def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(prompt_logprob, "CHUNK_SIZE", prompt_logprob.CHUNK_SIZE)
     monkeypatch.setattr(prompt_rows, "PART_LOGITS", ROWS_AT_A_TIME * VOCAB)
     monkeypatch.setattr(sampler_module, "batched_count_greater_than", lambda x, values: (x >= values).sum(-1))
-    for part in (first_runner, second_runner):
+    for part in (model_runners, model_runners):
         part.score_prompts()
-    punica_cuda.correct_prompt_logits()
+    cuda_patches.correct_prompt_logits()
     return Batches(request.param)
 
 

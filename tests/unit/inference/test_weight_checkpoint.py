@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
 from skyrl.weights.dtypes import FLOATS, INTEGERS
 
 KINDS = {

@@ -17,7 +17,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import to_json
 from skyrl.base.wire.sample_request import Distribution
 from skyrl.base.wire.tensors import WireTensor
-from skyrl.inference.vllm_plugin.extra_args import PromptScores
+from skyrl.inference.vllm_plugin.protocol import PromptScores
 from skyrl.sampling.completion import (
     AbortedAnswer,
     MalformedAnswer,

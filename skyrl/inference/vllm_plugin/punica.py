@@ -1,11 +1,17 @@
-"""Adapters' part of a layer in plain torch: rows are grouped by adapter, and each group is two matrix products.
+"""LoRA arithmetic in plain torch: rows are grouped by adapter, and each group is two matrix products.
 
-Knows tensors, on any device, and slots: the number of an adapter's matrices among those that vLLM has stacked.
+Knows tensors, on any device, and slots: the number of an adapter's matrices among those that vLLM has stacked. Knows
+nothing of requests, adapters' names or how the wrapper for CPUs is installed.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+from skyrl.inference.vllm_plugin.logprobs import prompt_slots
 
 Rows = slice | torch.Tensor
 Groups = list[tuple[int, Rows]]
@@ -62,3 +68,43 @@ def add_to_logits(
         raise RuntimeError(f"logits of {x.shape[0]} rows, but the batch has adapters for {len(slots)}")
     width = min(y.shape[1], lora_b.shape[2])
     add_grouped(y, x, group_rows(slots), (lora_a,), (lora_b,), scale, (width,))
+
+
+class GroupedPunicaWrapperCPU(PunicaWrapperCPU):
+    """vLLM's CPU wrapper, but with linear layers and logits computed per adapter."""
+
+    _token_groups: Groups
+    _request_slots: list[int]
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(*args, **kwargs)
+        self._token_groups = group_rows(self.token_lora_indices.tolist())
+        self._request_slots = self.sampler_indices.tolist()
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        add_grouped(y, x, self._token_groups, lora_a_stacked, lora_b_stacked, scale, output_slices)
+
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **_: Any,
+    ) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        slots = prompt_slots(self.token_lora_indices)
+        if slots is None:
+            slots = self._request_slots
+        add_to_logits(y, x, slots, lora_a_stacked, lora_b_stacked, scale)

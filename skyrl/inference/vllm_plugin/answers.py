@@ -1,11 +1,6 @@
-"""Adds `weight_versions` to the choices of vLLM's answers: which version of the weights sampled which tokens.
+"""Patches of what vLLM's answers tell: weight versions, prompt tokens found in the cache, and ids without text.
 
-vLLM knows it, and tells it in `/inference/v1/generate` alone. A list of `{"version", "start", "end"}`: output tokens
-`[start, end)`. In a stream the last event of a choice has it.
-
-`/v1/completions` tells it always, `/v1/chat/completions` beside the token ids that it names. Where
-TELL_VERSIONS_VARIABLE is "1", all chats tell it, and in a stream also an early event of each choice, with the versions
-until then: so a client knows which weights have begun an answer before it shows any of it.
+Knows how vLLM makes the answers of completions and chats, whole and in streams. Knows nothing of how they are sampled.
 """
 
 from __future__ import annotations
@@ -16,10 +11,13 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.v1.engine.output_processor import RequestState
 
-FIELD = "weight_versions"
+from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
+
+VERSIONS = "weight_versions"
 _ENDS = '"finish_reason":"'
 """In JSON, quotes inside a string have a backslash before them: this is in the last chunk of a sample alone."""
 
@@ -57,7 +55,7 @@ def _patch_whole_answers() -> None:
         outputs = [output for result in final_res_batch for output in result.outputs]
         for choice, output in zip(response.choices, outputs, strict=True):
             if output.weight_versions is not None:
-                setattr(choice, FIELD, _spans(output))
+                setattr(choice, VERSIONS, _spans(output))
         return response
 
     patched.tells = True  # type: ignore[attr-defined]
@@ -74,7 +72,7 @@ def _patch_chats(early: bool) -> None:
         response = await original(self, request, _noting(result_generator, spans), *args, **kwargs)
         for choice in getattr(response, "choices", ()):  # an error has none
             if choice.index in spans:
-                setattr(choice, FIELD, spans[choice.index])
+                setattr(choice, VERSIONS, spans[choice.index])
         return response
 
     OpenAIServingChat.chat_completion_full_generator = patched  # type: ignore[method-assign]
@@ -151,9 +149,80 @@ def _with_spans(event: str, spans: dict[int, list[dict[str, Any]]], told: set[in
         index = choice["index"]
         if index in spans and (choice.get("finish_reason") or (early and index not in told)):
             told.add(index)
-            choice[FIELD] = spans[index]
+            choice[VERSIONS] = spans[index]
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def _spans(output: Any) -> list[dict[str, Any]]:
     return [asdict(span) for span in output.weight_versions]
+
+
+CACHED_TOKENS = "cached_prompt_tokens"
+
+
+def tell_cached_prompts() -> None:
+    """Patch this process. A second call changes nothing."""
+    if getattr(RequestState._new_completion_output, "tells", False):
+        return
+    new_output = RequestState._new_completion_output
+    to_response = OpenAIServingCompletion.request_output_to_completion_response
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = new_output(self, *args, **kwargs)
+        setattr(output, CACHED_TOKENS, self.num_cached_tokens)
+        return output
+
+    def telling(self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
+        response = to_response(self, final_res_batch, *args, **kwargs)
+        several = any(len(result.outputs) > 1 for result in final_res_batch)
+        outputs = [output for result in final_res_batch for output in result.outputs]
+        for choice, output in zip(response.choices, outputs, strict=True) if several else ():
+            setattr(choice, CACHED_TOKENS, getattr(output, CACHED_TOKENS))
+        return response
+
+    noting.tells = True  # type: ignore[attr-defined]
+    RequestState._new_completion_output = noting  # type: ignore[method-assign]
+    OpenAIServingCompletion.request_output_to_completion_response = telling  # type: ignore[method-assign]
+
+
+_MARK = "skyrl_tokens_only"
+_MARKED = object()
+"""The value of the mark. No JSON has it, so the body of a request cannot set the mark."""
+
+
+def allow_tokens_only() -> None:
+    """Patch this process, which is vLLM's API server. A second call changes nothing."""
+    create, to_parameters = OpenAIServingCompletion.create_completion, CompletionRequest.to_sampling_params
+    to_response = OpenAIServingCompletion.request_output_to_completion_response
+    if getattr(create, _MARK, False):
+        return
+
+    async def create_completion(self: Any, request: Any, raw_request: Any = None) -> Any:
+        if raw_request is not None and TOKENS_ONLY in raw_request.headers and not (request.stop or request.stream):
+            setattr(request, _MARK, _MARKED)
+            request.return_tokens_as_token_ids = True
+        return await create(self, request, raw_request)
+
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = to_parameters(self, *args, **kwargs)
+        if getattr(self, _MARK, None) is _MARKED:
+            parameters.detokenize = False
+        return parameters
+
+    def request_output_to_completion_response(self: Any, results: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        response = to_response(self, results, request, *args, **kwargs)
+        if getattr(request, _MARK, None) is _MARKED:
+            for choice in response.choices:
+                choice.prompt_token_ids = None
+                if choice.logprobs is not None:
+                    choice.logprobs.tokens, choice.logprobs.text_offset = [], []
+                    if not (
+                        request.logprobs or request.logprob_token_ids
+                    ):  # the token itself is the only entry of each position
+                        choice.logprobs.top_logprobs = []
+        return response
+
+    setattr(create_completion, _MARK, True)
+    OpenAIServingCompletion.create_completion = create_completion  # type: ignore[method-assign]
+    CompletionRequest.to_sampling_params = to_sampling_params  # type: ignore[method-assign]
+    OpenAIServingCompletion.request_output_to_completion_response = request_output_to_completion_response  # type: ignore[method-assign]

@@ -1,9 +1,4 @@
-"""Adapters' part of the logits of prompts, for vLLM on GPUs.
-
-vLLM's kernels find the adapter of a row of logits in a map with one entry per request. For logits of a prompt, which
-have one row per token, they find another request's adapter, none, or memory beyond the map. The plugin computes these
-logits in plain torch, as on a CPU. Logits that are sampled from stay vLLM's.
-"""
+"""Patches of vLLM 0.32 that a GPU needs: adapters' part of the logits of prompts."""
 
 from __future__ import annotations
 
@@ -12,8 +7,8 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
-from skyrl.inference.vllm_plugin.adapter_groups import add_to_logits
-from skyrl.inference.vllm_plugin.prompt_rows import prompt_slots
+from skyrl.inference.vllm_plugin.logprobs import prompt_slots
+from skyrl.inference.vllm_plugin.punica import add_to_logits
 
 
 def correct_prompt_logits() -> None:

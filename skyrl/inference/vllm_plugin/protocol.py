@@ -1,20 +1,64 @@
-"""The `vllm_xargs` that a completions request may send to skyrl's plugin, and the place of the plugin's answer.
+"""What skyrl's processes and the plugin tell each other: versions, two headers, and the `vllm_xargs` of completions.
 
-vLLM gives one list of prompt logprobs, with a row per prompt token. Each row is a map from token to logprob, and a map
-keeps neither the order nor the number of equal draws. So the plugin appends one row for each requested cell and draw,
-with one token each. API and plugin both use this module; it imports neither vLLM nor torch.
+- TESTED_VERSIONS: the versions of vLLM that the plugin was tested with.
+- TOKENS_ONLY: a completion request with this header wants token ids and logprobs alone (see `answers`).
+- INCARNATION: the incarnation of a vLLM server (which start of it answers), as a header of every answer of `/health`.
+  vLLM adds `IncarnationHeader` by its option `--middleware`; it runs in the API server, in any version of vLLM.
+- `PromptScores`: the logprobs of a prompt that a request wants beside vLLM's own. vLLM gives one list of prompt
+  logprobs, with a row per prompt token. Each row is a map from token to logprob, and a map keeps neither the order nor
+  the number of equal draws. So the plugin appends one row for each requested cell and draw, with one token each.
+
+Imports neither vLLM nor torch, and numpy only for scores: the launcher starts faster without it. Knows nothing of the
+rest of skyrl.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+TESTED_VERSIONS = ("0.32.",)
+
+TELL_VERSIONS_VARIABLE = "SKYRL_VLLM_TELL_VERSIONS"
+"""Environment variable; "1": chats, and the first event of each choice of a stream, tell the weights' version too."""
+
+
+INCARNATION = "x-skyrl-incarnation"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class IncarnationHeader:
+    """ASGI middleware. The header's value is drawn when the server builds its application: each start has another."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        self._header = (INCARNATION.encode(), secrets.token_hex(8).encode())
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != "/health":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), self._header]
+            await send(message)
+
+        await self._app(scope, receive, send_with_header)
+
+
+TOKENS_ONLY = "x-skyrl-tokens-only"
+
 
 _CELLS = "skyrl_prompt_cells"
 _DRAWS = "skyrl_prompt_draws"
