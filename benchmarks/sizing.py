@@ -55,8 +55,8 @@ def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
     import numpy as np
 
     from skyrl.base.types.weights import LoraSpec
-    from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-    from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+    from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+    from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
     imported = own_mb()
     backend_config = {"trainer.micro_batch_tokens": tokens, "trainer.gradient_checkpointing": checkpointing}

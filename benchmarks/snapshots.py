@@ -20,8 +20,8 @@ from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import LoraSpec
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
-from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from skyrl.training.engine.snapshots import Snapshots
 
 RANKS = (8, 32)

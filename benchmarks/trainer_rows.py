@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl.training.backends.base import Datum
+from skyrl.trainer.protocol import Datum
 
 RANK = 8
 MIXED_RANKS = (4, 8, 16, 32)

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from skyrl.base.pictures.vision import SEES
-from skyrl.training.backends.torch_lora.text_part import SEEING, model_class
+from skyrl.trainer.model.loading import SEEING, model_class
 
 VOCAB, CONTEXT, WINDOW = 128, 128, 8
 SHAPE: dict[str, Any] = {

@@ -63,5 +63,5 @@ def without_lm_head(adapter: Adapter, out: Out) -> None:
 
 
 def _run(*arguments: str) -> None:
-    command = [sys.executable, "-m", "skyrl.training.backends.merging", *arguments]
+    command = [sys.executable, "-m", "skyrl.trainer.tools.merge_adapter", *arguments]
     raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -37,5 +37,5 @@ def from_gguf(
     ] = None,
 ) -> None:
     """Write a GGUF file as a directory that `skyrl serve --base-model` takes: weights, tokenizer, chat template."""
-    command = [sys.executable, "-m", "skyrl.training.backends.from_gguf", str(file), str(out), dtype or ""]
+    command = [sys.executable, "-m", "skyrl.trainer.tools.from_gguf", str(file), str(out), dtype or ""]
     raise typer.Exit(subprocess.run(command, check=False).returncode)

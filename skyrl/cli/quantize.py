@@ -54,7 +54,7 @@ def quantize(
     command = [
         sys.executable,
         "-m",
-        "skyrl.training.backends.quantizing",
+        "skyrl.trainer.tools.quantize",
         path,
         str(out),
         bits.value,

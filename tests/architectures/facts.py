@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 _FLAGS = ("train_attn", "train_mlp")
 _PLACE = re.compile(r"^.*\blayers\.\d+\.\w+\.")

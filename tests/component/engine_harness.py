@@ -37,7 +37,7 @@ from skyrl.storage.db.sessions import Session, Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.doorbell import SESSIONS, Doorbell, DoorbellListener
 from skyrl.storage.futures.store import FutureStore
-from skyrl.training.backends.registry import create_backend
+from skyrl.trainer import create_backend
 from skyrl.training.engine.build import EngineParts, build_engine
 from skyrl.training.engine.crash_ledger import CrashLedger
 from skyrl.training.engine.loop import Engine

@@ -23,7 +23,7 @@ from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db.claims import Fence, FencedDatabase
 from skyrl.storage.db.database import Database
 from skyrl.storage.doorbell import SESSIONS
-from skyrl.training.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
+from skyrl.trainer.protocol import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
 from skyrl.training.engine.build import EngineParts, build_engine
 from skyrl.training.engine.crash_ledger import CrashLedger
 from skyrl.training.engine.signals import EngineSignals

@@ -71,7 +71,7 @@ def _is_byte_level(tokenizer: dict[str, Any]) -> bool:
 
 def _read_otherwise(base_model: str) -> str | None:
     """What transformers makes of a text, where that is not what tokenizer.json makes of it."""
-    command = [sys.executable, "-m", "skyrl.training.backends.tokenizer_readings", base_model]
+    command = [sys.executable, "-m", "skyrl.trainer.tools.tokenizer_readings", base_model]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPARING_S, check=False)
     except subprocess.TimeoutExpired:

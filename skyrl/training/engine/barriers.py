@@ -23,7 +23,7 @@ from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db import audit, checkpoints, futures
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.models import ModelRecord, find_model, set_model
-from skyrl.training.backends.base import AdamParams, Backend, PlaceTaken
+from skyrl.trainer.protocol import AdamParams, Backend, PlaceTaken
 from skyrl.training.engine.barrier_result import BarrierResult
 from skyrl.training.engine.saving import Saves
 from skyrl.training.engine.threads import EngineThreads

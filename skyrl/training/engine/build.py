@@ -11,7 +11,7 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db.claims import FencedDatabase
 from skyrl.storage.doorbell import Doorbell
-from skyrl.training.backends.base import Backend
+from skyrl.trainer.protocol import Backend
 from skyrl.training.engine.activity import ActivityWatch, Holds
 from skyrl.training.engine.barriers import Barriers
 from skyrl.training.engine.command_log import CommandLog

@@ -20,7 +20,7 @@ from skyrl.storage.db.claims import Displaced, FencedDatabase
 from skyrl.storage.db.database import Change, Connection
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.futures import Outcome
-from skyrl.training.backends.base import Backend
+from skyrl.trainer.protocol import Backend
 from skyrl.training.engine.barriers import Barriers
 from skyrl.training.engine.crash_ledger import CrashLedger
 from skyrl.training.engine.failures import failed

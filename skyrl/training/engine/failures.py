@@ -9,7 +9,7 @@ from skyrl.base.wire.errors import ErrorCategory, FailedRequest, RequestError
 from skyrl.runtime.processes.host_resources import is_full_disk
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db.futures import Outcome
-from skyrl.training.backends.base import InvalidRequest, OutOfMemory
+from skyrl.trainer.protocol import InvalidRequest, OutOfMemory
 
 logger = logging.getLogger(__name__)
 

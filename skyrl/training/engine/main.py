@@ -50,8 +50,8 @@ from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.processes import follow_servers
 from skyrl.storage.db.repeats import RetryingDatabase, repeat
 from skyrl.storage.doorbell import SERVERS, Doorbell, DoorbellListener
-from skyrl.training.backends.base import Backend, ModelLimits
-from skyrl.training.backends.registry import create_backend
+from skyrl.trainer import create_backend
+from skyrl.trainer.protocol import Backend, ModelLimits
 from skyrl.training.engine.adoption import adopt_adapters, adopt_full_weights
 from skyrl.training.engine.build import EngineParts, build_engine
 from skyrl.training.engine.crash_ledger import CrashLedger

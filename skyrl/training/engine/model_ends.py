@@ -15,7 +15,7 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.session_ends import end_sessions
 from skyrl.storage.doorbell import Doorbell
-from skyrl.training.backends.base import Backend
+from skyrl.trainer.protocol import Backend
 from skyrl.training.engine.command_log import CommandLog
 from skyrl.training.engine.snapshots import Snapshots
 from skyrl.training.engine.threads import EngineThreads

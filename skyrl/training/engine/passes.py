@@ -11,7 +11,7 @@ from skyrl.base.wire.results import encode_forward_backward
 from skyrl.base.wire.training import decode_forward_backward
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.run_steps import StepSums
-from skyrl.training.backends.base import Backend, PassResult, TrainingPass
+from skyrl.trainer.protocol import Backend, PassResult, TrainingPass
 from skyrl.training.engine.failures import failed
 from skyrl.training.engine.pictures import PassPictures
 

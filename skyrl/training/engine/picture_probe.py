@@ -12,7 +12,7 @@ from PIL import Image
 
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
 from skyrl.base.pictures.vision import VisionConfig
-from skyrl.training.backends.base import Datum
+from skyrl.trainer.protocol import Datum
 
 COLUMNS, ROWS = 3, 2
 """Tokens of the picture, before the image processor resizes it."""

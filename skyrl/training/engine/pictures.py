@@ -9,7 +9,7 @@ from skyrl.base.wire.training import ForwardBackward
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.pictures import PictureFiles
-from skyrl.training.backends.base import Datum
+from skyrl.trainer.protocol import Datum
 
 
 class PassPictures:

@@ -24,7 +24,7 @@ from skyrl.storage.db.claims import Displaced
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.faults import is_transient
 from skyrl.storage.db.models import ModelRecord
-from skyrl.training.backends.base import Backend, OutOfMemory
+from skyrl.trainer.protocol import Backend, OutOfMemory
 from skyrl.training.engine.activity import Holds
 from skyrl.training.engine.command_log import CommandLog
 from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger

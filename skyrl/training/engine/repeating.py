@@ -16,7 +16,7 @@ from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
 from skyrl.storage.db.models import ModelRecord
-from skyrl.training.backends.base import Backend, InvalidRequest, TrainingPass
+from skyrl.trainer.protocol import Backend, InvalidRequest, TrainingPass
 from skyrl.training.engine.barriers import adam_params
 from skyrl.training.engine.passes import decode_pass
 from skyrl.training.engine.pictures import PassPictures

@@ -25,7 +25,7 @@ from skyrl.storage.db import commands as rows
 from skyrl.storage.db.checkpoints import Checkpoint, find_checkpoint
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import ModelRecord
-from skyrl.training.backends.base import Backend
+from skyrl.trainer.protocol import Backend
 from skyrl.training.engine.activity import Holds
 from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.training.engine.pictures import PassPictures

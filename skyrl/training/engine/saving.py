@@ -29,7 +29,7 @@ from skyrl.storage.db.checkpoints import Checkpoint
 from skyrl.storage.db.database import Change, Connection, Database
 from skyrl.storage.db.models import ModelRecord, set_model
 from skyrl.storage.db.samplers import Sampler, add_sampler, sampler_exists
-from skyrl.training.backends.base import AdapterDtype, Backend
+from skyrl.trainer.protocol import AdapterDtype, Backend
 from skyrl.training.engine.barrier_result import BarrierResult
 from skyrl.training.engine.encryption import encrypt_files, parse_recipients
 from skyrl.training.engine.save_limits import SaveLimits

@@ -25,7 +25,7 @@ from skyrl.storage.checkpoint_store.directories import atomic_directory, link_tr
 from skyrl.storage.db import models as model_rows
 from skyrl.storage.db.claims import Displaced
 from skyrl.storage.db.database import Database
-from skyrl.training.backends.base import Backend
+from skyrl.trainer.protocol import Backend
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database
-from skyrl.training.backends.base import Backend
+from skyrl.trainer.protocol import Backend
 from skyrl.training.engine.sampler_check import SamplerCheck
 from skyrl.training.engine.threads import EngineThreads
 from skyrl.training.engine.trainer_probes import Expected, TrainerProbes

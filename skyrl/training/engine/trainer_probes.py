@@ -21,7 +21,7 @@ from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import atomic_directory, remove
 from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key
-from skyrl.training.backends.base import Backend, Datum, TrainingPass
+from skyrl.trainer.protocol import Backend, Datum, TrainingPass
 from skyrl.training.engine.agreement import Logprobs, size
 from skyrl.training.engine.file_scope import new_probe
 from skyrl.training.engine.picture_probe import PicturePrompt

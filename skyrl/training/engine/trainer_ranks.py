@@ -13,16 +13,16 @@ from collections.abc import Callable
 from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.ray_cluster.capacity import rank_places
 from skyrl.storage.db.faults import DatabaseError, reason
-from skyrl.training.backends.base import RankDied
+from skyrl.trainer.protocol import RankDied
 from skyrl.training.engine.rank_actors import RankActors, cluster_has_gpus
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 LOADING = "loading the base model"
-ADAPTER_RANK = "skyrl.training.backends.torch_lora.rank:Rank"
-EXPERT_RANK = "skyrl.training.backends.torch_lora.expert_rank:ExpertRank"
-FULL_RANK = "skyrl.training.backends.torch_full.rank:FullRank"
+ADAPTER_RANK = "skyrl.trainer.ranks.lora_rank:Rank"
+EXPERT_RANK = "skyrl.trainer.ranks.lora_rank:ExpertRank"
+FULL_RANK = "skyrl.trainer.ranks.full_rank:FullRank"
 
 
 def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankActors:
@@ -31,7 +31,7 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
 
     Raises RankDied when a rank does not start.
     """
-    from skyrl.training.backends.torch_lora.over_ranks import rank_settings
+    from skyrl.trainer.ranks.over_ranks import rank_settings
 
     def say(missing: str) -> None:
         text = f"waiting for the trainer's ranks: {missing}" if missing else LOADING

@@ -25,8 +25,8 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
-from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.architectures.figures import record
 from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 

@@ -47,7 +47,7 @@ from skyrl.storage.db.sessions import Session, Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.doorbell import SESSIONS
 from skyrl.storage.futures.store import FutureStore, NewRequest
-from skyrl.training.backends.base import InvalidRequest
+from skyrl.trainer.protocol import InvalidRequest
 from skyrl.training.engine import loop as engine_loop
 from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME
 from skyrl.training.engine.recovery import SKIPPED

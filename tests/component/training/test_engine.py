@@ -26,7 +26,7 @@ from skyrl.storage.db.models import models
 from skyrl.storage.db.samplers import find_sampler, samplers
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.doorbell import SESSIONS
-from skyrl.training.backends.base import TrainingPass
+from skyrl.trainer.protocol import TrainingPass
 from skyrl.training.engine import reclaim
 from tests.families import make_family
 

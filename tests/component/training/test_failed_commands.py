@@ -16,8 +16,8 @@ from engine_harness import Harness, Trainer, data, harness_in
 
 from skyrl.base.types.requests import Kind
 from skyrl.storage.db.futures import Outcome
-from skyrl.training.backends.base import OutOfMemory
-from skyrl.training.backends.torch_lora import state as state_module
+from skyrl.trainer.lora import files as state_module
+from skyrl.trainer.protocol import OutOfMemory
 from skyrl.training.engine import recovery
 from skyrl.training.engine.failures import OUT_OF_MEMORY
 from tests.failures import FailingLine, FailingOperation

@@ -17,7 +17,7 @@ from engine_harness import Harness, Trainer, data, harness_in
 
 from skyrl.base.types.requests import Kind
 from skyrl.storage.checkpoint_store.base import StoreError
-from skyrl.training.backends.base import RankDied
+from skyrl.trainer.protocol import RankDied
 from skyrl.training.engine import main
 
 PASS = {"forward_backward_input": {"data": data(7), "loss_fn": "cross_entropy"}}

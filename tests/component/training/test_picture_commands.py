@@ -24,8 +24,8 @@ from skyrl.base.wire.sample_request import take_out
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.pictures import CheckedFile
-from skyrl.training.backends.base import PassResult, TrainingPass
-from skyrl.training.backends.registry import create_backend
+from skyrl.trainer import create_backend
+from skyrl.trainer.protocol import PassResult, TrainingPass
 from skyrl.training.engine.agreement import BASE_FLOOR, size
 from skyrl.training.engine.trainer_probes import TrainerProbes
 from tests.unit.picture_files import png

@@ -10,7 +10,7 @@ import pytest
 from engine_harness import Harness, Killed, Trainer, harness_in
 
 from skyrl.base.types.requests import Kind
-from skyrl.training.backends.base import TrainingPass
+from skyrl.trainer.protocol import TrainingPass
 
 
 async def start_and_die_of(harness: Harness, poison: str) -> None:

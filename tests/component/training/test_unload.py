@@ -12,7 +12,7 @@ from api_harness import BASE, Api
 from engine_harness import Harness, Trainer, harness_in, until
 
 from skyrl.base.types.requests import Kind, NewRequest
-from skyrl.training.backends.base import InvalidRequest
+from skyrl.trainer.protocol import InvalidRequest
 
 GONE = "is not there any more"
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from skyrl.inference.remote.references import base_directory
-from skyrl.training.backends.torch_full.model_files import files_beside_weights
+from skyrl.trainer.files.model_files import files_beside_weights
 
 NAME = "maker/model"
 WEIGHTS = {"config.json", "model.safetensors"}

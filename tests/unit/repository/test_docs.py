@@ -36,7 +36,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 def test_names_in_pages_are_found_and_wrong_names_noticed() -> None:
     this_file = "tests/unit/repository/test_docs.py"
     assert f"{this_file}::test_every_file_that_a_page_names_exists" in named_in(ROOT / "docs/operating/reliability.md")
-    assert "skyrl/training/backends/torch_lora/losses.py" in named_in(ROOT / "CONTRIBUTING.md")
+    assert "skyrl/trainer/losses.py" in named_in(ROOT / "CONTRIBUTING.md")
     assert exists(this_file)
     assert exists("tests/unit")
     assert exists(f"{this_file}::{test_names_in_pages_are_found_and_wrong_names_noticed.__name__}")
@@ -54,7 +54,7 @@ def first_cells(page: str, heading: str) -> set[str]:
 
 
 def test_the_page_on_training_lists_every_loss_and_metric() -> None:
-    backend = ROOT / "skyrl/training/backends/torch_lora"
+    backend = ROOT / "skyrl/trainer/ranks"
     metrics = re.findall(r'"(\w+:(?:sum|min|max|mean))"', (backend / "metrics.py").read_text())
     assert first_cells("docs/how-it-works/training.md", "Metrics") == {*metrics}
     table = (backend / "losses.py").read_text().partition("LOSSES: dict")[2].partition("\n}\n")[0]

@@ -16,8 +16,8 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import adapter_directory
-from skyrl.training.backends.base import Backend, PlaceTaken, TrainingPass
-from skyrl.training.backends.torch_lora.probe import kind_of
+from skyrl.trainer.lora.adapter import kind_of
+from skyrl.trainer.protocol import Backend, PlaceTaken, TrainingPass
 from skyrl.training.engine.agreement import size
 from skyrl.training.engine.trainer_probes import TrainerProbes, probe_tokens
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from skyrl.base.pictures.vision import NoVision
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.losses import LOSSES
-from skyrl.training.backends.torch_lora.prefixes import prefix_tree
-from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of, with_sorted_experts
-from skyrl.training.backends.torch_lora.routing import own_experts
+from skyrl.trainer.experts.routing import own_experts
+from skyrl.trainer.losses import LOSSES
+from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.rows.prefixes import prefix_tree
+from skyrl.trainer.rows.routed_experts import check_routed_experts, experts_of, with_sorted_experts
 from skyrl.training.engine.passes import run_passes
 from skyrl.training.engine.pictures import PassPictures
 
