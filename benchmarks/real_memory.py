@@ -40,9 +40,9 @@ from skyrl.base.config.pass_memory import Passing
 from skyrl.cli.demo.rl import datum
 from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.launcher.memory_estimate import Need, need_of, size_of
+from skyrl.engine.loop import TRIM_AFTER_S
 from skyrl.inference.model_options import BLOCK_TOKENS
 from skyrl.runtime.processes.host_resources import free_host_bytes
-from skyrl.training.engine.loop import TRIM_AFTER_S
 
 GROUPS = ("vLLM", "trainer")
 READY_S = 900.0

@@ -18,11 +18,11 @@ from benchmarks.table import Row
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import LoraSpec
+from skyrl.engine.snapshots import Snapshots
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
 from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
-from skyrl.training.engine.snapshots import Snapshots
 
 RANKS = (8, 32)
 REPEATS = 20

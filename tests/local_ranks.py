@@ -1,7 +1,7 @@
 """Ranks in processes of this machine, without Ray: the RankGroup of most tests.
 
 The processes are forked from one server that has imported torch and transformers. A process serves one group after the
-other. The group on Ray is `skyrl.training.engine.rank_actors`, and `tests/ray` tests it.
+other. The group on Ray is `skyrl.engine.rank_actors`, and `tests/ray` tests it.
 """
 
 from __future__ import annotations

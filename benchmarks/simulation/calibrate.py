@@ -27,9 +27,9 @@ from benchmarks.simulation.real import postgres_pid
 from benchmarks.simulation.services import FILE, Cost, Services
 from benchmarks.simulation.whole_samples import whole_samples
 from skyrl.base.types.requests import Command, Kind
+from skyrl.engine.scheduler import Scheduler
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
-from skyrl.training.engine.scheduler import Scheduler
 from tests.postgres_server import PostgresServer
 
 

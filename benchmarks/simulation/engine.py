@@ -1,4 +1,4 @@
-"""The engine of one base model: the real scheduler, and an activity that follows the turns of `skyrl.training.engine`.
+"""The engine of one base model: the real scheduler, and an activity that follows the turns of `skyrl.engine`.
 
 The device computes one thing at a time. The process itself is one thread of Python, whatever waits for files or for the
 database.
@@ -13,8 +13,8 @@ from benchmarks.simulation.events import Activity, Signal
 from benchmarks.simulation.parts import Cluster, Thread
 from benchmarks.simulation.tenants import Learning
 from skyrl.base.types.requests import SAVES, Command, Kind
-from skyrl.training.engine.build import BYTES_PER_TOKEN
-from skyrl.training.engine.scheduler import Scheduler, cost_of
+from skyrl.engine.build import BYTES_PER_TOKEN
+from skyrl.engine.scheduler import Scheduler, cost_of
 
 MICRO_BATCH_TOKENS = 8_192
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from skyrl.cli import router_options as option
-from skyrl.cli.many_values import ManyValues
-from skyrl.cli.router import parse_object
+from skyrl.cli import router as option
+from skyrl.cli.router import ManyValues, parse_object
 from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 from skyrl.runtime.processes.logs import LogFormat
 

@@ -10,7 +10,7 @@ from tests.chaos.plan import API, ENGINE, LAUNCHER, VLLM_CORE, VLLM_SERVER
 
 COMMAND_WORDS = {
     API: "skyrl.api.server",
-    ENGINE: "skyrl.training.engine.main",
+    ENGINE: "skyrl.engine.main",
     VLLM_SERVER: "vllm.entrypoints.openai.api_server",
     VLLM_CORE: "EngineCore",
 }

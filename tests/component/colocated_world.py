@@ -19,6 +19,7 @@ from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.results import encode_json
+from skyrl.engine.colocated_sampling import ColocatedSampler
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.http import HttpTransport
@@ -27,7 +28,6 @@ from skyrl.sampling.pictures import StoredPictureFiles
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.samplers import Sampler, Samplers
-from skyrl.training.engine.sampling import ColocatedSampler
 
 NEVER_S = 1000.0
 LIMITS = ContextLimits(1000, 100)

@@ -20,10 +20,10 @@ import skyrl.api.server
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
+from skyrl.engine import sweeping
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import ONLY_SAMPLED, publish_training, publish_url
-from skyrl.training.engine import sweeping
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,14 @@ from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import AdapterVersion, LoraSpec, WeightsRef
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import to_json
+from skyrl.engine.build import EngineParts, build_engine
+from skyrl.engine.colocated_sampling import ColocatedSampler
+from skyrl.engine.crash_ledger import CrashLedger
+from skyrl.engine.loop import Engine
+from skyrl.engine.recovery import Recovery
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.telemetry import CommandTracing
+from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored
 from skyrl.storage.checkpoint_store.registry import open_store
@@ -38,15 +46,6 @@ from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.doorbell import SESSIONS, Doorbell, DoorbellListener
 from skyrl.storage.futures.store import FutureStore
 from skyrl.trainer import create_backend
-from skyrl.training.engine.build import EngineParts, build_engine
-from skyrl.training.engine.crash_ledger import CrashLedger
-from skyrl.training.engine.loop import Engine
-from skyrl.training.engine.recovery import Recovery
-from skyrl.training.engine.sampling import ColocatedSampler
-from skyrl.training.engine.scheduler import Scheduler
-from skyrl.training.engine.signals import EngineSignals
-from skyrl.training.engine.threads import EngineThreads
-from skyrl.training.engine.tracing import CommandTracing
 from tests.databases import make_tables
 from tests.engine_process import claim_for_tests
 

@@ -372,7 +372,7 @@ class ServerKeys(BaseSettings):
     @property
     def running_file(self) -> Path:
         """What the engine runs now, and how often it died while it ran each command
-        (`skyrl.training.engine.crash_ledger`)."""
+        (`skyrl.engine.crash_ledger`)."""
         return self.state_dir / f"{self.role.process('running')}.json"
 
     @property

@@ -135,7 +135,7 @@ class BaseModelParts:
                 )
                 needs = (*needs, watch)
         if self._config.modes.trains:
-            engine = self._process(own, ENGINE, "skyrl.training.engine.main")
+            engine = self._process(own, ENGINE, "skyrl.engine.main")
             yield own.part(engine, needs, self._config.stop_grace_s)
         elif self._config.modes.manages_inference:
             from skyrl.cli.launcher.only_sampled import only_sampled_part  # 7 MB that other servers need not have

@@ -22,13 +22,13 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.inference.model_options import LEAST
+from skyrl.inference.placed_replicas import PlacedReplicas
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_client import VllmMetrics
 from skyrl.inference.vllm_command import context_length
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.db.claims import Fence
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher

@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
+from skyrl.cli.launcher.inference_parts import ServerParts, wherever
 from skyrl.cli.launcher.metrics import LauncherMetrics
-from skyrl.cli.launcher.server_parts import ServerParts, wherever
 from skyrl.cli.ray_placement.lifecycle import Starts, end, live, run_servers, server_parts
 from skyrl.cli.ray_placement.ray_server import RayServer
 from skyrl.cli.ray_placement.scheduling import RayPlacement

@@ -18,8 +18,8 @@ from skyrl.api.readiness import EngineWatch
 from skyrl.base.config.base_models import Modes
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.placed_replicas import PlacedReplicas
 from skyrl.inference.router_members import RouterMembers
-from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState
 from skyrl.storage.db.processes import follow_servers, read_servers, write_servers

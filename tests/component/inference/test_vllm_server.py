@@ -55,7 +55,7 @@ from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import adapter_key
-from skyrl.weights.adapters import AdapterFiles
+from skyrl.weights.protocol import AdapterFiles
 from tests.weight_media import World, check
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -22,11 +22,11 @@ from skyrl.api.services import Services
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import Scope
+from skyrl.engine import model_ends
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models
-from skyrl.training.engine import model_ends
 from tests.databases import make_tables
 
 BASE = "acme/base"

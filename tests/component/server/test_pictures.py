@@ -20,10 +20,10 @@ from skyrl.base.pictures.picture import digest_of
 from skyrl.base.pictures.vision import KnownPicture, VisionConfig
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.training import decode_forward_backward
+from skyrl.engine.passes import PassPictures
 from skyrl.sampling import pictures as generation
 from skyrl.storage.db import pictures as picture_rows
 from skyrl.storage.db.database import Connection, Database
-from skyrl.training.engine.pictures import PassPictures
 from tests.unit.picture_files import png
 
 IMAGE = 99

@@ -22,6 +22,7 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.engine.settlement import failed
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.servers import EndpointUnknown, EngineEndpoint
@@ -36,7 +37,6 @@ from skyrl.storage.db.repeats import RetryingDatabase
 from skyrl.storage.db.row_statements import PipelinedRows, Write
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.doorbell import Doorbell
-from skyrl.training.engine.failures import failed
 from tests.component.server.test_forwarding_failures import JOB
 from tests.databases import hold_records
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer

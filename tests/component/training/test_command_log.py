@@ -38,6 +38,9 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.base.wire.errors import ErrorCategory, RequestError
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import encode_forward_backward, encode_json
+from skyrl.engine import loop as engine_loop
+from skyrl.engine.crash_ledger import DEATHS_TO_BLAME
+from skyrl.engine.recovery import SKIPPED
 from skyrl.storage.db import commands
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
@@ -48,9 +51,6 @@ from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.doorbell import SESSIONS
 from skyrl.storage.futures.store import FutureStore, NewRequest
 from skyrl.trainer.protocol import InvalidRequest
-from skyrl.training.engine import loop as engine_loop
-from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME
-from skyrl.training.engine.recovery import SKIPPED
 from tests.databases import StateDatabases
 from tests.postgres_server import ON_BOTH
 

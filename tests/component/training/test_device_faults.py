@@ -14,11 +14,11 @@ from engine_harness import Harness, Trainer, harness_in
 from torch import Tensor
 
 from skyrl.base.types.requests import Kind
+from skyrl.engine import main
 from skyrl.trainer import device
 from skyrl.trainer.lora import files
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
 from skyrl.trainer.protocol import DeviceFault, OutOfMemory
-from skyrl.training.engine import main
 
 POISON = 666.0
 

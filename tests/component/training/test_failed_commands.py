@@ -15,11 +15,11 @@ import torch
 from engine_harness import Harness, Trainer, data, harness_in
 
 from skyrl.base.types.requests import Kind
+from skyrl.engine import recovery
+from skyrl.engine.settlement import OUT_OF_MEMORY
 from skyrl.storage.db.futures import Outcome
 from skyrl.trainer.lora import files as state_module
 from skyrl.trainer.protocol import OutOfMemory
-from skyrl.training.engine import recovery
-from skyrl.training.engine.failures import OUT_OF_MEMORY
 from tests.failures import FailingLine, FailingOperation
 
 HUGE = {"data": [3e36] * 4, "dtype": "float32", "shape": [4]}

@@ -19,6 +19,7 @@ from sqlmodel import SQLModel
 
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.engine.publishing import adopt_adapters
 from skyrl.storage.db import claims
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.claims import Displaced, Fence, FencedDatabase
@@ -28,7 +29,6 @@ from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import set_model
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.doorbell import SESSIONS, Doorbell
-from skyrl.training.engine.adoption import adopt_adapters
 from tests.engine_process import claim_for_tests
 from tests.postgres_server import ON_BOTH
 

@@ -21,13 +21,12 @@ from skyrl.base.tiny.vision import make
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import LoraSpec
 from skyrl.base.wire.sample_request import take_out
+from skyrl.engine.trainer_probes import BASE_FLOOR, TrainerProbes, median_size
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.pictures import CheckedFile
 from skyrl.trainer import create_backend
 from skyrl.trainer.protocol import PassResult, TrainingPass
-from skyrl.training.engine.agreement import BASE_FLOOR, size
-from skyrl.training.engine.trainer_probes import TrainerProbes
 from tests.unit.picture_files import png
 
 PICTURES = [png(64, 96, seed=seed) for seed in range(3)]
@@ -195,4 +194,4 @@ def test_the_picture_of_the_start_check_changes_what_the_trainer_expects(model: 
     run = TrainingPass("m", [other.datum], "cross_entropy", backward=False, files={picture.digest: data})
     (result,) = backend.run([run])
     assert isinstance(result, PassResult)
-    assert size(result.logprobs[0][-len(seen.seen) :] - seen.seen) > 2 * BASE_FLOOR
+    assert median_size(result.logprobs[0][-len(seen.seen) :] - seen.seen) > 2 * BASE_FLOOR

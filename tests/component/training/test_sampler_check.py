@@ -16,11 +16,10 @@ from adapter_hosts import HostWithAllAdapters, UnreachableHost
 from skyrl.base.config.server import ConfigError
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.engine.sampler_check import SamplerCheck
+from skyrl.engine.trainer_probes import Expected, PicturePrompt, Probe
 from skyrl.inference.vllm_client import VllmError
 from skyrl.runtime.processes.startup import FirstStarts, NotLoaded, cause_of_own
-from skyrl.training.engine.picture_probe import PicturePrompt
-from skyrl.training.engine.sampler_check import SamplerCheck
-from skyrl.training.engine.trainer_probes import Expected, Probe
 
 KINDS = ("self_attn.q_proj", "mlp.experts.down_proj", "lm_head")
 BASE = np.random.default_rng(0).normal(-6, 1.5, 63).astype(np.float32)

@@ -20,6 +20,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.paths import TinkerPath
+from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import adapter_directory
@@ -34,7 +35,6 @@ from skyrl.storage.db.samplers import Sampler, add_sampler
 from skyrl.storage.db.session_ends import end_sessions
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.training.engine.reclaim import FileSweeper
 from tests.postgres_server import ON_SQLITE
 
 HOUR_S = 3600.0

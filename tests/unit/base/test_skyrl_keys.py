@@ -20,8 +20,7 @@ from skyrl.base.config import skyrl_keys
 from skyrl.base.config.backend import BackendConfig, ConfigError, known_keys, parse_backend_config
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.skyrl_keys import BACKENDS, ENGINE_OPTIONS, FAMILIES, FLAGS, KEYS, OLD_NAMES, Entry
-from skyrl.cli.main import app
-from skyrl.cli.skyrl_flags import own_flags
+from skyrl.cli.main import app, own_flags
 
 PAGE = Path(__file__).parents[3] / "docs/operating/coming-from-skyrl.md"
 COMMAND = "python -m skyrl.base.config.skyrl_keys"

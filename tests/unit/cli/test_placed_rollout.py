@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from skyrl.base.config.loading import load_config
 from skyrl.cli.launcher.preflight import Findings
-from skyrl.cli.launcher.rollout_on_ray import placed_processes
+from skyrl.cli.launcher.rollout_plane import placed_processes
 from skyrl.cli.main import app
 from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 from skyrl.inference import engine_kinds

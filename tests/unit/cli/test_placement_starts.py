@@ -12,9 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from skyrl.base.config.loading import load_config
+from skyrl.cli.launcher.inference_parts import ServerParts
 from skyrl.cli.launcher.metrics import RestartMetrics
 from skyrl.cli.launcher.parts import Part, Parts
-from skyrl.cli.launcher.server_parts import ServerParts
 from skyrl.cli.ray_placement.lifecycle import Starts, run_servers
 from skyrl.cli.ray_placement.ray_server import NOT_STARTED, RayServer
 from skyrl.inference.engine_kinds import Vllm

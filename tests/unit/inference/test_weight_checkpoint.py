@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
 from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
-from skyrl.weights.dtypes import FLOATS, INTEGERS
+from skyrl.weights.tensors import FLOATS, INTEGERS
 
 KINDS = {
     "scalar": torch.tensor(2.5),

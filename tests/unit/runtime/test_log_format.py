@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.cli.launcher.log_rotation import rotate_once
+from skyrl.cli.launcher.state_dir import rotate_once
 from skyrl.runtime.processes.logs import JsonFormat, about_request, formatter, vllm_logging
 from skyrl.runtime.processes.startup import running_now
 from skyrl.runtime.tracing import RequestTrace, Span, SpanContext, current_trace

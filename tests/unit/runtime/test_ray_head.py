@@ -15,7 +15,8 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.cli.launcher import preflight, ray_room
+from skyrl.cli.launcher import preflight
+from skyrl.cli.launcher import preflight as ray_room
 from skyrl.runtime.ray_cluster import connection
 from skyrl.runtime.ray_cluster.connection import ClusterFacts
 from skyrl.runtime.ray_cluster.head import HOST, LONGEST_TMPDIR, LocalCluster, wanted_cpus

@@ -10,12 +10,11 @@ from prometheus_client import CollectorRegistry
 from skyrl.api.request_status.commands import of_command
 from skyrl.base.types.activity import EngineActivity, RecoveryProgress, WaitsFor, decode_activity, encode_activity
 from skyrl.base.types.requests import Command, Kind
+from skyrl.engine import activity as activity_module
+from skyrl.engine.activity import ActivityWatch, Holds, RunTimes
 from skyrl.engine.metrics import CommandMetrics
+from skyrl.engine.scheduler import Scheduler
 from skyrl.storage.db.commands import PendingCommand
-from skyrl.training.engine import activity as activity_module
-from skyrl.training.engine.activity import ActivityWatch, Holds
-from skyrl.training.engine.run_times import RunTimes
-from skyrl.training.engine.scheduler import Scheduler
 
 _numbers = itertools.count(1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from skyrl.base.types.requests import Command, Kind
-from skyrl.training.engine.scheduler import Scheduler
+from skyrl.engine.scheduler import Scheduler
 
 _numbers = itertools.count(1)
 NOON, ONE, TWO = 1000.0, 2000.0, 3000.0

@@ -6,8 +6,8 @@ import itertools
 from dataclasses import replace
 
 from skyrl.base.types.requests import Command, Kind
-from skyrl.training.engine.gaps import Gaps
-from skyrl.training.engine.scheduler import Scheduler
+from skyrl.engine.command_log import Gaps
+from skyrl.engine.scheduler import Scheduler
 
 _rows = itertools.count(1)
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl.base.types.requests import Command, Kind
-from skyrl.training.engine.queues import ModelQueue, ModelView
-from skyrl.training.engine.scheduler import (
+from skyrl.engine.queues import ModelQueue, ModelView
+from skyrl.engine.scheduler import (
     BARRIER_COST,
     FILES_AT_ONCE,
     SAMPLES_AT_ONCE,

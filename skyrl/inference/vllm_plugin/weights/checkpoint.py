@@ -20,7 +20,7 @@ import torch
 from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
 from skyrl.inference.vllm_plugin.weights.staging import Needed, Staged
 from skyrl.weights.deltas import POSITIONS, VALUES, patch
-from skyrl.weights.digests import digest
+from skyrl.weights.tensors import digest
 
 MAX_HEADER_BYTES = 100 * 2**20
 READ_BYTES = 16 * 2**20

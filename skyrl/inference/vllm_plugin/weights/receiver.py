@@ -21,7 +21,7 @@ from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs, WeightsError
 from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
 from skyrl.inference.vllm_plugin.weights.sources import FromDisk, FromGroups, FromMemory, Join, source_of
 from skyrl.inference.vllm_plugin.weights.staging import SHOWN, StagingArea, named
-from skyrl.weights.digests import checksum
+from skyrl.weights.tensors import checksum
 
 
 class Checks:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from skyrl.inference.vllm_plugin.weights.jobs import Job, WeightsError
-from skyrl.weights.digests import digest, dtype_name
-from skyrl.weights.dtypes import FLOATS, INTEGERS, NAMED
-from skyrl.weights.kept_memory import KeptMemory
+from skyrl.weights.segments import KeptMemory
+from skyrl.weights.tensors import FLOATS, INTEGERS, NAMED, digest, dtype_name
 
 SHOWN = 5
 """How many names an error shows."""
