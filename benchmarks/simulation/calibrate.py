@@ -82,7 +82,7 @@ def _turn_s(models: int) -> float:
         scheduler.take_file_commands()
         assert scheduler.last_row
         assert scheduler.oldest is not None
-        scheduler.take_barriers(ready[:1])
+        scheduler.take_exclusive(ready[:1])
     return (time.process_time() - began) / 20
 
 

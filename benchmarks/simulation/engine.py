@@ -79,10 +79,10 @@ class TrainingEngine:
             return
         spent = 0
         while spent < self._scheduler.budget:
-            passes, barriers = yield from self._share(ready[:1])
-            if not (passes or barriers):
+            passes, exclusive = yield from self._share(ready[:1])
+            if not (passes or exclusive):
                 break
-            spent += sum(map(cost_of, (*passes, *barriers)))
+            spent += sum(map(cost_of, (*passes, *exclusive)))
 
     def _share(self, models: list[str]) -> Activity:
         passes = self._scheduler.take_passes(models)
@@ -90,10 +90,10 @@ class TrainingEngine:
             size = sum(command.size for command in passes)
             yield from self._compute(passes, self._learning.pass_s * size / self._learning.pass_bytes)
         yield from self._read()
-        barriers = self._scheduler.take_barriers(models)
-        for command in barriers:
+        exclusive = self._scheduler.take_exclusive(models)
+        for command in exclusive:
             yield from self._compute([command], self._learning.step_s)
-        return passes, barriers
+        return passes, exclusive
 
     def _compute(self, commands: list[Command], seconds: float) -> Activity:
         self.busy_s += seconds

@@ -29,28 +29,21 @@ from skyrl.api.call import BytesResponse, Call, Hook
 from skyrl.api.error_answers import ErrorAnswers, Refusals
 from skyrl.api.hooks import AccessCheck, AccessLog, BodyMemoryHook, RequestIds, RequestMetrics, TraceHook
 from skyrl.api.route import Body, Route
-from skyrl.api.routes import (
-    account,
-    agent_sessions,
-    chats,
-    checkpoints,
-    downloads,
-    futures,
-    models,
-    probes,
-    sampling,
-    sessions,
-    training,
-    weights,
-)
-from skyrl.api.routes import chats as openai
-from skyrl.api.routes import checkpoints as copying
-from skyrl.api.routes import downloads as traces
-from skyrl.api.routes import sessions as search
-from skyrl.api.routes.chats import is_anthropic, is_openai
+from skyrl.api.routes.account import audit_routes, key_routes, usage_routes
+from skyrl.api.routes.agent_sessions import agent_session_routes
+from skyrl.api.routes.chats import chat_routes, completion_routes, is_anthropic, is_openai
+from skyrl.api.routes.checkpoints import checkpoint_routes, copy_routes
+from skyrl.api.routes.downloads import download_routes, timeline_routes
+from skyrl.api.routes.futures import future_routes
+from skyrl.api.routes.models import model_routes
+from skyrl.api.routes.probes import capability_routes, metrics_routes, probe_routes
+from skyrl.api.routes.sampling import sampling_routes
+from skyrl.api.routes.sessions import search_routes, session_routes
+from skyrl.api.routes.training import training_routes
+from skyrl.api.routes.weights import weight_routes
 from skyrl.api.routing import Routes
 from skyrl.api.services import Services
-from skyrl.api.ui import page
+from skyrl.api.ui.page import page_routes
 from skyrl.base.wire.training import PROTOBUF
 from skyrl.chat.dialects.messages import AnthropicError
 from skyrl.chat.openai.errors import ErrorBody
@@ -173,28 +166,28 @@ class HttpTable:
         return None
 
 
-RESOURCES = (
-    futures,
-    sampling,
-    training,
-    weights,
-    models,
-    search,
-    sessions,
-    traces,
-    probes,
-    checkpoints,
-    copying,
-    downloads,
-    openai,
-    chats,
-    agent_sessions,
-    account,
-    account,
-    account,
-    probes,
-    page,
-    probes,
+ROUTES = (
+    future_routes,
+    sampling_routes,
+    training_routes,
+    weight_routes,
+    model_routes,
+    search_routes,
+    session_routes,
+    timeline_routes,
+    capability_routes,
+    checkpoint_routes,
+    copy_routes,
+    download_routes,
+    completion_routes,
+    chat_routes,
+    agent_session_routes,
+    key_routes,
+    audit_routes,
+    usage_routes,
+    probe_routes,
+    page_routes,
+    metrics_routes,
 )
 
 
@@ -222,7 +215,7 @@ class Framework(FastAPI):
 
 def create_app(services: Services) -> HttpTable:
     """All routes over these services."""
-    resources = [resource.router(services) for resource in RESOURCES]
+    resources = [routes(services) for routes in ROUTES]
     declared = [route for routes in resources for route in routes.declared]
     errors = ErrorAnswers(Refusals(services.access), services.quotas)
 

@@ -57,7 +57,7 @@ class DirectRequest:
 
     async def send(self, message: MutableMapping[str, Any]) -> NoReturn:
         """In the place of ASGI's `send`."""
-        raise RuntimeError(f"this route has only whole answers, and one of them is no WholeBody: {message['type']}")
+        raise RuntimeError(f"this route has only whole answers, and one of them is no BytesResponse: {message['type']}")
 
     async def run(self, table: HttpTable, scope: dict[str, Any]) -> None:
         """Give the request to the table. An error that the table does not answer ends the connection, as in uvicorn."""

@@ -58,7 +58,7 @@ class NoticeHandler:
 
 
 def _log_unread_notice(sender: str, error: DatabaseError) -> None:
-    """Log that the database was away. The repeated work in `background.py` soon reads the same without a notice. Raises
+    """Log that the database was away. The repeated work in `server.py` soon reads the same without a notice. Raises
     other errors."""
     if not is_transient(error):
         raise error

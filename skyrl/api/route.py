@@ -54,7 +54,7 @@ class Body:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One method of one path. `run` takes a `AppCall` and the parameters of path and query."""
+    """One method of one path. `run` takes a `Call` and the parameters of path and query."""
 
     method: str
     template: str

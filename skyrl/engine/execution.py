@@ -47,7 +47,7 @@ class Execution:
         self,
         database: FencedDatabase,
         backend: Backend,
-        barriers: ExclusiveCommands,
+        exclusive: ExclusiveCommands,
         snapshots: Snapshots,
         settlement: Settlement,
         ledger: CrashLedger,
@@ -62,7 +62,7 @@ class Execution:
     ) -> None:
         self._database = database
         self._backend = backend
-        self._barriers = barriers
+        self._exclusive_commands = exclusive
         self._snapshots = snapshots
         self._settlement = settlement
         self._ledger = ledger
@@ -82,10 +82,10 @@ class Execution:
         await self._threads.on_backend(lambda: self._passes(commands))
         self._scheduler.finish(commands)
 
-    async def run_barrier(self, command: Command) -> None:
-        """Run one barrier: a save or a load on a file thread, any other barrier on the backend thread."""
+    async def run_exclusive(self, command: Command) -> None:
+        """Run one exclusive command: a save or a load on a file thread, any other on the backend thread."""
         on_thread = self._threads.on_files if command.kind in FILE_COMMANDS else self._threads.on_backend
-        outcome = await on_thread(lambda: self._barrier(command))
+        outcome = await on_thread(lambda: self._exclusive(command))
         if outcome is not None:
             await self._model_ends.end_after(command, outcome)
         self._scheduler.finish([command])
@@ -147,7 +147,7 @@ class Execution:
         self._run_times.ran(runnable, seconds := time.perf_counter() - started)
         logger.debug("%d passes in %.1f ms", len(runnable), seconds * 1e3)
 
-    def _barrier(self, command: Command) -> Outcome | None:
+    def _exclusive(self, command: Command) -> Outcome | None:
         """Returns None, and runs nothing, when the command's row was deleted."""
         with self._ledger.running([command.request_id]), self._metrics.phases.phase(phase_of(command.kind)):
             started = self._begin([command])
@@ -167,7 +167,7 @@ class Execution:
         change: Change | None = None
         started = time.perf_counter()
         try:
-            ran = self._barriers.run(command, body)
+            ran = self._exclusive_commands.run(command, body)
             outcome = Outcome(encode_json(ran.result))
             change = ran.change
             if command.kind is Kind.OPTIM_STEP and command.model_id is not None:

@@ -170,17 +170,17 @@ class Engine:
         self._busy_at = time.monotonic()
 
     async def _run_share(self, model_ids: Sequence[str]) -> int:
-        """Run passes of these models, then one barrier of each. Returns their cost as the scheduler counts it, in
-        bytes."""
+        """Run passes of these models, then one exclusive command of each. Returns their cost as the scheduler counts
+        it, in bytes."""
         passes = self._scheduler.take_passes(model_ids)
         if passes:
             await self._execution.run_passes(passes)
         await self._log.read()
         self._file_commands.start_ready()
-        barriers = self._scheduler.take_barriers(model_ids)
-        for command in barriers:
-            await self._execution.run_barrier(command)
-        return sum(cost_of(command) for command in (*passes, *barriers))
+        exclusive = self._scheduler.take_exclusive(model_ids)
+        for command in exclusive:
+            await self._execution.run_exclusive(command)
+        return sum(cost_of(command) for command in (*passes, *exclusive))
 
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class FileCommands:
     def start_ready(self) -> None:
         """Start the saves and loads that the scheduler has, and whose turn has come."""
         for command in self._scheduler.take_file_commands():
-            task = asyncio.create_task(self._execution.run_barrier(command))
+            task = asyncio.create_task(self._execution.run_exclusive(command))
             self.running.add(task)
             task.add_done_callback(self._ended)
 

@@ -106,7 +106,7 @@ RECOVERY_BOUNDS = (1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 
 def phase_of(kind: Kind) -> Phase:
-    """The phase in which a barrier runs."""
+    """The phase in which an exclusive command runs."""
     if kind in SAVES:
         return "save"
     return {Kind.OPTIM_STEP: "step", Kind.LOAD_WEIGHTS: "load"}.get(kind, "other")  # type: ignore[return-value]

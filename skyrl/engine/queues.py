@@ -49,8 +49,8 @@ class ModelQueue:
 
     @property
     def step_size(self) -> int:
-        """The bytes of the next passes: up to the next barrier or the first command that has not arrived, and of at
-        most LONGEST_STEP passes."""
+        """The bytes of the next passes: up to the next exclusive command or the first command that has not arrived, and
+        of at most LONGEST_STEP passes."""
         if self._step_size is None:
             self._step_size = 0
             for seq_id in range(self.next_seq, self.next_seq + LONGEST_STEP):

@@ -328,7 +328,7 @@ def cluster_has_gpus() -> bool:
 
 
 LOADING = "loading the base model"
-ADAPTER_RANK = "skyrl.trainer.ranks.lora_rank:Rank"
+ADAPTER_RANK = "skyrl.trainer.ranks.lora_rank:LoraRank"
 EXPERT_RANK = "skyrl.trainer.ranks.lora_rank:ExpertRank"
 FULL_RANK = "skyrl.trainer.ranks.full_rank:FullRank"
 

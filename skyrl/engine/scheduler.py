@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from skyrl.base.types.requests import FILE_COMMANDS, PASSES, SAVES, Command, Kind
 from skyrl.engine.queues import Delayed, ModelQueue, ModelView, SampleQueue, Shares
 
-BARRIER_COST = 5_000
-"""The cost of a barrier in a share, in bytes: about the cost of a pass over 250 tokens."""
+EXCLUSIVE_COST = 5_000
+"""The cost of an exclusive command in a share, in bytes: about the cost of a pass over 250 tokens."""
 STEP_SHARES = 8
 """A step counts as at most so many shares when its turn is chosen, so that a large step is not put off for longer."""
 SAMPLES_AT_ONCE = 512
@@ -26,16 +26,17 @@ FILES_AT_ONCE = 4
 
 def cost_of(command: Command) -> int:
     """The cost of a command in a share, in bytes of bodies."""
-    return command.size if command.is_pass else BARRIER_COST
+    return command.size if command.is_pass else EXCLUSIVE_COST
 
 
 class Scheduler:
     """One queue per model. `budget` bounds the cost of one turn, in bytes of bodies.
 
-    A share is a turn's budget. A model's step is what has arrived of its passes up to its next barrier. The next tenant
-    is the tenant that will have had least when its next step has ended, however many models it has; its next step is
-    that of the model that will then have had least. So of equal steps the one that has begun goes on, and a small step
-    goes before the rest of a large one. A tenant that waits is at most STEP_SHARES shares and one turn behind another.
+    A share is a turn's budget. A model's step is what has arrived of its passes up to its next exclusive command. The
+    next tenant is the tenant that will have had least when its next step has ended, however many models it has; its
+    next step is that of the model that will then have had least. So of equal steps the one that has begun goes on, and
+    a small step goes before the rest of a large one. A tenant that waits is at most STEP_SHARES shares and one turn
+    behind another.
 
     The loop decides whether a turn runs one model or all models. A command runs from the moment it is taken until
     `finish`; meanwhile its model has no next command.
@@ -227,7 +228,7 @@ class Scheduler:
 
     def take_passes(self, model_ids: Sequence[str]) -> list[Command]:
         """The next batch of passes of these models: as many as fit the budget, and at least one if any is ready. Each
-        model's passes come in order, up to the model's next barrier."""
+        model's passes come in order, up to the model's next exclusive command."""
         candidates = self._heads_of(self._models_whose_head(model_ids, lambda head: head.is_pass))
         batch: list[Command] = []
         used = 0
@@ -243,14 +244,14 @@ class Scheduler:
                 del candidates[model_id]
         return self._mark_running(batch)
 
-    def take_barriers(self, model_ids: Sequence[str]) -> list[Command]:
+    def take_exclusive(self, model_ids: Sequence[str]) -> list[Command]:
         """The next command of each of these models, except passes, saves and loads: as many as fit the budget, and at
         least one if any is ready."""
         kinds = PASSES | FILE_COMMANDS
         candidates = self._heads_of(self._models_whose_head(model_ids, lambda head: head.kind not in kinds))
         batch: list[Command] = []
         for model_id in self._in_order(candidates):
-            if len(batch) * BARRIER_COST > self.budget:
+            if len(batch) * EXCLUSIVE_COST > self.budget:
                 break
             del candidates[model_id]
             batch.append(self._take(model_id))

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from skyrl.router.broadcast import RETRY_AFTER, without_connection
-from skyrl.router.messages import HeaderList, Reply, error, json_reply
+from skyrl.router.messages import HeaderList, Reply, error_reply, json_reply
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Answer, Fetch, Refused, Unreachable, Worker, WorkerState
 
@@ -133,7 +133,7 @@ class AdminRoutes:
         methods = _METHODS[path]
         if method not in methods:
             allowed = ", ".join(methods)
-            return error(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
+            return error_reply(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
         if path == _TENSOR:
             hint = f"tensors cannot be handed over between processes: use {_GROUP} or {_DISK}"
             return json_reply(501, {"error": {"message": hint, "code": "not_implemented"}})
@@ -313,7 +313,7 @@ def _aggregated(path: str, outcomes: Sequence[_Outcome]) -> Reply:
     alike."""
     living = [one for one in outcomes if not one.dead]
     if not living:
-        return error(503, "Service Unavailable", "no worker is alive", RETRY_AFTER)
+        return error_reply(503, "Service Unavailable", "no worker is alive", RETRY_AFTER)
     failed = [one.failure() for one in living if not one.done]
     bodies = [one.body for one in living]
     if not failed and path == "/get_weights_by_name" and all(body == bodies[0] for body in bodies):

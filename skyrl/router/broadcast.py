@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from skyrl.base.types.weights import STORE_SCHEME
 from skyrl.http.admin_key import FORWARDING
-from skyrl.router.messages import HeaderList, Reply, error, json_reply
+from skyrl.router.messages import HeaderList, Reply, error_reply, json_reply
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Answer, Fetch, Unreachable, Worker, WorkerState
 
@@ -71,10 +71,10 @@ class Broadcasts:
             return None
         if method not in methods:
             allowed = ", ".join(methods)
-            return error(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
+            return error_reply(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
         workers = self._pool.workers if path == "/abort_request" else self._pool.candidates
         if not workers:
-            return error(503, "Service Unavailable", "no worker is routable", RETRY_AFTER)
+            return error_reply(503, "Service Unavailable", "no worker is routable", RETRY_AFTER)
         call = _Call(self._fetch, method, path, query, headers, await body())
         if path == "/abort_request":
             return _aborted(await _to_all(workers, call.abort))

@@ -232,7 +232,7 @@ def json_reply(status: int, value: Any, headers: HeaderList | None = None) -> Re
     return Reply(status, [(b"content-type", b"application/json"), *(headers or [])], body)
 
 
-def error(status: int, code: str, message: str, headers: HeaderList | None = None) -> Reply:
+def error_reply(status: int, code: str, message: str, headers: HeaderList | None = None) -> Reply:
     """`error` is an object with `message`, the form that clients of SGLang, vLLM and the gateways read."""
     return json_reply(status, {"error": {"type": code, "code": status, "message": message}}, headers)
 

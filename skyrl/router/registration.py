@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from skyrl.router.messages import Reply, error, json_reply
+from skyrl.router.messages import Reply, error_reply, json_reply
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Worker, WorkerState
 
@@ -75,7 +75,7 @@ class RegistrationRoutes:
                     url, _completions_url(fields), worker_type=_worker_type(fields), labels=_labels(fields)
                 )
         except ValueError as wrong:
-            return error(400, "BadRequestError", str(wrong))
+            return error_reply(400, "BadRequestError", str(wrong))
         if not accepted:
             in_flight = {worker.url: worker.in_flight for worker in self._pool.workers}
             return json_reply(200, {"status": "success", "worker_id": worker.id, "worker_urls": in_flight})
@@ -97,7 +97,7 @@ class RegistrationRoutes:
             fields = await _fields(query, body)
             url, ended = _url(fields), _boolean("ended", fields)
         except ValueError as wrong:
-            return error(400, "BadRequestError", str(wrong))
+            return error_reply(400, "BadRequestError", str(wrong))
         removed = self._pool.remove(url, ended=ended)
         return json_reply(200, {"status": "success", "message": "removed" if removed else "there was no such worker"})
 
@@ -112,7 +112,7 @@ class RegistrationRoutes:
             return _not_allowed(("GET", "PUT", "DELETE"))
         worker = self._pool.find(id_or_url) or self._pool.find(unquote(id_or_url))
         if worker is None:
-            return error(404, "NotFoundError", f"no worker has the id or URL {unquote(id_or_url)!r}")
+            return error_reply(404, "NotFoundError", f"no worker has the id or URL {unquote(id_or_url)!r}")
         if method == "GET":
             return json_reply(200, _listed(worker))
         if method == "PUT":
@@ -120,10 +120,12 @@ class RegistrationRoutes:
                 fields = await _fields(query, body)
                 self._set_service(worker, fields | {name: _boolean(name, fields) for name in fields.keys() & _SERVICE})
             except ValueError as wrong:
-                return error(400, "BadRequestError", str(wrong))
+                return error_reply(400, "BadRequestError", str(wrong))
             return json_reply(200, {"status": "ok", "worker_id": worker.id, "worker": _listed(worker)})
         if query:
-            return error(400, "BadRequestError", f"{query.decode('latin-1')[:MAX_REASON]}: DELETE takes no parameters")
+            return error_reply(
+                400, "BadRequestError", f"{query.decode('latin-1')[:MAX_REASON]}: DELETE takes no parameters"
+            )
         self._pool.remove(worker.id)
         return json_reply(202, {"status": "accepted", "worker_id": worker.id, "message": "the worker is being removed"})
 
@@ -174,7 +176,7 @@ def is_registration(path: str) -> bool:
 
 def _not_allowed(methods: tuple[str, ...]) -> Reply:
     allowed = ", ".join(methods)
-    return error(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
+    return error_reply(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
 
 
 async def _fields(query: bytes, body: Body) -> dict[str, Any]:

@@ -124,7 +124,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decode(Protocol):
-    """`decode_answer` of `completion` or of `generation`."""
+    """`decode_answer` of `completion` or of `pictures`."""
 
     def __call__(self, body: bytes, job: SampleJob, *, zero_fill: bool) -> completion.SampleAnswer: ...
 

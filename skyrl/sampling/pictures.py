@@ -320,7 +320,7 @@ class _Generation(_Parts, kw_only=True):
 
 
 class _LargeGeneration(_Parts, kw_only=True):
-    """As `completion` has it: a large answer's choices are decoded in calls of their own."""
+    """A large answer with undecoded choices: each is decoded in a call of its own."""
 
     choices: list[msgspec.Raw]
 

@@ -45,7 +45,8 @@ def _agreed(error: Exception | None, cause: OSError | None) -> SameFailureEveryw
 
 
 def on_all_or_none(action: Callable[[], T], device: torch.device) -> T:
-    """Run an action that changes nothing and calls no collectives. Raises Agreed on every rank if it fails on one."""
+    """Run an action that changes nothing and calls no collectives. Raises SameFailureEverywhere on every rank if it
+    fails on one."""
     failure: Exception | None = None
     made: list[T] = []
     try:
@@ -57,7 +58,7 @@ def on_all_or_none(action: Callable[[], T], device: torch.device) -> T:
 
 
 def agree(failure: Exception | None) -> None:
-    """Raises Agreed on every rank if one of them has a failure."""
+    """Raises SameFailureEverywhere on every rank if one of them has a failure."""
     if any(failed_anywhere([failure is not None])):
         raise SameFailureEverywhere(failure)
 

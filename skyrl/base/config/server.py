@@ -187,9 +187,9 @@ class ServerConfig(ServerKeys):
 
 
 def vision_of(config: ServerConfig) -> VisionConfig | NoVision:
-    """Blind if neither the trainer nor the inference servers take pictures: because of the base model, or because the
-    operator has switched them off. Servers that skyrl does not run are expected to see. Reads small files of the base
-    model."""
+    """NoVision if neither the trainer nor the inference servers take pictures: because of the base model, or because
+    the operator has switched them off. Servers that skyrl does not run are expected to see. Reads small files of the
+    base model."""
     if config.modes.manages_inference and config.backend_config.inference.engine_options.get("language_model_only"):
         return NoVision("the operator has switched images off (engine_init_kwargs.language_model_only)")
     try:

@@ -42,7 +42,7 @@ class VisionConfig:
 
     @classmethod
     def of(cls, base_model: str) -> Self:
-        """Of a directory, or of a model of the hub that is on this machine. Raises Blind."""
+        """Of a directory, or of a model of the hub that is on this machine. Raises NoVision."""
         config = json_of(base_model, "config.json")
         if not config:
             raise NoVision("its config.json is not on this machine")
@@ -94,7 +94,7 @@ _SETTINGS = "the settings of its image processor"
 
 
 def _processor_settings(base_model: str) -> dict[str, Any]:
-    """As transformers reads them: nested in processor_config.json, else preprocessor_config.json. Raises Blind."""
+    """As transformers reads them: nested in processor_config.json, else preprocessor_config.json. Raises NoVision."""
     settings = json_of(base_model, "processor_config.json").get("image_processor")
     settings = settings or json_of(base_model, "preprocessor_config.json")
     if not settings:

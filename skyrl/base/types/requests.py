@@ -50,13 +50,13 @@ class Kind(StrEnum):
 
 
 PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
-"""Kinds that the engine may run together. All other commands of a model are barriers."""
+"""Kinds that the engine may run together. All other commands of a model are exclusive."""
 
 SAVES = frozenset({Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL})
-"""Barriers that do not change their model."""
+"""Exclusive commands that do not change their model."""
 
 FILE_COMMANDS = SAVES | {Kind.LOAD_WEIGHTS}
-"""Barriers that wait for files most of the time. Other models train meanwhile."""
+"""Exclusive commands that wait for files most of the time. Other models train meanwhile."""
 
 SAMPLES = frozenset({Kind.SAMPLE, Kind.EXTERNAL})
 

@@ -1,7 +1,7 @@
 """Errors of the OpenAI-compatible routes: their codes, and the body that OpenAI clients read.
 
 One rule holds for a full context in all dialects: a prompt must leave room for one token, or it is refused with
-TOO_LONG_CODE; `max_tokens` above what fits is cut (`openai.generation`, and vLLM itself).
+TOO_LONG_CODE; `max_tokens` above what fits is cut (`skyrl.chat.openai.generation`, and vLLM itself).
 """
 
 from __future__ import annotations

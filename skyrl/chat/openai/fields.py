@@ -179,7 +179,7 @@ class CompletionFields(CommonFields, kw_only=True):
 
 
 class ChatFields(CommonFields, kw_only=True):
-    """The body of `chat/completions`. `openai.messages` checks the messages."""
+    """The body of `chat/completions`. `skyrl.chat.openai.messages` checks the messages."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None

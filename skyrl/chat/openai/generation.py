@@ -88,7 +88,7 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """About how many tokens all prompts have together; see `fair_order.Work`."""
+        """About how many tokens all prompts have together; see `skyrl.sampling.order.Work`."""
         return self.size.likely_prompt
 
     @property

@@ -21,9 +21,6 @@ from sqlmodel import Field, SQLModel
 from skyrl.base.types.weights import WeightsRef
 from skyrl.storage.db.columns import ROW_NUMBER, WeightsText
 
-# noqa: F401
-
-
 _ACTIVE, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND weights <> 'base'")
 _CLOSED = text("closed_at IS NOT NULL")
 """Conditions of partial indexes. Each index contains only rows that are searched for by it."""

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.nn.functional import grouped_mm, pad
 
 from skyrl.trainer.lora.adapter import LoraPair
+from skyrl.trainer.lora.products import of_used_experts
 
 _ALIGNMENT = 16
 """Bytes. Rows of what `grouped_mm` multiplies must begin at multiples of it."""
@@ -230,12 +231,6 @@ class _Products(Function):
         if ctx.needs_input_grad[1]:
             of_matrices = of_used_experts(grouped_mm(gradient.T, x, offs=ends), ends).to(matrices.dtype)
         return of_x, of_matrices, None
-
-
-def of_used_experts(gradient: Tensor, ends: Tensor) -> Tensor:
-    """The gradient [experts, outputs, inputs], with zeros for experts without rows, whatever is there."""
-    is_used = ends.diff(prepend=ends.new_zeros(1)) > 0
-    return torch.where(is_used[:, None, None], gradient, 0)
 
 
 def _ends(sorted_experts: Tensor, experts: int) -> Tensor:

@@ -145,7 +145,7 @@ class StepMemory:
 
 def adamw_step(parameters: FullParameters, params: AdamParams) -> dict[str, float]:
     """Clip by global norm, step, clear the gradient. Formulas, metrics and errors are those of
-    `torch_lora.optimizer.adamw_step`.
+    `lora.adapter.adamw_step`.
 
     All memory is allocated before the first number changes: so an error leaves parameters and gradient as they were.
     The first step allocates the moments (8 bytes per parameter); later steps allocate one chunk.

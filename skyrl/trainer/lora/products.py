@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
-from skyrl.trainer.experts.product import of_used_experts
 from skyrl.trainer.lora.adapter import Adapter, LoraPair, Target
 
 Activation = Callable[[Tensor], Tensor]
@@ -78,6 +77,12 @@ def gated_linear_with_updates(
     which computes the input again: two of an MLP's four wide tensors, 39 % of what a layer of Qwen2.5-0.5B keeps."""
     matrices = [matrix for update in updates for matrix in (update.lora_a, update.lora_b)]
     return _GatedProduct.apply(gate, up, activation, weight, bias, updates, *matrices)
+
+
+def of_used_experts(gradient: Tensor, ends: Tensor) -> Tensor:
+    """The gradient [experts, outputs, inputs], with zeros for experts without rows, whatever is there."""
+    is_used = ends.diff(prepend=ends.new_zeros(1)) > 0
+    return torch.where(is_used[:, None, None], gradient, 0)
 
 
 class _Product(torch.autograd.Function):

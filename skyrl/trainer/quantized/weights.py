@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceOfModule:
-    """As `RankShare`; numbers and factors are parameters of `module`, named so. They are looked up whenever the piece is
+    """As `Piece`; numbers and factors are parameters of `module`, named so. They are looked up whenever the piece is
     used: FSDP2 exchanges the parameters of a module when it gathers them, and when it frees what was gathered."""
 
     format: Format
@@ -245,7 +245,7 @@ class _Stack:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """The stored tensors of a weight of `shape`, from which `RankShare`s of it are read. The first dimension of `numbers`
+    """The stored tensors of a weight of `shape`, from which `Piece`s of it are read. The first dimension of `numbers`
     is that of the weight."""
 
     format: Format

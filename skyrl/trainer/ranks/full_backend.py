@@ -172,7 +172,7 @@ class TorchFullBackend(StateSnapshots):
         except Exception as error:  # it is this pass's outcome
             return failure_of(error, self._device)
         parameters = self._parameters(training_pass.model_id)
-        # A RunningPass only hands its gradient over, which the parameters take as an adapter does
+        # A SinglePassRun only hands its gradient over, which the parameters take as an adapter does
         running = SinglePassRun(cast(Any, parameters), training_pass, self._losses[training_pass.loss_fn])
         for piece in items_of(running, self._budget, self._device):
             run_item(self._model, parameters, piece, backward=training_pass.backward)
@@ -183,7 +183,7 @@ class TorchFullBackend(StateSnapshots):
         checks.check_adam(params)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """See `torch_lora.optimizer.adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out
+        """See `full.parameters.adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out
         of range."""
         self.check_step(params)
         parameters = self._parameters(model_id)

@@ -68,7 +68,7 @@ class FullRank(RankBase):
         """What a load has brought so far, in main memory."""
 
     def load(self) -> FullFacts:
-        """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
+        """Load this rank's rows of the base model. Raises SameFailureEverywhere with a ConfigError."""
         sharded = self._load_model(ModelForm(_wrap, trained=True))
         base = sharded.base
         model: Any = base.packed.model
@@ -91,8 +91,8 @@ class FullRank(RankBase):
         )
 
     def create(self, model_id: str) -> None:
-        """Begin with the base model's weights. No other model may exist. Raises Agreed with the error of reading them;
-        the rows may then hold anything, and no model has them."""
+        """Begin with the base model's weights. No other model may exist. Raises SameFailureEverywhere with the error of
+        reading them; the rows may then hold anything, and no model has them."""
         on_all_or_none(self._model.read_again, self._device)
         self._trained = model_id, FullParameters(self._rows, self._device)
 
@@ -109,9 +109,9 @@ class FullRank(RankBase):
 
     def run(self, training_pass: TrainingPass, plan: Plan) -> dict[int, list[ShareResult]]:
         """Run this rank's pieces of a checked pass, which is number 0 of the plan. Returns their results, in the order
-        of the plan. A pass that fails on any rank adds no gradient. Raises Agreed with OutOfMemory."""
+        of the plan. A pass that fails on any rank adds no gradient. Raises SameFailureEverywhere with OutOfMemory."""
         parameters = self._parameters(training_pass.model_id)
-        # A RunningPass hands its gradient to an adapter; here the gradient is kept beside it
+        # A SinglePassRun hands its gradient to an adapter; here the gradient is kept beside it
         running = SinglePassRun(cast(Any, parameters), training_pass, self._losses[training_pass.loss_fn])
         running.tree = plan.trees[0]
         gradient = on_all_or_none(parameters.zeros, self._device) if training_pass.backward else None
@@ -125,8 +125,8 @@ class FullRank(RankBase):
         return {0: results}
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """As `torch_full.optimizer.adamw_step`, each rank on its rows. Raises Agreed with NonFiniteGradient or
-        OutOfMemory."""
+        """As `full.parameters.adamw_step`, each rank on its rows. Raises SameFailureEverywhere with NonFiniteGradient
+        or OutOfMemory."""
         parameters = self._parameters(model_id)
         if parameters.gradient is None:
             return {}
@@ -138,7 +138,7 @@ class FullRank(RankBase):
         return take_step(parameters, params, memory, norm)
 
     def is_finite(self, model_id: str) -> bool:
-        """Whether no weight of this rank is NaN or infinite. Raises Agreed with OutOfMemory."""
+        """Whether no weight of this rank is NaN or infinite. Raises SameFailureEverywhere with OutOfMemory."""
         parameters = self._parameters(model_id)
         return on_all_or_none(lambda: are_finite(parameters), self._device)
 
@@ -151,7 +151,7 @@ class FullRank(RankBase):
         self, model_id: str, part: StatePart, start: int, stop: int, dtype: FileDtype
     ) -> npt.NDArray[np.uint8]:
         """The bytes of elements [start, stop) of this rank's shard, rounded to the nearest `dtype`; fewer, or none, at
-        the shard's end. Raises Agreed with OutOfMemory."""
+        the shard's end. Raises SameFailureEverywhere with OutOfMemory."""
         parameters = self._parameters(model_id)
 
         def read() -> npt.NDArray[np.uint8]:
@@ -164,7 +164,8 @@ class FullRank(RankBase):
         return on_all_or_none(read, self._device)
 
     def begin_load(self, model_id: str, parts: Sequence[str]) -> None:
-        """Make room for the weights and for other `parts`, in main memory. Raises Agreed with OutOfMemory."""
+        """Make room for the weights and for other `parts`, in main memory. Raises SameFailureEverywhere with
+        OutOfMemory."""
         parameters = self._parameters(model_id)
         self._loaded = {}
         names = ("weights", *parts)
@@ -175,7 +176,8 @@ class FullRank(RankBase):
         self._loaded[part].numpy()[start : start + len(values)] = values
 
     def end_load(self, model_id: str, step: int) -> None:
-        """Replace the model's state by what was loaded. Raises Agreed with OutOfMemory; then nothing has changed."""
+        """Replace the model's state by what was loaded. Raises SameFailureEverywhere with OutOfMemory; then nothing has
+        changed."""
         parameters = self._parameters(model_id)
         loaded, self._loaded = self._loaded, {}
         weights = loaded.pop("weights")

@@ -68,7 +68,7 @@ class LoraRank(RankBase):
         self._adapters: dict[str, Adapter] = {}
 
     def load(self) -> AdapterFacts:
-        """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
+        """Load this rank's rows of the base model. Raises SameFailureEverywhere with a ConfigError."""
         base = self._load_model(self._form()).base
         mixture, targets = base.packed.mixture, tuple(base.targets)
         budget = self._row_budget(targets)
@@ -86,7 +86,7 @@ class LoraRank(RankBase):
         return Adapter(spec, targets, self._device, drawn=drawn)
 
     def create(self, model_id: str, spec: LoraSpec, targets: Sequence[Target]) -> None:
-        """Add an adapter, with initial weights drawn from its seed. Raises Agreed with OutOfMemory."""
+        """Add an adapter, with initial weights drawn from its seed. Raises SameFailureEverywhere with OutOfMemory."""
         self._adapters[model_id] = on_all_or_none(lambda: self._adapter(spec, targets, drawn=True), self._device)
 
     def delete(self, model_id: str) -> None:
@@ -96,8 +96,8 @@ class LoraRank(RankBase):
         self._adapters[model_id].gradient = None
 
     def replace(self, model_id: str, spec: LoraSpec, targets: Sequence[Target], buffers: AdapterBuffers) -> None:
-        """Add an adapter with these weights, moments and gradient, or put it in the place of the model's. Raises Agreed
-        with OutOfMemory."""
+        """Add an adapter with these weights, moments and gradient, or put it in the place of the model's. Raises
+        SameFailureEverywhere with OutOfMemory."""
         parts = (buffers.weights, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient)
         copies = on_all_or_none(lambda: [self._copied(part, spec, targets) for part in parts], self._device)
         weights, exp_avg, exp_avg_sq, gradient = copies
@@ -169,8 +169,8 @@ class LoraRank(RankBase):
         return summed_in_rank_order(running.gradient, holders, running.adapter.weights.numel(), self._device)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """As `adamw_step`. Raises Agreed with NonFiniteGradient or OutOfMemory, and RuntimeError if the ranks have
-        computed different weights."""
+        """As `adamw_step`. Raises SameFailureEverywhere with NonFiniteGradient or OutOfMemory, and RuntimeError if the
+        ranks have computed different weights."""
         adapter = self._adapters[model_id]
         try:
             norm = self._norm(adapter)

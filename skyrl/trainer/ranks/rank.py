@@ -117,8 +117,8 @@ class RankBase:
     """One rank. Its methods must be called on all ranks of the group at the same time, except `memory` and where a
     subclass says so.
 
-    A method raises Agreed if the command has failed on all ranks in the same way. After any other exception the ranks
-    do not agree any more, and the whole group must be started again.
+    A method raises SameFailureEverywhere if the command has failed on all ranks in the same way. After any other
+    exception the ranks do not agree any more, and the whole group must be started again.
     """
 
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
@@ -134,7 +134,8 @@ class RankBase:
         return self._device.type
 
     def answer(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Call a method; returns its result, or Agreed if it has raised that. For callers in another process."""
+        """Call a method; returns its result, or SameFailureEverywhere if it has raised that. For callers in another
+        process."""
         try:
             return getattr(self, method)(*arguments)
         except SameFailureEverywhere as agreed:
@@ -155,7 +156,7 @@ class RankBase:
         )
 
     def _load_model(self, form: ModelForm) -> ShardedModel:
-        """Load this rank's rows of the base model. Raises Agreed with a ConfigError."""
+        """Load this rank's rows of the base model. Raises SameFailureEverywhere with a ConfigError."""
         self._model = load_sharded_model(
             self._settings.base_model,
             self._device,

@@ -59,7 +59,7 @@ async def test_a_long_session_is_one_row_and_its_turns_do_not_get_heavier(server
     work: dict[int, Counter[str]] = {}
     for number in range(TURNS):
         if number in (EARLY, TURNS - 1):
-            with lines_run("server/agents", "server/openai", "storage/db") as work[number]:
+            with lines_run("chat/agents", "chat/openai", "storage/db") as work[number]:
                 answer = await agent.say(messages)
         else:
             answer = await agent.say(messages)

@@ -132,7 +132,7 @@ async def test_a_device_fault_in_a_pass_ends_the_engine_and_loses_nothing(
         (Kind.SAVE_WEIGHTS, "save_state", {"path": "name"}),
     ],
 )
-async def test_a_barrier_that_met_a_device_fault_runs_after_the_restart(
+async def test_an_exclusive_command_that_met_a_device_fault_runs_after_the_restart(
     harness: Harness, gpu: Device, kind: Kind, method: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await Trainer.create(harness)

@@ -74,7 +74,7 @@ async def test_a_poison_pass_fails_no_other_pass(tmp_path: Path, merged: bool) -
         (Kind.SAVE_WEIGHTS_FOR_SAMPLER, {"path": "name"}),
     ],
 )
-async def test_a_skipped_poison_barrier_leaves_its_model_unchanged(
+async def test_a_skipped_poison_exclusive_command_leaves_its_model_unchanged(
     tmp_path: Path, kind: Kind, body: dict[str, Any]
 ) -> None:
     async with harness_in(tmp_path / "state") as harness:

@@ -98,7 +98,7 @@ def test_the_metrics_count_the_waiting_commands_by_reason(world: World) -> None:
 
 def test_while_an_unload_runs_no_numbered_command_counts_as_running(world: World) -> None:
     world.scheduler.add(command(None, Kind.UNLOAD_MODEL))
-    world.scheduler.take_barriers(["m"])
+    world.scheduler.take_exclusive(["m"])
     world.scheduler.add(command(0))
     model = world.look().models["m"]
     assert (model.waits_for, model.kind, model.seq_id) == (WaitsFor.NOTHING, "UNLOAD_MODEL", None)

@@ -30,7 +30,7 @@ def run_turn(queue: Scheduler, now: float) -> list[tuple[str | None, int | None]
     models = queue.ready_models()
     taken = queue.take_passes(models)
     queue.finish(taken)
-    for batch in (queue.take_file_commands(), queue.take_barriers(models), queue.take_samples()):
+    for batch in (queue.take_file_commands(), queue.take_exclusive(models), queue.take_samples()):
         queue.finish(batch)
         taken += batch
     return [(item.model_id, item.seq_id) for item in taken]

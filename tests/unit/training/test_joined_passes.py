@@ -216,7 +216,7 @@ def test_a_pass_whose_sum_is_not_finite_is_left_out_at_once_where_losses_are_com
 ) -> None:
     """As on CUDA, beside a pass of another adapter."""
     monkeypatch.setattr(passes_module, "groups_adapters", lambda device: True)
-    monkeypatch.setattr(joined_module, "run_micro_batch", lambda *_, **__: pytest.fail("a pass ran again"))
+    monkeypatch.setattr(joined_module, "items_of", lambda *_: pytest.fail("a pass ran again"))
     first, _, last = _in_the_midst_of_groups()
     bad = train("a", _with_one_spoilt(BATCH[3:6], _overflow, 1), "importance_sampling")
     backend = _backend()
@@ -265,7 +265,7 @@ def test_a_forward_that_is_not_finite_lets_no_neighbour_run_again(monkeypatch: p
     data[0] += BATCH[6:7]
     passes = [TrainingPass("a", each, "importance_sampling", backward=False) for each in data]
     alone = ok(_backend(merge=False).run(passes[1:]))
-    monkeypatch.setattr(joined_module, "run_micro_batch", lambda *_, **__: pytest.fail("a pass ran again"))
+    monkeypatch.setattr(joined_module, "items_of", lambda *_: pytest.fail("a pass ran again"))
     failed, result = _backend(budget=40).run(passes)
     assert isinstance(failed, InvalidRequest)
     for one, other in zip(ok([result])[0].logprobs, alone[0].logprobs, strict=True):

@@ -82,7 +82,7 @@ class ToolChange(msgspec.Struct):
 
 
 class Block(msgspec.Struct):
-    """A part of a message. Which fields count depends on the type: see `conversation`."""
+    """A part of a message. Which fields count depends on the type: see `chat_messages`."""
 
     type: str
     text: str | None = None

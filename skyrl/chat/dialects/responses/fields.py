@@ -131,7 +131,7 @@ class Reasoning(msgspec.Struct):
 
 
 class Item(msgspec.Struct):
-    """What the conversation is made of. Which fields count depends on the type: see `item_kinds` and `conversation`."""
+    """What the conversation is made of. Which fields count depends on the type: see `KINDS` and `conversation`."""
 
     type: str | None = None
     id: str | None = None
