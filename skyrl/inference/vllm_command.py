@@ -216,7 +216,7 @@ def _as_list(given: Any) -> list[str]:
 
 def context_length(config: ServerConfig, *, cuda: bool) -> int | None:
     """The longest sequence served, in tokens: as configured; else, on a CPU, the model's length up to what the memory
-    of this machine holds (`cpu_context`); else None: vLLM decides.
+    of this machine holds (`longest_context`); else None: vLLM decides.
 
     A server with several base models, whose vLLMs share the memory, and one whose vLLMs are on the nodes of a Ray
     cluster serve at most 4,096 tokens."""

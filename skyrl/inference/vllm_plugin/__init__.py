@@ -25,10 +25,16 @@ FORK_ENGINE_VARIABLE = "SKYRL_VLLM_FORK_ENGINE"
 """Environment variable; "1" forks the engine core (only on a CPU with a single-process executor)."""
 
 _PR_SET_PDEATHSIG = 1
+_is_registered = False
 
 
 def register() -> None:
-    """Entry point (`vllm.general_plugins`). vLLM calls it once per process, also in spawned children."""
+    """Entry point (`vllm.general_plugins`). vLLM calls it once per process, also in spawned children. A second call
+    changes nothing: what it patched before, a forked child has, too."""
+    global _is_registered
+    if _is_registered:
+        return
+    _is_registered = True
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         _die_with(parent.pid)
@@ -47,56 +53,21 @@ def register() -> None:
             vllm.__version__,
         )
         return
-    from skyrl.inference.vllm_plugin import model_runners
-    from skyrl.inference.vllm_plugin.patches import (
-        add_parsers,
-        allow_any_temperature,
-        check_loaded_adapters,
-        read_fused_experts,
-        serve_lm_head,
-    )
-    from skyrl.inference.vllm_plugin.prefix_cache import forget_with_weights, share_tails
+    from skyrl.inference.vllm_plugin.patches import patch_process
 
-    add_parsers()
-    allow_any_temperature()
-    forget_with_weights()
-    share_tails()
-    serve_lm_head()
-    read_fused_experts()
-    check_loaded_adapters()
-    model_runners.score_prompts_of_first_runner()
-    model_runners.score_prompts_of_second_runner()
-    model_runners.keep_own_logprobs_of_first_runner()
-    model_runners.keep_own_logprobs_of_second_runner()
+    patch_process()
     if parent is None:
-        from skyrl.inference.vllm_plugin.answers import allow_tokens_only, tell_cached_prompts, tell_versions
-        from skyrl.inference.vllm_plugin.logprobs import tell_marks
-        from skyrl.inference.vllm_plugin.server_patches import (
-            exit_with_engine,
-            hold_from_the_start,
-            read_prompts,
-            refuse_ids_beyond_rows,
-            repeat_requests,
-        )
+        from skyrl.inference.vllm_plugin.server_patches import patch_server
 
-        exit_with_engine()
-        hold_from_the_start()
-        read_prompts()
-        allow_tokens_only()
-        tell_cached_prompts()
-        repeat_requests()
-        tell_marks()
-        refuse_ids_beyond_rows()
-        tell_versions(early=os.environ.get(TELL_VERSIONS_VARIABLE) == "1")
-        _guard_all_endpoints()
+        patch_server(early_versions=os.environ.get(TELL_VERSIONS_VARIABLE) == "1")
     if current_platform.is_cpu():
         from skyrl.inference.vllm_plugin.cpu_patches import patch_cpu
 
         patch_cpu(fork_engine=os.environ.get(FORK_ENGINE_VARIABLE) == "1")
     elif current_platform.is_cuda_alike():
-        from skyrl.inference.vllm_plugin.cuda_patches import correct_prompt_logits
+        from skyrl.inference.vllm_plugin.cuda_patches import patch_cuda
 
-        correct_prompt_logits()
+        patch_cuda()
 
 
 def _die_with(parent_pid: int) -> None:
@@ -116,10 +87,3 @@ def _cover_forks() -> None:
         forking[0] = os.getpid()
 
     os.register_at_fork(before=before, after_in_child=lambda: _die_with(forking[0]))
-
-
-def _guard_all_endpoints() -> None:
-    """Require the API key on every path. vLLM leaves /pause, /sleep and /collective_rpc open."""
-    from vllm.entrypoints.serve.middleware import authenticate
-
-    authenticate.GUARDED_PREFIX = "/"

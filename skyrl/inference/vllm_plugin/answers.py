@@ -23,9 +23,15 @@ _ENDS = '"finish_reason":"'
 
 
 def tell_versions(*, early: bool = False) -> None:
-    """Patch this process. A second call changes nothing. `early`: as TELL_VERSIONS_VARIABLE says."""
-    if getattr(OpenAIServingCompletion.request_output_to_completion_response, "tells", False):
-        return
+    """Add `weight_versions` to the choices of answers: which version of the weights sampled which tokens.
+
+    vLLM knows it, and tells it in `/inference/v1/generate` alone. A list of `{"version", "start", "end"}`: output
+    tokens `[start, end)`. In a stream the last event of a choice has it. `/v1/completions` tells it always,
+    `/v1/chat/completions` beside the token ids that it names.
+
+    `early` (TELL_VERSIONS_VARIABLE is "1"): all chats tell it, and in a stream also an early event of each choice, with
+    the versions until then: so a client knows which weights have begun an answer before it shows any of it.
+    """
     _patch_whole_answers()
     _patch_completion_streams(early)
     if early:
@@ -58,7 +64,6 @@ def _patch_whole_answers() -> None:
                 setattr(choice, VERSIONS, _spans(output))
         return response
 
-    patched.tells = True  # type: ignore[attr-defined]
     OpenAIServingCompletion.request_output_to_completion_response = patched  # type: ignore[method-assign]
 
 
@@ -161,9 +166,12 @@ CACHED_TOKENS = "cached_prompt_tokens"
 
 
 def tell_cached_prompts() -> None:
-    """Patch this process. A second call changes nothing."""
-    if getattr(RequestState._new_completion_output, "tells", False):
-        return
+    """Add `cached_prompt_tokens` to the choices of a completion with several sequences: how many tokens of the
+    prompt each has found in the prefix cache.
+
+    vLLM tells that of the sequence alone that ends last, as the usage of the request. So nobody sees that a group has
+    computed its prompt several times.
+    """
     new_output = RequestState._new_completion_output
     to_response = OpenAIServingCompletion.request_output_to_completion_response
 
@@ -180,7 +188,6 @@ def tell_cached_prompts() -> None:
             setattr(choice, CACHED_TOKENS, getattr(output, CACHED_TOKENS))
         return response
 
-    noting.tells = True  # type: ignore[attr-defined]
     RequestState._new_completion_output = noting  # type: ignore[method-assign]
     OpenAIServingCompletion.request_output_to_completion_response = telling  # type: ignore[method-assign]
 
@@ -191,11 +198,15 @@ _MARKED = object()
 
 
 def allow_tokens_only() -> None:
-    """Patch this process, which is vLLM's API server. A second call changes nothing."""
+    """Leave the text out of completions for clients that want token ids and logprobs alone.
+
+    vLLM turns every sampled token into text twice: for the text of the answer, and for the name of its logprob. A
+    request with the header TOKENS_ONLY gets an empty text, no names and offsets of tokens, and no ids of its prompt.
+    Alternatives are named by id (`token_id:7`). Requests with stop strings keep their text, because vLLM looks for the
+    strings there; so do streams. A server without the plugin ignores the header.
+    """
     create, to_parameters = OpenAIServingCompletion.create_completion, CompletionRequest.to_sampling_params
     to_response = OpenAIServingCompletion.request_output_to_completion_response
-    if getattr(create, _MARK, False):
-        return
 
     async def create_completion(self: Any, request: Any, raw_request: Any = None) -> Any:
         if raw_request is not None and TOKENS_ONLY in raw_request.headers and not (request.stop or request.stream):
@@ -222,7 +233,6 @@ def allow_tokens_only() -> None:
                         choice.logprobs.top_logprobs = []
         return response
 
-    setattr(create_completion, _MARK, True)
     OpenAIServingCompletion.create_completion = create_completion  # type: ignore[method-assign]
     CompletionRequest.to_sampling_params = to_sampling_params  # type: ignore[method-assign]
     OpenAIServingCompletion.request_output_to_completion_response = request_output_to_completion_response  # type: ignore[method-assign]

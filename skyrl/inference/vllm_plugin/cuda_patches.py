@@ -1,4 +1,7 @@
-"""Patches of vLLM 0.32 that a GPU needs: adapters' part of the logits of prompts."""
+"""Patches of vLLM 0.32 that a GPU needs. `patch_cuda` is their index.
+
+Knows where the wrapper for GPUs adds adapters to logits; `punica` has the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,19 @@ from skyrl.inference.vllm_plugin.logprobs import prompt_slots
 from skyrl.inference.vllm_plugin.punica import add_to_logits
 
 
+def patch_cuda() -> None:
+    """The patches of a process on a GPU."""
+    correct_prompt_logits()
+
+
 def correct_prompt_logits() -> None:
-    """Patch this process. A second call changes nothing."""
+    """Correct adapters' part of the logits of prompts.
+
+    vLLM's kernels find the adapter of a row of logits in a map with one entry per request. For logits of a prompt,
+    which have one row per token, they find another request's adapter, none, or memory beyond the map. The plugin
+    computes these logits in plain torch, as on a CPU. Logits that are sampled from stay vLLM's.
+    """
     original = PunicaWrapperGPU.add_lora_logits
-    if original.__module__ == __name__:
-        return
 
     def add_lora_logits(
         wrapper: Any,

@@ -26,7 +26,13 @@ EXPERTS = "experts"
 
 
 def choose_cpu_kernels() -> None:
-    """Patch this process."""
+    """Choose a kernel that a CPU has for the experts of a mixture with adapters.
+
+    With LoRA enabled vLLM computes experts with Triton's kernels, which can add adapters to experts. A CPU has no
+    Triton, so the first request ends the engine. Here the kernel is `AdaptedExperts`, if `lora_target_modules` names
+    experts; else the CPU's own, as without LoRA. Experts without a gate always get `AdaptedExperts`: the CPU has no
+    kernel for them.
+    """
     method: Any = unquantized_fused_moe_method
     initialize, select = FusedMoEConfig.__post_init__, method.select_unquantized_moe_backend
 
@@ -108,7 +114,11 @@ class BaseExperts:
 
 class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
     """Experts with the update of their rows' adapters; also those without a gate, for which vLLM has no kernel on a
-    CPU."""
+    CPU.
+
+    vLLM's layer for such adapters (`FusedMoEWithLoRA`) loads them and keeps them in slots on every device; its kernels
+    need a GPU. This one computes with torch alone: for each expert that is used, two products with the base model's
+    matrices over all its rows, and two small ones for each adapter among them and each projection."""
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:

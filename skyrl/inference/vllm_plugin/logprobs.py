@@ -81,7 +81,7 @@ def prompt_slots(row_slots: torch.Tensor) -> list[int] | None:
 logger = logging.getLogger("vllm.skyrl_plugin")
 
 GREEDY_BELOW = 1e-5
-"""vLLM's own bound: at lower temperatures vLLM takes the most likely token."""
+"""vLLM's own bound: at lower temperatures vLLM takes the most likely token, and logprobs are those at 1."""
 _BLOCK_PROBABILITIES = 2**18
 """Probabilities computed at a time: 2 MiB, which fits a core's cache and takes half the time of larger blocks."""
 
@@ -171,8 +171,6 @@ def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> 
 
 
 CONSTRAINED = "constrained"
-
-"""vLLM's own bound: at lower temperatures logprobs are those at 1."""
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 _ROWS = 128
 """Rows computed at a time in float32: 78 MB with 152k tokens."""
@@ -230,7 +228,12 @@ def put_own(tensors: Any, before: Unmasked, temperatures: torch.Tensor | None, m
 
 
 def tell_marks() -> None:
-    """Patch this process, which is vLLM's API server. A second call changes nothing."""
+    """Tell which tokens a grammar has narrowed: `constrained` in the logprobs of chats.
+
+    The API server gets the mark as the rank of the sampled token: `~rank`, which is negative. The field is there where
+    it is true, and everywhere in requests whose tokens are named by id, so that a client knows whose logprobs it has.
+    Other routes have the model's logprobs without a mark.
+    """
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.v1.engine import logprobs
@@ -238,8 +241,6 @@ def tell_marks() -> None:
     engine_logprobs: Any = logprobs
     append, chat = engine_logprobs.append_logprobs_for_next_position, OpenAIServingChat._create_chat_logprobs
     generated = ServingTokens._create_tokens_logprobs
-    if chat.__module__ == __name__:
-        return
 
     def append_marked(kept: Any, token_ids: list[int], logprobs: list[float], texts: Any, rank: int, n: int) -> None:
         append(kept, token_ids, logprobs, texts, rank, n)

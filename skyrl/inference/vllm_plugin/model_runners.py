@@ -31,14 +31,12 @@ from skyrl.inference.vllm_plugin.logprobs import PromptLogits, ScoredPrompt, par
 
 
 def score_prompts_of_first_runner() -> None:
-    """Patch this process. A second call changes nothing.
+    """Score prompts by parts in the first runner, and add the plugin's own scores.
 
     The runner computes the logits of a prompt, then the logprobs of these, then gathers some of them. Here the first
     two steps hand the hidden states on, and the third does all three for each part of the prompt.
     """
     original = GPUModelRunner._get_prompt_logprobs_dict
-    if original.__module__ == __name__:
-        return
 
     def get_prompt_logprobs_dict(
         runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
@@ -130,14 +128,12 @@ def _scored_prompts(runner: Any, num_scheduled_tokens: dict[str, int]) -> dict[i
 
 
 def keep_own_logprobs_of_first_runner() -> None:
-    """Patch this process (see `own_logprobs`). A second call changes nothing.
+    """Keep the model's own logprobs under a grammar in the first runner.
 
     One row of logits for each request of the batch: steps with draft tokens have more, and stay as vLLM has them.
     """
     module: Any = gpu_model_runner
     apply_grammar, sample = module.apply_grammar_bitmask, GPUModelRunner._sample
-    if sample.__module__ == __name__:
-        return
 
     def apply_and_keep(scheduled: Any, grammar: Any, batch: Any, logits: torch.Tensor) -> None:
         metadata = batch.sampling_metadata
@@ -184,10 +180,8 @@ class _Part:
 
 
 def score_prompts_of_second_runner() -> None:
-    """Patch this process. A second call changes nothing."""
+    """Score prompts by parts in the second runner, and add the plugin's own scores."""
     worker: Any = PromptLogprobsWorker
-    if worker.add_request.__module__ == __name__:
-        return
     add_request, remove_request = worker.add_request, worker.remove_request
     compute_prompt_logprobs = worker.compute_prompt_logprobs
     compute_prompt_token_id_logprobs = worker.compute_prompt_token_id_logprobs
@@ -296,13 +290,11 @@ def _with_scores(own: LogprobsTensors, prompt: ScoredPrompt | None) -> LogprobsT
 
 
 def keep_own_logprobs_of_second_runner() -> None:
-    """Patch this process (see `own_logprobs`). A second call changes nothing.
+    """Keep the model's own logprobs under a grammar in the second runner.
 
     One row of logits for each request of the batch: steps with draft tokens have more, and stay as vLLM has them.
     """
     apply_grammar, sample_rows = StructuredOutputsWorker.apply_grammar_bitmask, Sampler.__call__
-    if sample_rows.__module__ == __name__:
-        return
 
     def apply_and_keep(worker: Any, logits: torch.Tensor, batch: Any, names: list[str], bitmask: np.ndarray) -> None:
         if names and logits.shape[0] == batch.num_reqs:

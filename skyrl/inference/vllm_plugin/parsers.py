@@ -31,7 +31,17 @@ _TAIL = 16
 
 
 class WrittenThoughts(ReasoningParser):
-    """See the module. One for each answer; vLLM's engine core has instances of its own, which see token ids alone."""
+    """Thoughts of models that write their own `<think>`, and may do without: LFM2.5, MiMo-VL, SmolLM3, MiniCPM5.
+
+    vLLM's parsers for `<think>` take an answer that has no mark for thoughts. That is right where the prompt opens
+    them, and loses the answer of a model that chose not to think: its `content` is null. This parser goes by the texts.
+    An answer has thoughts if it begins with `<think>`, or if the prompt ends with it; all other text is content.
+
+    Where a grammar holds, such an answer has no thoughts unless the prompt opens them: the grammar begins at the first
+    token, because nobody knows beforehand whether the model will think.
+
+    Each answer has an instance. vLLM's engine core has instances of its own, which see token ids alone.
+    """
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
@@ -154,6 +164,13 @@ class _Read(NamedTuple):
 
 
 class BareJsonToolParser(Hermes2ProToolParser):
+    """Calls that are written as bare JSON: `{"name": "f", "arguments": {...}}`, also in a block of code.
+
+    Qwen2.5-Coder writes its calls so, though its template asks for `<tool_call>`. An operator chooses this parser. It
+    reads an answer that begins with such an object and names a tool of the request; all other answers are read as
+    `hermes` reads them.
+    """
+
     def __init__(self, tokenizer: Any, tools: Any = None) -> None:
         super().__init__(tokenizer, tools)
         self._is_other = False
@@ -243,12 +260,20 @@ def _read(text: str, names: frozenset[str]) -> _Read:
 
 
 class OneLlamaCall(Llama3JsonToolParser):
+    """Calls of Llama 3, whose templates refuse a message with several: the first one is the answer's, the others are
+    left out, as vLLM does for `parallel_tool_calls` false. An agent that sent several back would get a 400 at its next
+    turn.
+
+    vLLM also holds an answer to a grammar for that field. Here the model samples freely: the field is set after vLLM
+    has made the grammar.
+    """
+
     def adjust_request(self, request: Any) -> Any:
         request.parallel_tool_calls = False
         return super().adjust_request(request)
 
 
-__all__ = ["MistralToolParser"]
+__all__ = ["BareJsonToolParser", "MistralToolParser", "OneLlamaCall", "WrittenThoughts"]
 _MARK = "[CALL_ID]"
 
 
@@ -260,7 +285,12 @@ def _separate(slot: Any) -> None:
         slot.id = given.strip()
 
 
-def _patch() -> None:
+def _separate_ids_of_mistral() -> None:
+    """Read Mistral's calls with ids, `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, which Mistral-Small-3.1 and -3.2 write.
+
+    vLLM 0.32 takes all before the arguments for the name, so that no call had a name that a client knows. The id is
+    kept: a later prompt then names the result as the model has named its call.
+    """
     build, emit = MistralParser._build_extracted_result, MistralParser._emit_name_delta
     end = MistralParser._handle_tool_end
 
@@ -283,4 +313,4 @@ def _patch() -> None:
     MistralParser._handle_tool_end = handle_tool_end
 
 
-_patch()
+_separate_ids_of_mistral()

@@ -1,4 +1,4 @@
-"""Patches of every process of vLLM: temperatures, parsers, and adapters that vLLM would refuse or load in part.
+"""Patches of every process of vLLM. `patch_process` is their index.
 
 Knows vLLM's sampling parameters, its models and its layers for adapters. Knows nothing of adapters' files, of their
 arithmetic or of platforms.
@@ -22,27 +22,43 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-_HERE = "skyrl.inference.vllm_plugin"
+from skyrl.inference.vllm_plugin import model_runners, prefix_cache
+
+PARSERS = "skyrl.inference.vllm_plugin.parsers"
+VLLM_MAX = 2.0
+"""The highest temperature that vLLM allows."""
+
+
+def patch_process() -> None:
+    """The patches of each process of vLLM."""
+    add_parsers()
+    allow_any_temperature()
+    prefix_cache.forget_with_weights()
+    prefix_cache.share_tails()
+    serve_lm_head()
+    read_fused_experts()
+    check_loaded_adapters()
+    model_runners.score_prompts_of_first_runner()
+    model_runners.score_prompts_of_second_runner()
+    model_runners.keep_own_logprobs_of_first_runner()
+    model_runners.keep_own_logprobs_of_second_runner()
 
 
 def add_parsers() -> None:
-    """In this process; each of vLLM's processes looks names up by itself."""
-    ReasoningParserManager.register_lazy_module(
-        "skyrl_written_thoughts", f"{_HERE}.written_thoughts", "WrittenThoughts"
-    )
-    ToolParserManager.register_lazy_module("skyrl_bare_json", f"{_HERE}.bare_json", "BareJsonToolParser")
-    ToolParserManager.register_lazy_module("skyrl_one_llama_call", f"{_HERE}.one_call", "OneLlamaCall")
-    ToolParserManager.register_lazy_module("mistral", f"{_HERE}.mistral_calls", "MistralToolParser")
-
-
-VLLM_MAX = 2.0
+    """Name the plugin's parsers to vLLM, each of whose processes looks names up by itself."""
+    ReasoningParserManager.register_lazy_module("skyrl_written_thoughts", PARSERS, "WrittenThoughts")
+    ToolParserManager.register_lazy_module("skyrl_bare_json", PARSERS, "BareJsonToolParser")
+    ToolParserManager.register_lazy_module("skyrl_one_llama_call", PARSERS, "OneLlamaCall")
+    ToolParserManager.register_lazy_module("mistral", PARSERS, "MistralToolParser")
 
 
 def allow_any_temperature() -> None:
-    """Patch this process. A second call changes nothing."""
+    """Let vLLM sample at any finite temperature. vLLM's own bound is 2; Tinker has none.
+
+    Only the checks of requests in the API server and in the engine have the bound; the sampler divides by any
+    temperature.
+    """
     original = SamplingParams._verify_args
-    if original.__module__ == __name__:
-        return
 
     def verify(params: SamplingParams) -> None:
         """Run vLLM's own checks with a temperature that they allow."""
@@ -65,10 +81,14 @@ KERNELS_BOUND = 2**31
 
 
 def serve_lm_head() -> None:
-    """Patch this process. A second call changes nothing."""
+    """Serve adapters on lm_head in every architecture of which vLLM computes logits in the usual way.
+
+    vLLM wraps `logits_processor` for such adapters where a model's class names lm_head. Llama and Qwen3 do. Qwen2,
+    Mistral and Gemma do not; Gemma 2 and Command have no lm_head, and use the embeddings; and vLLM refuses vocabularies
+    above a bound. In all of them vLLM would refuse an adapter with an lm_head part: the SDK's default. The wrapper is
+    the same for all. It adds an adapter's part to the logits before they are scaled or soft-capped.
+    """
     original = LoRAModelRunnerMixin.load_lora_model
-    if original.__module__ == __name__:
-        return
 
     def load_lora_model(runner: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         add_lm_head(model)
@@ -127,7 +147,7 @@ def _allow_any_vocabulary() -> None:
         if vocabulary > VLLMS_BOUND:
             slots, one, _, rank = layer.lora_b_stacked.shape
             dtype = layer.lora_b_stacked.dtype
-            # Not new_zeros, which `memory_cpu` does not know
+            # Not new_zeros, which `UntouchedZeros` does not know
             layer.lora_b_stacked = torch.zeros(slots, one, vocabulary, rank, dtype=dtype, device=layer.device)
 
     LogitsProcessorWithLoRA.create_lora_weights = create_lora_weights  # type: ignore[method-assign]
@@ -138,10 +158,13 @@ CLASS = "Qwen3_5MoeForCausalLM"
 
 
 def read_fused_experts() -> None:
-    """Patch this process. A second call changes nothing."""
+    """Read adapters on the experts of Qwen3.5's text model as vLLM reads those of the whole model.
+
+    Releases of Qwen3.5 have the gate and up projections of all experts in one tensor, and PEFT trains this tensor with
+    one pair of matrices. vLLM's class of the whole model reads such adapters, its class of the text model alone does
+    not.
+    """
     original = LRUCacheWorkerLoRAManager.create_lora_manager
-    if original.__module__ == __name__:
-        return
 
     def create_lora_manager(manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if type(model).__name__ == CLASS:
@@ -157,10 +180,13 @@ _EXPERTS = ".experts"
 
 
 def check_loaded_adapters() -> None:
-    """Patch this process. A second call changes nothing."""
+    """Refuse adapters that vLLM would load in part, or that would fail in the middle of being loaded.
+
+    vLLM ignores some parts without a word: experts where `lora_target_modules` does not name them, layers that it does
+    not know, layers that it multiplies into others or computes outside of their class. Samples would then come from
+    other weights than were trained. Other parts raise an error after the adapter has taken a slot.
+    """
     original = WorkerLoRAManager._load_adapter
-    if original.__module__ == __name__:
-        return
 
     def load_adapter(manager: Any, lora_request: Any) -> Any:
         adapter = original(manager, lora_request)

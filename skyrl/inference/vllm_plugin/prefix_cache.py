@@ -33,16 +33,17 @@ logger = logging.getLogger("vllm.skyrl_plugin")
 
 
 def forget_with_weights() -> None:
-    """Patch this process: a new version of the weights empties the prefix cache. A second call changes nothing."""
+    """Let a new version of the weights empty the prefix cache, also while requests are frozen.
+
+    vLLM's own reset refuses while a request holds a block of the cache. A frozen request may keep its blocks, but no
+    other request may find them: they were computed with the old weights.
+    """
     original = EngineCore.set_weight_version
-    if getattr(original, "forgets", False):
-        return
 
     def patched(self: EngineCore, weight_version: str) -> None:
         forget(self.scheduler)
         original(self, weight_version)
 
-    patched.forgets = True  # type: ignore[attr-defined]
     EngineCore.set_weight_version = patched
 
 
@@ -221,9 +222,16 @@ def can_share(scheduler: Scheduler) -> bool:
 
 
 def share_tails() -> None:
-    """Patch this process. A second call changes nothing."""
-    if Scheduler.schedule.__module__ == __name__:
-        return
+    """Let requests with the same prompt share the tokens behind the prompt's last full block.
+
+    vLLM finds only whole blocks. So each of the n samples of a prompt computes the rest behind the last full block
+    itself: a prompt of 45 tokens in blocks of 32 is computed once, and 13 tokens of it n times. Here the first request
+    computes the rest, and the others wait for one step of the engine, copy that block, and compute the last token
+    alone, from which they sample. The copies are those that vLLM makes for models with states (`prefix_match_unit`).
+
+    A tail is the prompt's tokens behind the last full block, without the last token. Its block is found under a hash of
+    its own, in the same map as full blocks: so it is forgotten with them, and when the block is used again.
+    """
     schedule, is_ready, preempt = (
         Scheduler.schedule,
         Scheduler._handle_blocked_waiting_request,

@@ -19,10 +19,11 @@ import binascii
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 TESTED_VERSIONS = ("0.32.",)
 
@@ -86,6 +87,8 @@ class PromptScores:
 
     def to_extra_args(self) -> dict[str, str | int]:
         """Cells are base64 text, because vLLM reads every element of a list four times."""
+        import numpy as np
+
         xargs: dict[str, str | int] = {}
         if len(self.rows):
             cells = np.stack([self.rows, self.ids]).astype("<i4")
@@ -101,6 +104,8 @@ class PromptScores:
         cls, xargs: Mapping[str, Any] | None, prompt_tokens: int, vocab_size: int
     ) -> PromptScores | None:
         """None without cells and draws. Raises ValueError for xargs that are invalid for this prompt."""
+        import numpy as np
+
         if not xargs or not (_CELLS in xargs or _DRAWS in xargs):
             return None
         draws, seed = xargs.get(_DRAWS, 0), xargs.get(_SEED)

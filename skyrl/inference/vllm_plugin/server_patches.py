@@ -1,4 +1,4 @@
-"""Patches of vLLM's API server: when it ends, what it refuses and repeats, where grammars and thoughts begin.
+"""Patches of vLLM's API server. `patch_server` is their index.
 
 Knows how vLLM watches its engine's processes, checks requests, and reads prompts. What answers tell in addition is in
 `answers`.
@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.middleware import authenticate
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
 from vllm.parser.abstract_parser import DelegatingParser
@@ -23,17 +24,41 @@ from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import MPClient
 
+from skyrl.inference.vllm_plugin.answers import allow_tokens_only, tell_cached_prompts, tell_versions
+from skyrl.inference.vllm_plugin.logprobs import tell_marks
+
 ANSWERS_WITHIN_S = 1.5
 """The time that the API server has to tell its clients that the engine is dead."""
 NOTED_WITHIN_S = 5.0
 """vLLM's own watch notes within a second whether an engine's end was asked for."""
 
 
+def patch_server(*, early_versions: bool) -> None:
+    """The patches of the API server, beside those of each process. `early_versions`: as TELL_VERSIONS_VARIABLE says."""
+    exit_with_engine()
+    hold_from_the_start()
+    read_prompts()
+    allow_tokens_only()
+    tell_cached_prompts()
+    repeat_requests()
+    tell_marks()
+    refuse_ids_beyond_rows()
+    tell_versions(early=early_versions)
+    guard_all_endpoints()
+
+
+def guard_all_endpoints() -> None:
+    """Require the API key on every path. vLLM leaves /pause, /sleep and /collective_rpc open."""
+    authenticate.GUARDED_PREFIX = "/"
+
+
 def exit_with_engine() -> None:
-    """Patch this process. A second call changes nothing."""
+    """End the API server soon after its engine has died, so that its supervisor starts both again.
+
+    After such a death vLLM fails the requests in flight and exits, but it waits for all requests first. A request that
+    the engine will never answer, for example to load an adapter, then keeps a server without an engine for ever.
+    """
     original = MPClient.start_engine_core_monitor
-    if original.__module__ == __name__:
-        return
 
     def start_engine_core_monitor(client: Any) -> None:
         original(client)
@@ -55,10 +80,14 @@ def _watch(manager: Any) -> None:
 
 
 def hold_from_the_start() -> None:
-    """Patch this process, which is vLLM's API server. A second call changes nothing."""
+    """Let a grammar hold from the first token where an answer is no chat's.
+
+    With a reasoning parser, vLLM 0.32 applies a request's grammar when thinking has ended. For a chat the prompt tells
+    whether thinking is ahead. Completions and requests with token ids have any prompt, most without the mark of
+    thinking's end: their grammars would never begin. vLLM's route of chats alone says what the engine should do; where
+    nothing is said, thinking has ended.
+    """
     add_request = AsyncLLM.add_request
-    if add_request.__module__ == __name__:
-        return
 
     async def add(engine: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         unsaid = kwargs.get("reasoning_ended") is None and kwargs.get("reasoning_parser_kwargs") is None
@@ -70,10 +99,15 @@ def hold_from_the_start() -> None:
 
 
 def read_prompts() -> None:
-    """Patch this process, which is vLLM's API server. A second call changes nothing."""
+    """Find from the prompt whether thoughts are open when an answer begins.
+
+    Some parsers of vLLM 0.32 look for the last mark of thoughts in the whole prompt. Where a template does not open
+    thoughts itself (Kimi-K2-Thinking, MiniMax-M3), that is the mark of an earlier answer or of the system message: the
+    thoughts of a stream were then content. Here only the marks behind the last special token count, which ends or
+    begins a message. The parser `WrittenThoughts` also gets the prompt of an answer that is not streamed, and says
+    where a grammar begins.
+    """
     ends, resolve = DelegatingParser.is_reasoning_end, ChatCompletionRequest.resolve_reasoning_ended
-    if ends.__module__ == __name__:
-        return
 
     def is_reasoning_end(self: Any, input_ids: list[int]) -> bool:
         return ends(self, input_ids) and ends(self, _last_message(self, input_ids))
@@ -116,12 +150,17 @@ _forgotten = 0
 
 
 def repeat_requests() -> None:
-    """Patch this process, which is vLLM's API server. A second call changes nothing."""
-    serve_tokens, invalidate = ServingTokens.serve_tokens, LruKeyReplicatedSenderCache.invalidate
-    if serve_tokens.__module__ == __name__:
-        return
+    """Compute requests whose pictures the engine has lost.
 
-    def noted(cache: Any, mm_hash: str) -> None:
+    The API server processes a picture, and remembers that the engine has the result: later requests with this picture
+    send its name alone. But the engine may not have it. The first request was refused after its pictures were
+    processed, or its client left, or the engine dropped the picture earlier than the API server forgot it. Then vLLM
+    0.32 answers 500 and forgets that the engine has the picture, so that the next request sends it again. Here the API
+    server repeats the request at once.
+    """
+    serve_tokens, invalidate = ServingTokens.serve_tokens, LruKeyReplicatedSenderCache.invalidate
+
+    def invalidate_and_count(cache: Any, mm_hash: str) -> None:
         global _forgotten
         _forgotten += 1
         invalidate(cache, mm_hash)
@@ -136,15 +175,18 @@ def repeat_requests() -> None:
                     raise
         return await serve_tokens(serving, request, raw_request)
 
-    LruKeyReplicatedSenderCache.invalidate = noted  # type: ignore[method-assign]
+    LruKeyReplicatedSenderCache.invalidate = invalidate_and_count  # type: ignore[method-assign]
     ServingTokens.serve_tokens = serve  # type: ignore[method-assign]
 
 
 def refuse_ids_beyond_rows() -> None:
-    """Patch this process, which is vLLM's API server. A second call changes nothing."""
+    """Refuse token ids for which the model has no row, though its tokenizer has them.
+
+    vLLM 0.32 takes every id that the tokenizer or the model has, because models that see have placeholders beyond their
+    rows. A model without pictures looks such an id up in its embedding: on a CPU an error that ends the engine core.
+    Gemma 3's tokenizer has one id more than its small models have rows.
+    """
     validate = BaseRenderer.validate_token_ids
-    if validate.__module__ == __name__:
-        return
 
     def validate_token_ids(renderer: Any, token_ids: Sequence[int], *, parameter: str | None = None) -> None:
         validate(renderer, token_ids, parameter=parameter)
