@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from skyrl.base.pictures.vision import NoVision, VisionConfig, place
+from skyrl.base.pictures.places import place
+from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.errors import FailedRequest, RequestError
 from skyrl.base.wire.results import encode_forward_backward

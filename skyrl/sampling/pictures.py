@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 
 from skyrl.base.pictures.picture import BadPicture, PictureFormat, Pictures, format_of
-from skyrl.base.pictures.vision import KnownPicture, NoVision, VisionConfig, place
+from skyrl.base.pictures.places import KnownPicture, place
+from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.base.wire.decoding import with_short_switches
 from skyrl.base.wire.errors import FailedRequest, RequestError
 from skyrl.base.wire.sample_request import (

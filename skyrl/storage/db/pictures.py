@@ -16,7 +16,7 @@ from cachetools import LRUCache
 from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, text
 
 from skyrl.base.pictures.picture import PictureFormat
-from skyrl.base.pictures.vision import KnownPicture
+from skyrl.base.pictures.places import KnownPicture
 from skyrl.base.wire.errors import RequestError
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import MAX_NAMED, futures

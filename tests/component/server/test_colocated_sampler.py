@@ -13,7 +13,8 @@ from sqlalchemy import select
 from test_forwarding_pictures import IMAGE, generated, requests
 
 from skyrl.base.pictures.picture import digest_of
-from skyrl.base.pictures.vision import KnownPicture, VisionConfig
+from skyrl.base.pictures.places import KnownPicture
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.sampling import pictures as generation
 from skyrl.sampling.service import CANCELLED
 from skyrl.storage.db import pictures

@@ -17,7 +17,8 @@ from test_forwarding_pictures import generated, requests, script
 from test_forwarding_pictures import next_reply as next_generation
 
 from skyrl.base.pictures.picture import digest_of
-from skyrl.base.pictures.vision import KnownPicture, VisionConfig
+from skyrl.base.pictures.places import KnownPicture
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.training import decode_forward_backward
 from skyrl.engine.passes import PassPictures

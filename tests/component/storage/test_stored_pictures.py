@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import delete, update
 
 from skyrl.base.pictures.picture import digest_of
-from skyrl.base.pictures.vision import KnownPicture
+from skyrl.base.pictures.places import KnownPicture
 from skyrl.base.wire.errors import RequestError
 from skyrl.storage.db import futures as future_rows
 from skyrl.storage.db import pictures as rows

@@ -16,7 +16,8 @@ from PIL import Image
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.picture import digest_of
-from skyrl.base.pictures.vision import KnownPicture, VisionConfig
+from skyrl.base.pictures.places import KnownPicture
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.tiny.vision import make
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import LoraSpec

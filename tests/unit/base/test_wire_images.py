@@ -11,7 +11,8 @@ import pytest
 from tinker.types import Datum, EncodedTextChunk, ImageChunk, ModelInput
 
 from skyrl.base.pictures.picture import MAX_PICTURES, PlacedPicture, digest_of
-from skyrl.base.pictures.vision import KnownPicture, VisionConfig, place
+from skyrl.base.pictures.places import KnownPicture, place
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import (
