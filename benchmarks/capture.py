@@ -30,7 +30,8 @@ from benchmarks.trainer_ways import spec
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.trainer.protocol import TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
+from tests.local_ranks import rank_of
 
 VOCABULARY, RANK, MOST_ADAPTERS = 256, 8, 4
 WARM_UP = 5
@@ -81,15 +82,15 @@ class _Trace(DeviceWork):
         self.copies += 1
 
 
-def _backend() -> TorchLoraBackend:
+def _backend() -> LoraBackend:
     settings = {"trainer.merge_passes": True, "trainer.micro_batch_tokens": 4096}
-    backend = TorchLoraBackend(load_config({"base_model": str(model_path()), "backend_config": settings}))
+    backend = LoraBackend(load_config({"base_model": str(model_path()), "backend_config": settings}))
     for number in range(MOST_ADAPTERS):
         backend.create_model(f"m{number}", spec(RANK, number))
     return backend
 
 
-def _run(backend: TorchLoraBackend, passes: Sequence[TrainingPass]) -> None:
+def _run(backend: LoraBackend, passes: Sequence[TrainingPass]) -> None:
     for outcome in backend.run(passes):
         if isinstance(outcome, Exception):
             raise outcome
@@ -124,11 +125,11 @@ def traced(count: int) -> None:
 
 
 @contextmanager
-def _compiled(backend: TorchLoraBackend, part: str, counter: CompileCounterWithBackend) -> Iterator[None]:
+def _compiled(backend: LoraBackend, part: str, counter: CompileCounterWithBackend) -> Iterator[None]:
     """The decoder layers, or their norms, compiled for any number of rows."""
     torch._dynamo.reset()
     counters.clear()
-    for layer in backend._base.packed.decoder_layers:
+    for layer in rank_of(backend).base.packed.decoder_layers:
         norms = [module for module in layer.modules() if type(module).__name__.endswith("RMSNorm")]
         for module in [layer] if part == "layer" else norms:
             compiled: Any = torch.compile(module.forward, backend=counter, dynamic=True)

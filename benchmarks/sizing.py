@@ -56,11 +56,11 @@ def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
 
     from skyrl.base.types.weights import LoraSpec
     from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
-    from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+    from skyrl.trainer.ranks.lora_backend import LoraBackend
 
     imported = own_mb()
     backend_config = {"trainer.micro_batch_tokens": tokens, "trainer.gradient_checkpointing": checkpointing}
-    backend = TorchLoraBackend(load_config({"base_model": model, "backend_config": backend_config}))
+    backend = LoraBackend(load_config({"base_model": model, "backend_config": backend_config}))
     loaded = own_mb()
     row = np.arange(tokens + 1) % 200
     some_pass = TrainingPass("a", [Datum(row[:-1], {"target_tokens": row[1:]})], "cross_entropy")
