@@ -19,6 +19,7 @@ import torch
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.device import HOST, command_on
 from skyrl.trainer.files.model_files import ModelFiles, Read
 from skyrl.trainer.files.tensor_files import StoredTensors, TensorFiles
 from skyrl.trainer.full.full_model import SHARD_BYTES, describe_state, optimizer_files, read_description
@@ -200,7 +201,8 @@ class FullBackend(BackendOverRanks):
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         self._require(model_id)
-        self._state.load_state(model_id, directory, optimizer=optimizer)
+        with command_on(HOST, waits=False):
+            self._state.load_state(model_id, directory, optimizer=optimizer)
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
         """Write the whole model in Hugging Face's format. `dtype` None: the dtype that the model computes in, which is
@@ -216,7 +218,8 @@ class FullBackend(BackendOverRanks):
         self._require(model_id)
         self._call("begin_save", model_id)
         try:
-            yield
+            with command_on(HOST, waits=False):
+                yield
         finally:
             self._call("end_save", model_id)
 

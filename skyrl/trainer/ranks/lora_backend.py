@@ -19,7 +19,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.model_files import TrainMlpOfMixtures
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer import checks
-from skyrl.trainer.device import HOST
+from skyrl.trainer.device import HOST, command_on
 from skyrl.trainer.experts.routing import with_frozen_experts
 from skyrl.trainer.lora import files
 from skyrl.trainer.lora.adapter import Adapter, Target, kinds_of, random_adapter
@@ -96,7 +96,8 @@ class LoraBackend(BackendOverRanks):
     def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
         """As `Backend.create_probe`."""
         self._check_new(model_id, spec, self._train_mlp_of_mixtures)
-        self._put(model_id, random_adapter(spec, self._targets_of(spec), kinds, size, HOST))
+        with command_on(HOST, waits=False):
+            self._put(model_id, random_adapter(spec, self._targets_of(spec), kinds, size, HOST))
 
     def delete_model(self, model_id: str) -> None:
         if self._models.pop(model_id, None) is not None:
@@ -113,7 +114,8 @@ class LoraBackend(BackendOverRanks):
         ]
 
     def save_state(self, model_id: str, directory: Path) -> None:
-        files.save_state(self._copy(model_id, optimizer=True), self._path, directory)
+        with command_on(HOST, waits=False):
+            files.save_state(self._copy(model_id, optimizer=True), self._path, directory)
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         self._load(model_id, self._empty(model_id), directory, optimizer=optimizer)
@@ -126,7 +128,8 @@ class LoraBackend(BackendOverRanks):
         self._load(model_id, empty, directory, optimizer=True)
 
     def _load(self, model_id: str, empty: Adapter, directory: Path, *, optimizer: bool) -> None:
-        self._put(model_id, files.load_state(empty, directory, self._targets, optimizer=optimizer))
+        with command_on(HOST, waits=False):
+            self._put(model_id, files.load_state(empty, directory, self._targets, optimizer=optimizer))
 
     def _put(self, model_id: str, adapter: Adapter) -> None:
         """Give all ranks this adapter as the model's."""
@@ -138,8 +141,9 @@ class LoraBackend(BackendOverRanks):
         self._models[model_id] = adapter.spec, adapter.targets
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
-        adapter = self._copy(model_id, optimizer=False)
-        files.save_adapter(adapter, self._path, directory, getattr(torch, dtype or "float32"))
+        with command_on(HOST, waits=False):
+            adapter = self._copy(model_id, optimizer=False)
+            files.save_adapter(adapter, self._path, directory, getattr(torch, dtype or "float32"))
 
     def close(self) -> None:
         self._models.clear()
