@@ -68,6 +68,7 @@ def render(figures: Figures, cookbook: Cookbook) -> str:
         "trained": str(sum(verdict.trains for verdict in found)),
         "logprob": _largest(each.get("logprob") for each in measured.values()),
         "gradient": _largest(each.get("gradient") for each in measured.values()),
+        "replayed": _largest(each.get("replayed") for each in measured.values() if each.get("replay")),
         "vllm": _largest(_gap(each) for each in measured.values() if _dtype(each) == "float32"),
     }
     text = TEMPLATE.read_text()
@@ -126,12 +127,11 @@ def text_part(model_type: str) -> str:
 
 
 def _families(measured: Figures) -> str:
-    cells = ["family", "`model_type`", "what it tries", "logprob", "gradient", "R3", "vLLM"]
+    cells = ["family", "`model_type`", "what it tries", "vLLM"]
     rows = []
     for family, each in measured.items():
         row = ROWS.get(family, Row(family, ""))
-        numbers = [_shown(each.get("logprob")), _shown(each.get("gradient")), _replay(each), _vllm(each)]
-        rows.append([row.title, f"`{TRIED[family]['model_type']}`", row.tries, *numbers])
+        rows.append([row.title, f"`{TRIED[family]['model_type']}`", row.tries, _vllm(each)])
     return _table(cells, rows)
 
 
@@ -178,10 +178,6 @@ def _answer(verdict: Verdict) -> str:
     return "yes" if verdict.trains else f"no: {verdict.why}"
 
 
-def _replay(each: Mapping[str, Any]) -> str:
-    return _shown(each.get("replayed")) if each.get("replay") else "–"
-
-
 def _dtype(each: Mapping[str, Any]) -> str | None:
     """The type that vLLM computes the family in; None if it does not serve the family here."""
     return each.get("vllm", {}).get("dtype")
@@ -201,7 +197,14 @@ def _vllm(each: Mapping[str, Any]) -> str:
 
 
 def _names(leaves: Iterable[str]) -> str:
-    return ", ".join(f"`{leaf}`" for leaf in leaves) or "–"
+    """`a.{b,c}_proj` for names that differ in the part before the last underscore alone."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for leaf in leaves:
+        path, dot, name = leaf.rpartition(".")
+        stem, score, end = name.rpartition("_")
+        alike.setdefault((path + dot, score + end), []).append(stem)
+    shown = [f"{{{','.join(stems)}}}" if len(stems) > 1 else stems[0] for stems in alike.values()]
+    return ", ".join(f"`{path}{stem}{end}`" for (path, end), stem in zip(alike, shown, strict=True)) or "–"
 
 
 def _shown(number: float | None) -> str:

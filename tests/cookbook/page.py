@@ -36,15 +36,15 @@ def runs_of(recipe: str, runs: Runs) -> dict[str, Shown]:
 
 
 def _rows(runs: Runs, recipes: Sequence[str], needs: Mapping[str, str]) -> str:
-    lines = ["| recipe | data | seconds |", "|---|---|---|"]
+    lines = ["| recipe | data |", "|---|---|"]
     for recipe in recipes:
         found = list(runs_of(recipe, runs).values())
         if found:
             data = _joined(shown.data or "made by the recipe" for shown in found)
-            cells = [f"[`{recipe}`](#{recipe})", data, _seconds([shown.seconds for shown in found])]
+            cells = [f"[`{recipe}`](#{recipe})", data]
         else:
-            cells = [f"`{recipe}`", f"does not run: needs {needs.get(recipe, 'a test')}", ""]
-        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+            cells = [f"`{recipe}`", f"does not run: needs {needs.get(recipe, 'a test')}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -61,11 +61,6 @@ def _commands(runs: Runs, recipes: Sequence[str]) -> Iterator[str]:
 
 def _sentence(clause: str) -> str:
     return f"{clause[0].upper()}{clause[1:]}."
-
-
-def _seconds(numbers: Sequence[float]) -> str:
-    fastest, slowest = round(min(numbers)), round(max(numbers))
-    return str(fastest) if fastest == slowest else f"{fastest} to {slowest}"
 
 
 def _joined(parts: Iterable[str]) -> str:
