@@ -20,11 +20,10 @@ from benchmarks.stage import Stage
 from benchmarks.table import Row, Target
 from skyrl.base.tiny import model_path
 from skyrl.base.types.agents import AgentTurn, VersionSpan
-from skyrl.server.agents.canonical import request_key
-from skyrl.server.agents.continuations import load
-from skyrl.server.agents.rendering.continuation import Continuations, Continued, Kept, Step
-from skyrl.server.agents.rendering.renderer import Setting
-from skyrl.server.agents.tree import Tree
+from skyrl.chat.agents.rendering.continuation import ContinuationTokenizer, Continued, Kept, Step
+from skyrl.chat.agents.rendering.loaded_models import load
+from skyrl.chat.agents.rendering.renderer import Setting
+from skyrl.chat.agents.tree import Tree, request_key
 
 TURNS, TOKENS = 200, 64_000
 EARLY, LATE = 2, TURNS
@@ -68,7 +67,7 @@ def compare(stage: Stage) -> list[Row]:
     ]
 
 
-def _grown(model: Continuations) -> tuple[Tree, Kept, list[dict[str, Any]], list[dict[str, Any]]]:
+def _grown(model: ContinuationTokenizer) -> tuple[Tree, Kept, list[dict[str, Any]], list[dict[str, Any]]]:
     """A session with all its turns but the last, what it remembers of its renderings, and the messages of the early and
     of the late turn."""
     tree, kept, messages, early = Tree(), Kept(), list[dict[str, Any]](), list[dict[str, Any]]()
@@ -87,7 +86,7 @@ def _grown(model: Continuations) -> tuple[Tree, Kept, list[dict[str, Any]], list
 
 
 def _continue(
-    model: Continuations, tree: Tree, kept: Kept, messages: list[dict[str, Any]]
+    model: ContinuationTokenizer, tree: Tree, kept: Kept, messages: list[dict[str, Any]]
 ) -> tuple[AgentTurn | None, np.ndarray, bytes]:
     """A request's parent, its prompt's token ids, and its key."""
     place = tree.place({}, messages, False)
@@ -113,7 +112,7 @@ def _continue(
 
 
 def _turn(
-    model: Continuations, tree: Tree, kept: Kept, messages: list[dict[str, Any]], answer: dict[str, Any]
+    model: ContinuationTokenizer, tree: Tree, kept: Kept, messages: list[dict[str, Any]], answer: dict[str, Any]
 ) -> AgentTurn:
     parent, tokens, key = _continue(model, tree, kept, messages)
     return AgentTurn(

@@ -29,8 +29,8 @@ from benchmarks.trainer_rows import Shape
 from benchmarks.trainer_ways import spec
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.training.backends.base import TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.protocol import TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 VOCABULARY, RANK, MOST_ADAPTERS = 256, 8, 4
 WARM_UP = 5

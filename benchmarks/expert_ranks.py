@@ -28,16 +28,14 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.processes import peak_resident_mb
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.runtime.processes.ports import free_port
-from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.training.backends.quantizing.release import quantize
-from skyrl.training.backends.quantizing.rounding import Scheme
-from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
-from skyrl.training.backends.torch_lora.plan import make_plan
-from skyrl.training.backends.torch_lora.rank import Rank
-from skyrl.training.backends.torch_lora.rank_base import RankSettings
-from skyrl.training.backends.torch_lora.row_budget import BudgetSettings
+from skyrl.trainer.model.row_budget import BudgetSettings
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+from skyrl.trainer.ranks.lora_rank import ExpertRank, LoraRank
+from skyrl.trainer.ranks.plan import make_plan
+from skyrl.trainer.ranks.rank import RankSettings
+from skyrl.trainer.tools.quantize import Scheme, quantize
 
 VOCAB, LORA_RANK, BUDGET, STEPS = 4096, 8, 4096, 3
 GROUP = 64
@@ -112,7 +110,7 @@ def _passes(sequences: int, tokens: int, step: int) -> list[TrainingPass]:
 
 
 def _run(
-    connection: Connection, kind: type[Rank], rank: int, ranks: int, path: str, keep: bool, port: int, options: Any
+    connection: Connection, kind: type[LoraRank], rank: int, ranks: int, path: str, keep: bool, port: int, options: Any
 ) -> None:
     """A rank's process."""
     for name in ("all_gather_single", "all_gather_into_tensor"):
@@ -148,7 +146,7 @@ def _run(
     made.leave()
 
 
-def measure(kind: type[Rank], path: str, keep: bool, options: Any) -> list[Measured]:
+def measure(kind: type[LoraRank], path: str, keep: bool, options: Any) -> list[Measured]:
     """By rank. `keep`: whether the weights of a quantized release stay in its bits."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
@@ -210,7 +208,7 @@ def main() -> None:
             bases += [(f"{of} computed at loading", release, False), (of, release, True)]
         print(f"| ranks | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
         for name, kind, (base, path, keep) in (
-            (name, kind, base) for name, kind in (("gather", Rank), ("hold experts", ExpertRank)) for base in bases
+            (name, kind, base) for name, kind in (("gather", LoraRank), ("hold experts", ExpertRank)) for base in bases
         ):
             found = measure(kind, str(path), keep, options)
             gathered = max(sum(mb for function, mb in each.mb.items() if "gather" in function) for each in found)

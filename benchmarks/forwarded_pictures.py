@@ -70,17 +70,16 @@ def _forwarded(checkout: Path, url: str, samples: int, size: int) -> dict[str, f
 async def _forward(url: str, samples: int, size: int) -> None:
     from skyrl.base.types.weights import BaseWeights
     from skyrl.base.wire.sample_request import Distribution
-    from skyrl.server.sampling.client import ForwardingClient
-    from skyrl.server.sampling.endpoint import FixedEndpoint
-    from skyrl.server.sampling.http import HttpTransport
-    from skyrl.server.sampling.job import SampleJob
-    from skyrl.server.sampling.packed_prompt import PackedPrompt
+    from skyrl.sampling.client import ForwardingClient
+    from skyrl.sampling.http import HttpTransport
+    from skyrl.sampling.job import PackedPrompt, SampleJob
+    from skyrl.sampling.servers import FixedEndpoint
 
     options: dict[str, Any] = {}
     more: dict[str, Any] = {}
     if size:
         from skyrl.base.pictures.picture import PlacedPicture
-        from skyrl.server.sampling.job import Pictures
+        from skyrl.sampling.job import Pictures
 
         class Files:
             async def read(self, pictures: Pictures) -> Mapping[str, bytes]:

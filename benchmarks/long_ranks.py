@@ -19,11 +19,11 @@ import numpy as np
 import psutil
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import Datum, TrainingPass
-from skyrl.training.backends.torch_lora.over_ranks import rank_settings
-from skyrl.training.backends.torch_lora.rank import Rank
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_rank import LoraRank
+from skyrl.trainer.ranks.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
 
 VOCABULARY = 512
@@ -31,7 +31,7 @@ SHORT = 1024
 """Tokens of the pass before the measurement; sequences of so many tokens are divided."""
 
 
-class MeasuredRank(Rank):
+class MeasuredRank(LoraRank):
     """Tells its resident memory in bytes, and the CPU seconds of its process."""
 
     def reset_peak(self) -> tuple[int, float]:

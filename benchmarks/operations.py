@@ -32,15 +32,11 @@ from benchmarks.operation_counts import Operations, in_phase
 from benchmarks.table import aligned, number
 from benchmarks.trainer_rows import MIXED_RANKS, RANK, BatchRow, Shape
 from benchmarks.trainer_ways import PeftWay, SkyrlWay
-from skyrl.training.backends.torch_lora import (
-    attention,
-    attention_kernels,
-    backend,
-    device,
-    model,
-    packed_model,
-    passes,
-)
+from skyrl.trainer import device
+from skyrl.trainer.attention import packed_attention
+from skyrl.trainer.model import base_model, packed_model
+from skyrl.trainer.passes import micro_batch
+from skyrl.trainer.ranks import lora_backend
 
 _UNIFORM = Shape(1, 4, (0, 0), (32, 32))
 _GRPO = Shape(2, 8, (64, 64), (12, 24))
@@ -61,12 +57,12 @@ COUNTED = (*PHASES, "uploads", "waits")
 def as_on_cuda() -> Iterator[None]:
     """Inside, this process computes on the CPU with CUDA's dtypes, and takes CUDA's branches."""
     with ExitStack() as stack:
-        for module in (model, passes, trainer_ways):
+        for module in (base_model, micro_batch, trainer_ways):
             stack.enter_context(patch.object(module, "base_dtype", lambda device: torch.bfloat16))
-        stack.enter_context(patch.object(backend, "SHARED_ROWS_ON_CPU", trainer_ways.BUDGET))
-        stack.enter_context(patch.object(attention_kernels, "wants_all_heads", lambda device: True))
-        stack.enter_context(patch.object(passes, "groups_adapters", lambda device: True))
-        stack.enter_context(patch.object(model, "fuses_norms", lambda device: True))
+        stack.enter_context(patch.object(lora_backend, "SHARED_ROWS_ON_CPU", trainer_ways.BUDGET))
+        stack.enter_context(patch.object(packed_attention, "wants_all_heads", lambda device: True))
+        stack.enter_context(patch.object(micro_batch, "groups_adapters", lambda device: True))
+        stack.enter_context(patch.object(base_model, "fuses_norms", lambda device: True))
         stack.enter_context(norms_as_on_cuda())
         yield
 
@@ -80,11 +76,11 @@ def counting() -> Iterator[Operations]:
     phases: list[tuple[str, Any, str]] = [
         ("forward", packed_model.PackedModel, "forward"),
         ("forward", modeling_qwen3.Qwen3ForCausalLM, "forward"),
-        ("bookkeeping", attention, "_mask"),
+        ("bookkeeping", packed_attention, "_mask"),
         ("bookkeeping", modeling_qwen3, "create_causal_mask"),
         ("backward", torch.autograd, "grad"),
         ("backward", torch.Tensor, "backward"),
-        ("optimizer", backend.TorchLoraBackend, "optim_step"),
+        ("optimizer", lora_backend.TorchLoraBackend, "optim_step"),
         ("optimizer", torch.optim.AdamW, "step"),
     ]
     with ExitStack() as stack:

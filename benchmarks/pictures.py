@@ -31,9 +31,9 @@ from benchmarks.models import make_seeing
 from benchmarks.table import aligned, number
 from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Datum, ModelLimits, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import AdamParams, Datum, ModelLimits, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 STEP = AdamParams(learning_rate=1e-4, eps=1e-8)
 QUESTION, ANSWER = 64, (32, 64)

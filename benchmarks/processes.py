@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-PARTS = {"api": "skyrl.server.api.server", "engine": "skyrl.training.engine.main"}
+PARTS = {"api": "skyrl.api.server", "engine": "skyrl.engine.main"}
 """The module of each process of a server, except for the launcher."""
 
 

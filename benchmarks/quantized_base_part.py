@@ -19,8 +19,7 @@ RANK = 16
 
 
 def quantized(path: str, release: str, bits: str, group_size: str) -> dict[str, Any]:
-    from skyrl.training.backends.quantizing.release import quantize
-    from skyrl.training.backends.quantizing.rounding import Scheme
+    from skyrl.trainer.tools.quantize import Scheme, quantize
 
     start = resident_mb(os.getpid())
     written = quantize(path, Path(release), Scheme(int(bits), int(group_size)))
@@ -31,10 +30,10 @@ def trained(path: str, texts: str, keep_quantized: str) -> dict[str, Any]:
     """Logprobs of the texts by the base model; the base's bytes; peaks of the process above its start while it loads
     and above what it then holds in a step; and the CPU seconds of the second of two steps. In megabytes."""
     from skyrl.base.config.loading import load_config
-    from skyrl.base.types.lora import LoraSpec
-    from skyrl.training.backends.base import AdamParams, Datum, PassResult, TrainingPass
-    from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-    from skyrl.training.backends.torch_lora.quantized_weights import held_bytes
+    from skyrl.base.types.weights import LoraSpec
+    from skyrl.trainer.protocol import AdamParams, Datum, PassResult, TrainingPass
+    from skyrl.trainer.quantized.weights import held_bytes
+    from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
     settings = {"trainer.keep_quantized": bool(keep_quantized), "trainer.gradient_checkpointing": True}
     config = load_config({"base_model": path, "backend_config": settings})

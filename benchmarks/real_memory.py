@@ -40,14 +40,15 @@ from skyrl.base.config.pass_memory import Passing
 from skyrl.cli.demo.rl import datum
 from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.launcher.memory_estimate import Need, need_of, size_of
+from skyrl.engine.loop import TRIM_AFTER_S
 from skyrl.inference.model_options import BLOCK_TOKENS
-from skyrl.runtime.processes.host_memory import free_host_bytes
+from skyrl.runtime.processes.host_resources import free_host_bytes
 
 GROUPS = ("vLLM", "trainer")
 READY_S = 900.0
 MIB = 2**20
-SETTLE_S = 15.0
-"""After which vLLM has dropped the adapters of the check at its start, and the trainer has given back what it freed."""
+SETTLE_S = TRIM_AFTER_S + 10.0
+"""After which the trainer has given back what it freed, and vLLM has dropped the adapters of the check at its start."""
 WARM = 128
 """Tokens of a first pass, which tells the trainer what a row keeps."""
 

@@ -54,9 +54,9 @@ def one_rank(model: str, tokens: int, checkpointing: bool) -> Result:
     """Memory of a trainer with one rank and one adapter. Runs in a process of its own."""
     import numpy as np
 
-    from skyrl.base.types.lora import LoraSpec
-    from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-    from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+    from skyrl.base.types.weights import LoraSpec
+    from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+    from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
     imported = own_mb()
     backend_config = {"trainer.micro_batch_tokens": tokens, "trainer.gradient_checkpointing": checkpointing}

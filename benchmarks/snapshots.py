@@ -17,12 +17,12 @@ from benchmarks.stage import Stage
 from benchmarks.table import Row
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
+from skyrl.engine.snapshots import Snapshots
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
-from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.engine.snapshots import Snapshots
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 RANKS = (8, 32)
 REPEATS = 20

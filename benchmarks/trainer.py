@@ -29,7 +29,7 @@ from benchmarks.series import without_nan
 from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import computed_flops, model_flops, peak_flops
 from benchmarks.trainer_process import Step, WayProcess
-from benchmarks.trainer_rows import FULL, LONG, SMALL, BatchRow, TenantPass, rows_of, tokens_of
+from benchmarks.trainer_rows import EVEN, FULL, LONG, SMALL, BatchRow, TenantPass, rows_of, tokens_of
 from benchmarks.trainer_ways import PeftWay, SkyrlWay, Way, gaps
 
 
@@ -52,6 +52,7 @@ WAYS: dict[str, Callable[..., Way]] = {
     "peft-packed": functools.partial(PeftWay, packed=True),
     "skyrl": functools.partial(SkyrlWay, merge=False),
     "skyrl-merged": functools.partial(SkyrlWay, merge=True),
+    "skyrl-whole": functools.partial(SkyrlWay, merge=False, whole=True),
     "skyrl-recomputed": functools.partial(SkyrlWay, merge=False, config={"trainer.gradient_checkpointing": True}),
     "server": functools.partial(_server_way, merge=False),
     "server-merged": functools.partial(_server_way, merge=True),
@@ -59,7 +60,7 @@ WAYS: dict[str, Callable[..., Way]] = {
 MERGED = ("skyrl-merged", "server-merged")
 """Only for rows with several passes."""
 OF_SERVER = ("server", "server-merged")
-NOT_BY_DEFAULT = ("skyrl-recomputed", *OF_SERVER)
+NOT_BY_DEFAULT = ("skyrl-whole", "skyrl-recomputed", *OF_SERVER)
 COLUMNS = ("model, batch, way", "tokens/s", "÷ peft", "peak MiB", "max |loss − peft's|", "max |logprob − peft's|")
 OF_GPU = ("MFU of all tokens", "MFU of computed rows")
 ROUND_S = 0.3
@@ -154,7 +155,7 @@ def _gap(value: float | None) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    names = list(dict.fromkeys(row.name for row in (*FULL, *LONG, *SMALL)))
+    names = list(dict.fromkeys(row.name for row in (*FULL, *LONG, *EVEN, *SMALL)))
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

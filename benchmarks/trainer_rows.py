@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl.training.backends.base import Datum
+from skyrl.trainer.protocol import Datum
 
 RANK = 8
 MIXED_RANKS = (4, 8, 16, 32)
@@ -42,12 +42,14 @@ class TenantPass:
 @dataclass(frozen=True)
 class Shape:
     """A batch of one tenant: `groups` prompts with `samples` answers each. Lengths are drawn from ranges, both ends
-    included. Answers have advantages; without a prompt, all tokens have weight 1."""
+    included. Answers have advantages, but those of the first `even` groups 0; without a prompt, all tokens have weight
+    1."""
 
     groups: int
     samples: int
     prompt: tuple[int, int]
     answer: tuple[int, int]
+    even: int = 0
 
     @property
     def loss_fn(self) -> str:
@@ -56,12 +58,13 @@ class Shape:
     def data(self, vocabulary: int, seed: int) -> list[Datum]:
         rng = np.random.default_rng(seed)
         found: list[Datum] = []
-        for _ in range(self.groups):
+        for group in range(self.groups):
             prompt = rng.integers(0, vocabulary, rng.integers(*self.prompt, endpoint=True))
             for _ in range(self.samples):
                 answer = rng.integers(0, vocabulary, rng.integers(*self.answer, endpoint=True))
                 if self.prompt[1]:
-                    found.append(_sampled(rng, prompt, answer, vocabulary))
+                    advantage = rng.normal() if group >= self.even else 0.0
+                    found.append(_sampled(rng, prompt, answer, vocabulary, advantage))
                 else:
                     weights = np.ones(len(answer), np.float32)
                     targets = np.append(answer[1:], answer[0])
@@ -69,12 +72,14 @@ class Shape:
         return found
 
 
-def _sampled(rng: np.random.Generator, prompt: np.ndarray, answer: np.ndarray, vocabulary: int) -> Datum:
-    """A sampled sequence: advantages of the answer's tokens, and logprobs near those of a random model."""
+def _sampled(
+    rng: np.random.Generator, prompt: np.ndarray, answer: np.ndarray, vocabulary: int, advantage: float
+) -> Datum:
+    """A sampled sequence: the advantage of the answer's tokens, and logprobs near those of a random model."""
     text = np.concatenate([prompt, answer])
     is_answer = np.arange(1, len(text)) >= len(prompt)
     logprobs = np.where(is_answer, -np.log(vocabulary) + 0.1 * rng.normal(size=len(text) - 1), 0)
-    advantages = np.where(is_answer, rng.normal(), 0)
+    advantages = np.where(is_answer, advantage, 0)
     return Datum(
         text[:-1],
         {
@@ -156,6 +161,17 @@ FULL = (
 )
 LONG = (_long(16_384), _long(32_768))
 """Only if they are asked for by name, and with a model whose context they fit."""
+_SHORT = _groups("", 8, 8, (45, 45), (10, 10))
+EVEN = tuple(
+    replace(
+        _SHORT,
+        name=f"even-{even}",
+        what=f"{_SHORT.what}, {even} groups without advantage",
+        shape=replace(_SHORT.shape, even=even),
+    )
+    for even in (1, 4, 7, 8)
+)
+"""Only if they are asked for by name: for the ways skyrl and skyrl-whole."""
 SMALL = (
     _uniform(2, 64),
     _groups("grpo-1x8", 1, 8, (128, 128), (8, 16)),
@@ -167,7 +183,7 @@ SMALL = (
 def rows_of(model: str, names: Sequence[str] | None, *, cuda: bool) -> list[BatchRow]:
     """Those of these names; without names, all that suit the model."""
     rows = SMALL if model == "0.6b" and not cuda else FULL
-    return [*rows] if names is None else [row for row in (*rows, *LONG) if row.name in names]
+    return [*rows] if names is None else [row for row in (*rows, *LONG, *EVEN) if row.name in names]
 
 
 def tokens_of(passes: Iterable[TenantPass]) -> int:

@@ -21,7 +21,7 @@ from benchmarks.stage import NullUpstream
 from benchmarks.trainer_rows import TenantPass
 from benchmarks.trainer_ways import BUDGET, COMPUTED, STEP, Trained, joined
 from skyrl.cli.demo.server import DemoServer
-from skyrl.training.backends.base import Datum
+from skyrl.trainer.protocol import Datum
 
 
 class ServerWay:

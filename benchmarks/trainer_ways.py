@@ -7,6 +7,7 @@ is one more way.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 
 from benchmarks.trainer_rows import TenantPass
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora.adapter import Adapter, Target
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.device import base_dtype, synchronize
-from skyrl.training.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.device import base_dtype, synchronize
+from skyrl.trainer.lora.adapter import Adapter, Target
+from skyrl.trainer.model.packed_model import ATTENTION, MLP, UNEMBED
+from skyrl.trainer.passes import pass_run
+from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 STEP = AdamParams(learning_rate=1e-4, eps=1e-8)
 ALPHA = 32.0
@@ -68,9 +70,14 @@ def spec(rank: int, number: int) -> LoraSpec:
 
 
 class SkyrlWay:
-    """The backend without a server. Passes run one after the other, or with `merge` together."""
+    """The backend without a server. Passes run one after the other, or with `merge` together. `whole`: sequences
+    without a gradient have a backward, too."""
 
-    def __init__(self, model: str, threads: int, *, merge: bool, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, model: str, threads: int, *, merge: bool, whole: bool = False, config: dict[str, Any] | None = None
+    ) -> None:
+        if whole:
+            pass_run.SAVED_ON_CPU = pass_run.SAVED_ON_CUDA = sys.maxsize  # this process is the way's alone
         settings = {"trainer.merge_passes": merge, "trainer.micro_batch_tokens": BUDGET, **(config or {})}
         loaded = load_config({"base_model": model, "threads": threads, "backend_config": settings})
         self._backend = TorchLoraBackend(loaded)

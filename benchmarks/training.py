@@ -15,7 +15,7 @@ from tinker import types
 from benchmarks.series import quantile
 from benchmarks.stage import Stage, trainer
 from benchmarks.table import Row, Target
-from skyrl.cli.demo.latency import stream_data
+from skyrl.cli.demo.run import stream_data
 
 ADAM = types.AdamParams(learning_rate=1e-4)
 SIZES = ((1, 8, 40), (8, 128, 20), (32, 256, 8))

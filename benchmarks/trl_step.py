@@ -7,8 +7,7 @@ model, rank, seed, steps, prompts, group, max_tokens, learning_rate, threads; an
 step it waits for a line of its input; after each it writes `step ` and JSON: seconds of `sample` (generation and
 rewards) and of `train` (the rest), and the mean `reward`. `real_step --trl PYTHON` runs it.
 
-The settings are those that were fastest of what was tried on two cores: all samples of a step in one batch, no
-reference model, nothing recomputed, no continuous batching of transformers.
+All samples of a step are one batch, without a reference model; nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -71,27 +70,27 @@ def main() -> None:
     ]
     samples = settings["prompts"] * settings["group"]
     with tempfile.TemporaryDirectory() as directory:
-        config = GRPOConfig(
-            output_dir=directory,
-            use_cpu=True,
-            bf16=False,
-            seed=settings["seed"],
-            max_steps=settings["steps"],
-            per_device_train_batch_size=samples,
-            gradient_accumulation_steps=1,
-            num_generations=settings["group"],
-            max_completion_length=settings["max_tokens"],
-            learning_rate=settings["learning_rate"],
-            lr_scheduler_type="constant",
-            temperature=1.0,
-            beta=0.0,
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            **settings.get("more", {}),
-        )
+        keys = {
+            "output_dir": directory,
+            "use_cpu": True,
+            "bf16": False,
+            "seed": settings["seed"],
+            "max_steps": settings["steps"],
+            "per_device_train_batch_size": samples,
+            "gradient_accumulation_steps": 1,
+            "num_generations": settings["group"],
+            "max_completion_length": settings["max_tokens"],
+            "learning_rate": settings["learning_rate"],
+            "lr_scheduler_type": "constant",
+            "temperature": 1.0,
+            "beta": 0.0,
+            "gradient_checkpointing": False,
+            "shuffle_dataset": False,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        }
+        config = GRPOConfig(**(keys | settings.get("more", {})))
         lora = LoraConfig(r=settings["rank"], lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         trainer = Timed(
             AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),

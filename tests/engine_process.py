@@ -32,7 +32,7 @@ def start_engine(runtime: Runtime, log: Path, number: int | None = None) -> subp
     which = {} if number is None else {BASE_MODEL_ENV: str(number)}
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "skyrl.training.engine.main"],
+            [sys.executable, "-m", "skyrl.engine.main"],
             env=os.environ | {RUNTIME_ENV: str(runtime.write())} | which,
             stdout=stream,
             stderr=stream,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from skyrl.base.pictures.sight import SEES
-from skyrl.training.backends.torch_lora.text_part import SEEING, model_class
+from skyrl.base.pictures.vision import SEES
+from skyrl.trainer.model.loading import SEEING, model_class
 
 VOCAB, CONTEXT, WINDOW = 128, 128, 8
 SHAPE: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Ranks in processes of this machine, without Ray: the RankGroup of most tests.
 
 The processes are forked from one server that has imported torch and transformers. A process serves one group after the
-other. The group on Ray is `skyrl.training.engine.rank_actors`, and `tests/ray` tests it.
+other. The group on Ray is `skyrl.engine.rank_actors`, and `tests/ray` tests it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from skyrl.runtime.processes.ports import free_port
-from skyrl.training.backends.base import RankDied
-from skyrl.training.backends.torch_full.rank import FullRank
-from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
-from skyrl.training.backends.torch_lora.rank import Rank
-from skyrl.training.backends.torch_lora.rank_base import RankBase, RankSettings
+from skyrl.trainer.protocol import RankDied
+from skyrl.trainer.ranks.full_rank import FullRank
+from skyrl.trainer.ranks.lora_rank import ExpertRank, LoraRank
+from skyrl.trainer.ranks.rank import RankBase, RankSettings
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["skyrl.training.backends.torch_full.rank"])
+_context.set_forkserver_preload(["skyrl.trainer.ranks.full_rank"])
 _names = itertools.count()
 
 
@@ -70,10 +69,10 @@ class LocalRanks:
     _idle: list[_Process] = []
     """Processes of closed groups, which the next group uses."""
 
-    def __init__(self, ranks: int, settings: RankSettings, rank_class: type[RankBase] = Rank) -> None:
+    def __init__(self, ranks: int, settings: RankSettings, rank_class: type[RankBase] = LoraRank) -> None:
         """`rank_class`: a class of a test's module, whose processes serve no other group."""
         self.size = ranks
-        self._shared = rank_class in (Rank, ExpertRank, FullRank)
+        self._shared = rank_class in (LoraRank, ExpertRank, FullRank)
         self._timeout_s = settings.timeout_s
         self._lock = threading.Lock()
         self._died: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.sample_request import Distribution
-from skyrl.server.sampling.job import SampleJob
+from skyrl.sampling.job import SampleJob
 
 JOB = SampleJob(
     request_id="r1",

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.series import quantile
 from benchmarks.simulation.events import Activity, Clock
-from skyrl.router.placement import AdapterPlacement
-from skyrl.router.policies import AdapterAffinity, Policy, RequestFacts, make_policy
+from skyrl.router.policies import AdapterAffinity, AdapterPlacement, Policy, RequestFacts, make_policy
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Worker
 

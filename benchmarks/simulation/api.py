@@ -11,9 +11,9 @@ from benchmarks.simulation.ends import Ends
 from benchmarks.simulation.events import Activity, Signal
 from benchmarks.simulation.parts import Cluster, Sample
 from benchmarks.simulation.services import Cost
-from skyrl.server.api.background import SESSION_CHECK_S
-from skyrl.server.sampling.fair_order import FairOrder
-from skyrl.server.sampling.ownership import BEAT_S
+from skyrl.api.server import SESSION_CHECK_S
+from skyrl.sampling.order import FairOrder
+from skyrl.sampling.service import BEAT_S
 from skyrl.storage.db.sessions import COMPARE_S
 from skyrl.storage.db.writer import MAX_BATCH
 

@@ -26,11 +26,10 @@ from benchmarks.simulation.database_steps import DatabaseSteps
 from benchmarks.simulation.real import postgres_pid
 from benchmarks.simulation.services import FILE, Cost, Services
 from benchmarks.simulation.whole_samples import whole_samples
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, Kind
+from skyrl.engine.scheduler import Scheduler
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
-from skyrl.training.engine.scheduler import Scheduler
 from tests.postgres_server import PostgresServer
 
 
@@ -83,7 +82,7 @@ def _turn_s(models: int) -> float:
         scheduler.take_file_commands()
         assert scheduler.last_row
         assert scheduler.oldest is not None
-        scheduler.take_barriers(ready[:1])
+        scheduler.take_exclusive(ready[:1])
     return (time.process_time() - began) / 20
 
 

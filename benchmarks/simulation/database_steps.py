@@ -13,15 +13,14 @@ from unittest.mock import patch
 import skyrl.storage.db.sessions
 from benchmarks.processes import tree_seconds
 from benchmarks.simulation.services import Cost
-from skyrl.base.types.ids import new_request_id
-from skyrl.base.types.kinds import Kind
-from skyrl.storage.db import commands, sampled
+from skyrl.base.types.requests import Kind, new_request_id
+from skyrl.storage.db import commands, futures
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.sessions import Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.storage.notify.postgres import PostgresNotify
+from skyrl.storage.notices import PostgresNotify
 
 MANY = 64
 RESULT, BODY = b"r" * 700, b"b" * 2100
@@ -78,13 +77,13 @@ class DatabaseSteps:
     async def reads(self, settled: list[str]) -> tuple[Pair, Pair]:
         """Of reading ends, and of reading one result."""
         self._database.write(lambda c: c.exec_driver_sql("ANALYZE futures"))  # else PostgreSQL sorts all of them
-        last = await self._database.read_async(sampled.last_end)
-        ends = await self._database.read_async(lambda c: sampled.ends_after(c, 0.0, 100_000))
+        last = await self._database.read_async(futures.last_end)
+        ends = await self._database.read_async(lambda c: futures.ends_after(c, 0.0, 100_000))
         after = {count: ends[-count - 1].ended_at + 1e-6 for count in (1, MANY)}
         assert last >= after[1]
 
         async def read(count: int) -> None:
-            await self._database.read_async(lambda c: sampled.ends_after(c, after[count], 5_000))
+            await self._database.read_async(lambda c: futures.ends_after(c, after[count], 5_000))
 
         async def one() -> None:
             await self._database.read_async(lambda c: rows.find(c, settled[0]))

@@ -1,4 +1,4 @@
-"""The long polls of an API process, answered as by `skyrl.server.futures.stored_ends`.
+"""The long polls of an API process, answered as by `skyrl.storage.futures.completion_feed`.
 
 A read of new ends serves all polls of the process. While other processes live, each poll asks for a read, because a
 notice may be late. Reads are READ_EVERY_S apart.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.simulation.events import Activity, Lock, Signal
 from benchmarks.simulation.services import Cost
-from skyrl.server.futures.stored_ends import READ_EVERY_S, SAFETY_READ_S
+from skyrl.storage.futures.completion_feed import READ_EVERY_S, SAFETY_READ_S
 
 if TYPE_CHECKING:
     from benchmarks.simulation.api import Api

@@ -1,4 +1,4 @@
-"""The engine of one base model: the real scheduler, and an activity that follows the turns of `skyrl.training.engine`.
+"""The engine of one base model: the real scheduler, and an activity that follows the turns of `skyrl.engine`.
 
 The device computes one thing at a time. The process itself is one thread of Python, whatever waits for files or for the
 database.
@@ -12,10 +12,9 @@ from collections import Counter
 from benchmarks.simulation.events import Activity, Signal
 from benchmarks.simulation.parts import Cluster, Thread
 from benchmarks.simulation.tenants import Learning
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import SAVES, Kind
-from skyrl.training.engine.build import BYTES_PER_TOKEN
-from skyrl.training.engine.scheduler import Scheduler, cost_of
+from skyrl.base.types.requests import SAVES, Command, Kind
+from skyrl.engine.build import BYTES_PER_TOKEN
+from skyrl.engine.scheduler import Scheduler, cost_of
 
 MICRO_BATCH_TOKENS = 8_192
 
@@ -80,10 +79,10 @@ class TrainingEngine:
             return
         spent = 0
         while spent < self._scheduler.budget:
-            passes, barriers = yield from self._share(ready[:1])
-            if not (passes or barriers):
+            passes, exclusive = yield from self._share(ready[:1])
+            if not (passes or exclusive):
                 break
-            spent += sum(map(cost_of, (*passes, *barriers)))
+            spent += sum(map(cost_of, (*passes, *exclusive)))
 
     def _share(self, models: list[str]) -> Activity:
         passes = self._scheduler.take_passes(models)
@@ -91,10 +90,10 @@ class TrainingEngine:
             size = sum(command.size for command in passes)
             yield from self._compute(passes, self._learning.pass_s * size / self._learning.pass_bytes)
         yield from self._read()
-        barriers = self._scheduler.take_barriers(models)
-        for command in barriers:
+        exclusive = self._scheduler.take_exclusive(models)
+        for command in exclusive:
             yield from self._compute([command], self._learning.step_s)
-        return passes, barriers
+        return passes, exclusive
 
     def _compute(self, commands: list[Command], seconds: float) -> Activity:
         self.busy_s += seconds

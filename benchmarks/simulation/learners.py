@@ -14,7 +14,7 @@ from tinker import types
 
 from benchmarks.series import quantile
 from benchmarks.simulation.tenants import Learning
-from skyrl.cli.demo.latency import stream_data
+from skyrl.cli.demo.run import stream_data
 
 ADAM = types.AdamParams(learning_rate=1e-4)
 SEQUENCES, LENGTH = 8, 128

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from benchmarks.simulation.cores import NEVER, Cores, Thread
 from benchmarks.simulation.events import Activity, Clock, Lock, Signal
 from benchmarks.simulation.services import Cost, Services
-from skyrl.server.sampling.ownership import BEAT_S, MISSES
+from skyrl.sampling.service import BEAT_S, MISSES
 
 if TYPE_CHECKING:
     from benchmarks.simulation.api import Api

@@ -1,7 +1,7 @@
 """Heavy tenants beside light ones on a real cluster with full replicas, for `check-tenants`.
 
 The fake replicas have few places and run the sample with the lowest priority next, as vLLM; the API processes give the
-priorities (`skyrl.server.sampling.fair_order`). Heavy and light clients are a process each.
+priorities (`skyrl.sampling.order`). Heavy and light clients are a process each.
 """
 
 from __future__ import annotations

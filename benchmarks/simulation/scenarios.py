@@ -17,7 +17,7 @@ from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.parts import Cluster, Database
 from benchmarks.simulation.services import Cost, Services
 from benchmarks.simulation.tenants import Client, Learner, Learning
-from skyrl.storage.notify.peers import APART_S
+from skyrl.storage.notices import APART_S
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from benchmarks.simulation.cores import Thread
 from benchmarks.simulation.events import Activity, Signal
 from benchmarks.simulation.parts import Cluster, Sample, at
 from benchmarks.simulation.services import Cost
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 
 CONNECT_AGAIN_S = 0.1
 """A client whose server is gone asks another one after this time."""

@@ -5,11 +5,9 @@ Public: researchers import it. Knows the server's HTTP API, and no other door.
 
 from skyrl.agents.commands import Command, Finished
 from skyrl.agents.errors import AgentsError, BadAnswer, CommandFailed, RequestRefused, ServerUnavailable
-from skyrl.agents.groups import Group, Trajectory, advantages, collect
-from skyrl.agents.progress import Progress, ProgressLine
-from skyrl.agents.rows import Row
-from skyrl.agents.runs import Agent, run
+from skyrl.agents.runs import Agent, Progress, ProgressLine, run
 from skyrl.agents.session import AgentServer, Limits, Session, SessionOptions
+from skyrl.agents.trajectories import Group, Row, Trajectory, advantages, collect
 
 __all__ = [
     "Agent",

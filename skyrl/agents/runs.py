@@ -1,18 +1,24 @@
-"""Runs an agent on each task several times, in sessions of its own, with a bound on how many run at once."""
+"""Runs an agent on each task several times, in sessions of its own, with a bound on how many run at once; says how far
+the run is, for a callback and as a line of text.
+
+When an agent raises, `is_servers` tells whose fault that is: the server's, and a new session may go well, or the
+agent's own. Agents use SDKs that this package does not import, and these use HTTP libraries of several names. So errors
+are known by HTTP's status, or by the names of their classes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar, Unpack
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TextIO, TypeVar, Unpack
 
-from skyrl.agents.blame import is_servers
-from skyrl.agents.groups import Group, Trajectory
-from skyrl.agents.progress import Progress
 from skyrl.agents.session import AgentServer, Session, SessionOptions
+from skyrl.agents.trajectories import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -96,3 +102,72 @@ def _checked(reward: float | None) -> float | None:
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the agent's reward is {reward}")
     return reward
+
+
+BROKEN = frozenset({"APIConnectionError", "TransportError", "ClientConnectionError", "ConnectionError"})
+"""Classes of errors of connections: of openai and anthropic, of httpx and its forks, of aiohttp, and Python's own."""
+
+
+def is_servers(error: BaseException) -> bool:
+    """Whether the error, or one that it was raised from, is a connection that broke or an answer 5xx."""
+    return any(_is_servers(each) for each in _chain(error))
+
+
+def _is_servers(error: BaseException) -> bool:
+    status = getattr(error, "status_code", None)  # openai, anthropic, litellm
+    if status is None:
+        status = getattr(getattr(error, "response", None), "status_code", None)  # httpx
+    if isinstance(status, int):
+        return status >= 500
+    return not BROKEN.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, its causes, and those of an exception group."""
+    seen: set[int] = set()
+    found = [error]
+    while found:
+        each = found.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        found += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        found += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
+
+
+@dataclass
+class Progress:
+    """Numbers of sessions. `rewarded`, `failed` and `unrewarded` have ended, `retried` began again."""
+
+    total: int
+    running: int = 0
+    rewarded: int = 0
+    failed: int = 0
+    unrewarded: int = 0
+    retried: int = 0
+    reward_sum: float = 0.0
+
+    @property
+    def done(self) -> int:
+        return self.rewarded + self.failed + self.unrewarded
+
+    def __str__(self) -> str:
+        parts = [f"{self.done}/{self.total} sessions", f"{self.running} running"]
+        parts += [f"{number} {name}" for name in ("failed", "unrewarded", "retried") if (number := getattr(self, name))]
+        return ", ".join(parts + ([f"mean reward {self.reward_sum / self.rewarded:.3f}"] if self.rewarded else []))
+
+
+class ProgressLine:
+    """A callback for `run`: keeps one line of a terminal up to date. In a file only the last state is written."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+
+    def __call__(self, progress: Progress) -> None:
+        last = progress.done == progress.total
+        if self._stream.isatty():
+            self._stream.write(f"\r{progress}\x1b[K" + ("\n" if last else ""))
+            self._stream.flush()
+        elif last:
+            self._stream.write(f"{progress}\n")

@@ -14,7 +14,7 @@ import msgspec
 
 from skyrl.agents.errors import AgentsError, BadAnswer
 from skyrl.agents.requests import Requests, decoded
-from skyrl.agents.rows import Row, rows_of
+from skyrl.agents.trajectories import Row, rows_of
 
 ROUTE = "/api/v1/agent_sessions"
 PAGE = 64

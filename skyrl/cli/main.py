@@ -1,5 +1,9 @@
 """The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, status, usage, db, demo, doctor, quantize,
-adapter, model, version."""
+adapter, model, version.
+
+`skyrl serve` also takes SkyRL's flags: a flag with an equivalent here is translated, another is refused with a reason.
+`skyrl.base.config.skyrl_keys` lists these flags; `SkyrlFlags` reads the command line before typer does.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,46 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from skyrl import __version__
-from skyrl.cli import adapter, db, keys, model, quotas
-from skyrl.cli.quantize import quantize
+from skyrl.base.config.skyrl_keys import FLAGS, checkpoint_store
+from skyrl.cli import db, models, tenants
+from skyrl.cli.models import quantize
 from skyrl.cli.rollout import RolloutCommand, rollout
-from skyrl.cli.router import RouterCommand, router
-from skyrl.cli.sidecar import sidecar
-from skyrl.cli.skyrl_flags import SkyrlFlags
+from skyrl.cli.router import RouterCommand, router, sidecar
 from skyrl.cli.status import status
-from skyrl.cli.usage import usage
+from skyrl.cli.tenants import usage
+
+
+class SkyrlFlags(TyperCommand):
+    """A command that also accepts SkyRL's flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, own_flags(args))
+
+
+def own_flags(args: list[str]) -> list[str]:
+    """The command line with this server's flags in place of SkyRL's.
+
+    Raises typer.BadParameter for a flag of SkyRL's without an equivalent.
+    """
+    own: list[str] = []
+    rest = iter(args)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        entry = FLAGS.get(flag)
+        if flag == "--checkpoints-base":
+            base = value if equals else next(rest, None)
+            own += ["--checkpoint-store"] if base is None else ["--checkpoint-store", checkpoint_store(base)]
+        elif entry is None:
+            own.append(argument)
+        elif entry.becomes:
+            own.append(f"{entry.becomes}{equals}{value}")
+        elif not entry.takes:
+            raise typer.BadParameter(entry.why, param_hint=flag)
+    return own
+
 
 app = typer.Typer(
     name="skyrl",
@@ -25,11 +59,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(keys.app, name="keys")
-app.add_typer(quotas.app, name="quotas")
+app.add_typer(tenants.keys_app, name="keys")
+app.add_typer(tenants.quotas_app, name="quotas")
 app.add_typer(db.app, name="db")
-app.add_typer(adapter.app, name="adapter")
-app.add_typer(model.app, name="model")
+app.add_typer(models.adapter_app, name="adapter")
+app.add_typer(models.model_app, name="model")
 app.command(cls=RouterCommand)(router)
 app.command(cls=RolloutCommand)(rollout)
 app.command()(sidecar)
@@ -142,8 +176,8 @@ def serve(
         "access_log": access_log,
     }
     from skyrl.cli.launcher.main import serve as launch
+    from skyrl.cli.launcher.main import with_threads
     from skyrl.cli.launcher.parts import ServerEnded
-    from skyrl.cli.launcher.threads import with_threads
     from skyrl.runtime.processes.startup import StartupError
     from skyrl.storage.db.migrate import DatabaseAway, SchemaError
 

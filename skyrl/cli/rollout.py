@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from skyrl.cli import router_options as option
-from skyrl.cli.many_values import ManyValues
-from skyrl.cli.router import parse_object
-from skyrl.runtime.processes.log_format import LogFormat
-from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+from skyrl.cli import router as option
+from skyrl.cli.router import ManyValues, parse_object
+from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+from skyrl.runtime.processes.logs import LogFormat
 
 NUM_ENGINES = "generator.inference_engine.num_engines"
 
@@ -65,9 +64,8 @@ def rollout(
     log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Start vLLMs, a sidecar each, and a router in front of them, for RL frameworks."""
-    from skyrl.base.config.environment import PREFIX
     from skyrl.base.config.keys import ray_cluster
-    from skyrl.base.config.loading import load_config
+    from skyrl.base.config.loading import PREFIX, load_config
     from skyrl.base.config.server import ConfigError
     from skyrl.cli.launcher.parts import ServerEnded
     from skyrl.cli.launcher.rollout_plane import PlaneOptions, run_plane

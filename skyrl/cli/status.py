@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from skyrl.cli.database import refusal
+from skyrl.cli.db import refusal
 
 if TYPE_CHECKING:  # importing httpx takes longer than `skyrl --help` may
     import httpx

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from skyrl.server.request_status.status import duration
+from skyrl.api.request_status.status import duration
 
 LAST_STEPS = 10
 NEWEST_AGENTS = 10

@@ -14,10 +14,9 @@ from typing import Protocol
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.remote.references import reference_to
-from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
-from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError, in_store
 from skyrl.storage.checkpoint_store.directories import fetch
-from skyrl.storage.checkpoint_store.threads import in_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key
 
 logger = logging.getLogger(__name__)
 

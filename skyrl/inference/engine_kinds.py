@@ -1,12 +1,15 @@
 """The kinds of inference engines that skyrl runs: what a kind's servers need, how they are started, probed and used.
 
 Whoever starts, watches or uses a server asks the server's kind, so that another engine is one more entry of `KINDS`.
-A kind is sent to other machines: it holds settings, and looks at the machine only in `check` and `spec`.
+A kind is sent to other machines: it holds settings, and looks at the machine only in `check` and `spec`. `RolloutVllm`
+is vLLM with a sidecar that serves clients, on a node of a Ray cluster: the engines of `skyrl rollout`.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import logging
 import os
 import re
 import sys
@@ -15,20 +18,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.model_files import model_config
 from skyrl.inference.adapter_host import AdapterHost
-from skyrl.inference.cpu_context import longest_step
-from skyrl.inference.expert_adapters import memory_hint
+from skyrl.inference.features import check_vllm, is_tested
+from skyrl.inference.metrics import AdapterMetrics
+from skyrl.inference.model_options import longest_step, memory_hint
 from skyrl.inference.placement import ServerSpec, Spot
-from skyrl.inference.remote.placed_sidecar import PlacedSidecar
-from skyrl.inference.remote.settings import CACHE, default_cache, node_environment
+from skyrl.inference.remote.settings import CACHE, PlacedSidecar, default_cache, node_environment
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_client import Probe
 from skyrl.inference.vllm_command import LOGGING_CONFIG, context_length, cuda_devices, options_named, vllm_spec
-from skyrl.inference.vllm_version import check_vllm, is_tested
-from skyrl.runtime.metrics.adapters import AdapterMetrics
-from skyrl.runtime.processes.log_format import vllm_logging
+from skyrl.runtime.processes.logs import vllm_logging
+from skyrl.runtime.processes.ports import group_variables, interface_of
 from skyrl.runtime.processes.startup import Cause, cause_of_vllm
 from skyrl.storage.checkpoint_store.registry import store_url
 
@@ -178,3 +180,44 @@ def sidecar_spec(placed: PlacedSidecar, env: Mapping[str, str]) -> ServerSpec:
 
 KINDS: Mapping[str, Callable[[ServerConfig, str], EngineKind]] = {VLLM: Vllm}
 """By name: makes a kind from the configuration and the key."""
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RolloutVllm(Vllm):
+    """`client_key` is what the sidecar's clients must send, None for nothing. `admin_key` opens all its routes."""
+
+    client_key: str | None = None
+    admin_key: str | None = None
+
+    def spec(self, name: str, spot: Spot) -> ServerSpec:
+        spec = super().spec(name, spot)
+        assert spot.sidecar_port is not None
+        placed = PlacedSidecar(
+            vllm_url=spec.url,
+            host=spec.host,
+            port=spot.sidecar_port,
+            number=int(name.rpartition("-")[2]),
+            base_model=self.config.base_model_path,
+            log_level=self.config.log_level,
+            log_format=self.config.log_format,
+        )
+        sidecar = sidecar_spec(placed, placed.environment(self.key, self.admin_key, self.client_key))
+        return replace(spec, env={**spec.env, **_group_interface(spec.host)}, sidecar=sidecar)
+
+
+def _group_interface(host: str) -> dict[str, str]:
+    """The variables by which vLLM joins a trainer's group over the network of its node; by default it knows loopback
+    alone, where no other machine is."""
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return {}
+    except ValueError:
+        pass  # a name
+    name = interface_of(host)
+    if name is None:
+        logger.warning("no network interface has the address %s: vLLM can join no group of another machine", host)
+        return {}
+    return group_variables(name)

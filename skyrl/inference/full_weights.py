@@ -19,8 +19,7 @@ from skyrl.base.types.weights import FIRST_VERSION
 from skyrl.inference.replica import NoAnswer, Replica
 from skyrl.inference.vllm_client import VllmError
 from skyrl.weights.protocol import WeightUpdate, publish
-from skyrl.weights.version_on_disk import VersionOnDisk
-from skyrl.weights.workers import Workers, WorkersFailed
+from skyrl.weights.workers import VersionOnDisk, Workers, WorkersFailed
 
 logger = logging.getLogger(__name__)
 

@@ -1,18 +1,22 @@
-"""The options of vLLM that depend on the architecture of the base model.
+"""What the base model's config.json means for vLLM: its options, its memory, and the longest sequence that it serves.
 
-Knows the settings in config.json by which architectures differ, and what vLLM's kernels for CPUs take. Reads no file,
-imports neither vLLM nor torch. In all functions `model` is the text model's part of config.json; empty if unknown.
+The longest context and the memory of adapters on experts follow from the sizes of the model and of the machine. All
+processes of a server come to the same numbers: they follow from the memory of the machine, or the limit of its
+container, and not from what is free at the moment.
+
+Knows configurations. Imports neither vLLM nor torch, and starts nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl.base.config.backend import LoraConfig
 from skyrl.base.config.pass_memory import Widths
-from skyrl.base.config.server import ConfigError
+from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.model_files import experts_of, layers_with_experts
 from skyrl.base.pictures.picture import MAX_PICTURES
 
 _DELTA_RULE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
@@ -211,3 +215,112 @@ def _blocks(model: dict[str, Any], length: int, block_tokens: int) -> tuple[int,
     # as many layers as have attention.
     full = max(1, full)
     return full * max(state, attention), per_sequence + math.ceil(layers / full)
+
+
+LEAST, MOST = 4_096, 32_768
+"""In tokens. Coding agents begin with 8,500 to 27,000."""
+BATCH = 8_192
+"""vLLM computes so many tokens at once at least, or one prompt of the longest length: prompts are not split on a
+CPU."""
+SHARE = 1 / 3
+"""The part of the machine's memory that cache and longest prompt may take, if they take more than with LEAST tokens."""
+_WIDTHS = 8
+"""Numbers of the hidden width that vLLM keeps for each token of a prompt, besides three of an MLP's width."""
+
+
+def longest_context(model: Mapping[str, Any], sequences: int, memory: float) -> int:
+    """A power of two between LEAST and MOST, or the model's own length if that is less. `model` is the text model's
+    part of config.json, `sequences` how many run at a time, `memory` the bytes of the machine."""
+    own = model.get("max_position_embeddings")
+    if own is None:
+        return LEAST
+    least = _bytes(model, min(LEAST, own), sequences)
+    length = MOST
+    while length > LEAST:
+        chosen = min(length, own)
+        if _bytes(model, chosen, sequences) <= max(least, memory * SHARE):
+            return chosen
+        length //= 2
+    return min(LEAST, own)
+
+
+def longest_step(length: int) -> float:
+    """How many times as long as a batch of BATCH tokens a prompt of `length` takes at most: attention grows with the
+    square."""
+    return max(1.0, length / BATCH) ** 2
+
+
+def _bytes(model: Mapping[str, Any], length: int, sequences: int) -> float:
+    """The cache, and what the tokens of a batch keep."""
+    return kv_cache_bytes(dict(model), length, sequences) + batch_bytes(model, max(BATCH, length))
+
+
+def batch_bytes(model: Mapping[str, Any], tokens: int) -> float:
+    """What the tokens that vLLM computes at once keep meanwhile, in float32."""
+    hidden = model.get("hidden_size", 0)
+    return 4.0 * tokens * (_WIDTHS * hidden + 3 * (model.get("intermediate_size") or 4 * hidden))
+
+
+_MUCH = 16e9
+"""Bytes of main memory."""
+
+
+def room_bytes(config: ServerConfig, model: dict[str, Any]) -> int:
+    """What each GPU keeps for adapters on experts, in bfloat16: in each of `max_loras` slots, matrices of rank
+    `max_lora_rank` for three projections of every expert. `model`: the text model's part of config.json. With tensor
+    parallelism a GPU has all of what is as wide as the hidden states, and its part of what is as wide as an expert.
+    0 if adapters do not change experts, or config.json lacks a size."""
+    lora, inference = config.backend_config.lora, config.backend_config.inference
+    return lora.max_loras * _adapter_bytes(config, model, inference.tensor_parallel_size)
+
+
+def _adapter_bytes(config: ServerConfig, model: dict[str, Any], parallel: int = 1) -> int:
+    """The part on experts of an adapter of `max_lora_rank`, on one of `parallel` GPUs. 0 as for `room_bytes`."""
+    lora = config.backend_config.lora
+    if lora.train_mlp_of_mixtures != "train" or config.full_finetuning:
+        return 0
+    try:
+        size = model.get("moe_intermediate_size") or model["intermediate_size"]
+        layers, width = len(layers_with_experts(model)), model["hidden_size"] + size / parallel
+    except KeyError:
+        return 0
+    return int(2 * layers * experts_of(model) * lora.max_lora_rank * 3 * width)
+
+
+def host_memory_warning(config: ServerConfig, model: dict[str, Any]) -> str | None:
+    """What to set if vLLM may keep much of the host's memory for adapters on experts; else None."""
+    adapters = config.backend_config.lora.max_cpu_loras
+    room = adapters * _adapter_bytes(config, model)
+    if room < _MUCH:
+        return None
+    return (
+        f"trainer.policy.model.lora.max_cpu_loras: {adapters} adapters on the experts of the base model take up to "
+        f"{room / 1e9:.3g} GB of the host's memory, in each process of vLLM that has a GPU: lower it if there is less"
+    )
+
+
+def check_layers(config: ServerConfig, model: dict[str, Any]) -> None:
+    """Raise ConfigError for a mixture with adapters that vLLM does not load: it takes those on the MLPs of layers
+    without experts only if `mlp_only_layers` names some."""
+    step = model.get("decoder_sparse_step") or 1
+    if step > 1 and not model.get("mlp_only_layers") and config.backend_config.lora.train_mlp_of_mixtures == "train":
+        raise ConfigError(
+            f"base_model: {config.base_model_path} has layers without experts (decoder_sparse_step {step}), and vLLM "
+            "loads no adapters on their MLPs: set trainer.policy.model.lora.train_mlp_of_mixtures to leave_out or "
+            "refuse"
+        )
+
+
+def memory_hint(config: ServerConfig, model: dict[str, Any], sentence: str) -> str:
+    """What to set if `sentence`, the cause of vLLM's end, is about memory, and vLLM keeps some for adapters on experts;
+    else empty."""
+    room = room_bytes(config, model)
+    if not room or "memory" not in sentence.lower():
+        return ""
+    lora = config.backend_config.lora
+    return (
+        f"; vLLM keeps {room / 1e9:.3g} GB for adapters on the experts of the base model: lower "
+        f"trainer.policy.model.lora.max_loras ({lora.max_loras}) or max_lora_rank ({lora.max_lora_rank}), or set "
+        "train_mlp_of_mixtures to leave_out or refuse, which keeps none, and adapters that train experts already are "
+        "then not sampled"
+    )

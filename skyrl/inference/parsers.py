@@ -15,8 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from skyrl.base.config.mixtures import whole_config
-from skyrl.base.model_files import template_of
+from skyrl.base.model_files import template_of, whole_config
 
 WRITTEN_THOUGHTS = "skyrl_written_thoughts"
 """The parser of vLLM's plugin for models that write `<think>` themselves, and may do without."""

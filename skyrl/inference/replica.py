@@ -18,8 +18,8 @@ import httpx
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterHost
+from skyrl.inference.metrics import AdapterMetrics
 from skyrl.inference.vllm_client import VllmClient, VllmError
-from skyrl.runtime.metrics.adapters import AdapterMetrics
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

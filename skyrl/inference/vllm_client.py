@@ -1,20 +1,27 @@
-"""Control of one vLLM server: health, adapters, sleep, warm-up.
+"""Control of one vLLM server: health, adapters, sleep, warm-up, metrics.
 
-Knows vLLM's control endpoints and how they answer. Sends no samples: httpx gets slow above some 64 concurrent requests,
-which control calls never reach. Knows one server only.
+Knows vLLM's control endpoints and how they answer, also the route that loads an adapter, which the forwarding client
+calls with an HTTP client of its own. Sends no samples: httpx gets slow above some 64 concurrent requests, which control
+calls never reach. `VllmMetrics` publishes the metrics of several servers beside those of skyrl's own processes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
 import httpx
 
-from skyrl.inference import load_route
-from skyrl.inference.vllm_plugin.incarnation import HEADER
+from skyrl.base.config.base_models import BaseModelSlot
+from skyrl.inference.metrics import shown
+from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
+from skyrl.inference.vllm_plugin.protocol import INCARNATION
+from skyrl.runtime.metrics.files import MetricsDirectory
 
 Probe = Literal["/health", "/is_sleeping", "/statusz"]
 """vLLM's API server answers `/health` by itself. For `/is_sleeping` it asks the engine core, which answers between two
@@ -65,7 +72,7 @@ class VllmClient:
             response = await self._http.get("/health")
         except httpx.RequestError:  # also an answer that cannot be decoded
             return None
-        return Health(response.headers.get(HEADER)) if response.status_code == httpx.codes.OK else None
+        return Health(response.headers.get(INCARNATION)) if response.status_code == httpx.codes.OK else None
 
     async def probe(self, probe: Probe, within_s: float) -> ProbeResult:
         """Probe the server, which has `within_s` seconds for each part of its answer."""
@@ -92,8 +99,8 @@ class VllmClient:
 
         Raises VllmError: no such directory, unreadable files, a rank above the server's.
         """
-        response = await self._http.post(load_route.PATH, json=load_route.load_request(name, directory))
-        if not load_route.is_loaded(response.status_code, response.content):
+        response = await self._http.post(PATH, json=load_request(name, directory))
+        if not is_loaded(response.status_code, response.content):
             self._check(response, f"load adapter {name!r}")
 
     async def unload_adapter(self, name: str) -> None:
@@ -162,3 +169,72 @@ class VllmClient:
             error = response.json().get("error")
             message = error["message"] if isinstance(error, dict) else str(error)
         raise VllmError(action, response.status_code, message)
+
+
+PATH = "/v1/load_lora_adapter"
+
+
+def load_request(name: str, directory: str) -> dict[str, str]:
+    """The request body, to be sent as JSON. `directory` is the adapter's directory as vLLM sees it, or a reference
+    to the checkpoint store (`skyrl.inference.remote`)."""
+    return {"lora_name": name, "lora_path": directory}
+
+
+def is_loaded(status: int, answer: bytes) -> bool:
+    """Whether the server has the adapter loaded now. If it has loaded the name before, it has the same weights: names
+    are never reused."""
+    return status == 200 or (status == 400 and b"already been loaded" in answer)
+
+
+def is_missing(status: int, answer: bytes) -> bool:
+    """Whether the checkpoint store does not have the adapter to which a request referred."""
+    return status == 404 and NOT_STORED.encode() in answer
+
+
+def is_to_repeat(status: int, answer: bytes) -> bool:
+    """Whether the load may succeed later: the replica's node cannot read the checkpoint store now, or the router in
+    front of the replicas got no answer from one of them."""
+    return status in (502, 504) or (status == 503 and STORE_AWAY.encode() in answer)
+
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 5.0
+TIMEOUT_S = 3.0
+
+
+class VllmMetrics:
+    """A vLLM that does not answer is left out, once its last metrics are old. `urls`: the replicas, by number. `role`:
+    that of their base model."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        key: str,
+        directory: MetricsDirectory,
+        first: int = 0,
+        role: BaseModelSlot | None = None,
+    ) -> None:
+        self._role = role or BaseModelSlot()
+        self._clients = {number: VllmClient(url, key) for number, url in enumerate(urls, first)}
+        self._directory = directory
+
+    async def run(self) -> None:
+        """Read and publish until cancelled."""
+        try:
+            while True:
+                await asyncio.gather(*map(self.publish, self._clients))
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            await asyncio.gather(*(client.close() for client in self._clients.values()))
+
+    async def publish(self, number: int) -> None:
+        """Publish one replica's metrics. A failure is only logged: the watch over vLLM says more."""
+        try:
+            text = await self._clients[number].metrics(TIMEOUT_S)
+            await asyncio.to_thread(self._write, number, text)
+        except (httpx.RequestError, VllmError, OSError, ValueError) as error:
+            logger.debug("replica %d shows no metrics: %s", number, error)
+
+    def _write(self, number: int, text: str) -> None:
+        self._directory.write(f"{self._role.process('vllm')}-{number}", shown(text, number, self._role.labels))

@@ -18,15 +18,16 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from skyrl.base.config.mixtures import experts_of, model_config, whole_config
-from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.base.config.sight import takes_pictures
-from skyrl.inference.cpu_context import BATCH, LEAST, longest_context
-from skyrl.inference.expert_adapters import check_layers
+from skyrl.base.config.server import ConfigError, ServerConfig, takes_pictures
+from skyrl.base.model_files import experts_of, model_config, whole_config
 from skyrl.inference.model_options import (
+    BATCH,
+    LEAST,
+    check_layers,
     check_served,
     cpu_options,
     kept_adapters,
+    longest_context,
     lora_targets,
     picture_options,
     quantization_of,
@@ -35,14 +36,13 @@ from skyrl.inference.model_options import (
 from skyrl.inference.parsers import parser_options
 from skyrl.inference.placement import ServerSpec
 from skyrl.inference.remote.middleware import StoredAdapterLoads
-from skyrl.inference.vllm_plugin.incarnation import IncarnationHeader
-from skyrl.inference.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
-from skyrl.runtime.processes.host_memory import limit_bytes
-from skyrl.runtime.tracing.spans import traces_url
+from skyrl.inference.vllm_plugin.protocol import TELL_VERSIONS_VARIABLE, IncarnationHeader
+from skyrl.runtime.processes.host_resources import limit_bytes
+from skyrl.runtime.tracing import traces_url
 
 HOST = "127.0.0.1"
 MAX_LOGPROBS = 65
-"""One more than clients may ask for: skyrl.server.sampling.generation says why."""
+"""One more than clients may ask for: skyrl.sampling.pictures says why."""
 GRAMMARS = {"backend": "xgrammar"}
 """By default vLLM takes another library for what xgrammar refuses, and keeps the first library for all later requests:
 one schema of 50 bytes then stops the server for half a minute (docs/decisions/openai-requests.md)."""
@@ -216,7 +216,7 @@ def _as_list(given: Any) -> list[str]:
 
 def context_length(config: ServerConfig, *, cuda: bool) -> int | None:
     """The longest sequence served, in tokens: as configured; else, on a CPU, the model's length up to what the memory
-    of this machine holds (`cpu_context`); else None: vLLM decides.
+    of this machine holds (`longest_context`); else None: vLLM decides.
 
     A server with several base models, whose vLLMs share the memory, and one whose vLLMs are on the nodes of a Ray
     cluster serve at most 4,096 tokens."""
@@ -321,7 +321,7 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
         "served_model_name": list(config.served_names),
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
-        "scheduling_policy": "priority",  # skyrl.server.sampling.fair_order decides which sample is next
+        "scheduling_policy": "priority",  # skyrl.sampling.order decides which sample is next
         # Otherwise a model's generation_config.json sets top_k and top_p of requests without these fields.
         "generation_config": "vllm",
         "enable_scale_out": True,

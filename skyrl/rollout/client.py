@@ -1,22 +1,33 @@
 """Asks a router for samples: one, a group, or the rest of one that was aborted. Bounds what is asked at once.
 
-It works in front of vLLM's sidecars and of SGLang alike. It knows neither trajectories nor how engines are started.
+Also aborts every request at the workers of the router, and waits until the workers are idle. A request that waits for
+its place can be turned away. Works in front of vLLM's sidecars and of SGLang alike. Knows neither trajectories nor how
+engines are started.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import aiohttp
 
-from skyrl.rollout.aborting import abort_until_idle
 from skyrl.rollout.config import RolloutConfig
-from skyrl.rollout.errors import BadAnswer, RolloutTimeout
-from skyrl.rollout.messages import NOTHING, RolloutAnswer, RolloutRequest, new_session_id, read_answer
-from skyrl.rollout.places import Places
-from skyrl.rollout.sending import CONNECT_S, Counters, Sender
-from skyrl.rollout.stops import cut_at_stop, may_have_begun, stops_of
+from skyrl.rollout.errors import BadAnswer, RequestRefused, RolloutTimeout
+from skyrl.rollout.messages import (
+    NOTHING,
+    RolloutAnswer,
+    RolloutRequest,
+    cut_at_stop,
+    may_have_begun,
+    new_session_id,
+    read_answer,
+    stops_of,
+)
+from skyrl.rollout.sending import CONNECT_S, Counters, Sender, error_of, parsed
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 SEED_STEP = 0x9E3779B1
@@ -211,3 +222,114 @@ def _read_retrieved(body: object) -> RetrievedText:
     if any(type(value) not in (int, float) for value in logprobs):
         raise BadAnswer("/retrieve_from_text: rollout_logp has a value that is no number")
     return RetrievedText(tokens, mask, [float(value) for value in logprobs])
+
+
+ABORT_POLL_S = 0.2
+ABORT_ANSWER_S = 10.0
+
+
+async def abort_until_idle(
+    session: aiohttp.ClientSession, router_url: str, timeout_s: float, pending: Callable[[], int]
+) -> None:
+    """Return when no worker has a request and `pending()` is 0. Left out: workers that the router lists as unhealthy
+    and that cannot be reached. A router that cannot be reached is asked again. Raises RolloutTimeout, with what each
+    worker has left, RequestRefused (the router's) and BadAnswer."""
+    left: dict[str, str] = {}
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    workers = await _workers(session, router_url)
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    left = {router_url: f"{type(error).__name__} {error}".strip()}
+                    await asyncio.sleep(ABORT_POLL_S)
+                    continue
+                states = await asyncio.gather(*(_abort(session, url, healthy) for url, healthy in workers))
+                left = {url: state for (url, _), state in zip(workers, states, strict=True) if state is not None}
+                if not left and not pending():
+                    return
+                await asyncio.sleep(ABORT_POLL_S)  # requests may reach a worker after its abort, so abort again
+    except TimeoutError:
+        waiting = ", ".join(f"{url}: {state}" for url, state in left.items()) or "no worker"
+        raise RolloutTimeout(
+            f"not idle {timeout_s:g} s after the abort: {waiting}; requests of this client: {pending()}"
+        ) from None
+
+
+async def _workers(session: aiohttp.ClientSession, router_url: str) -> list[tuple[str, bool]]:
+    """The URL of each worker, and whether the router holds it for healthy."""
+    try:
+        listed = (await _ask(session, "GET", f"{router_url}/workers")).get("workers")
+        return [(str(one["url"]).rstrip("/"), bool(one.get("is_healthy", True))) for one in listed]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise BadAnswer("GET /workers: the answer lists no workers") from error
+
+
+async def _abort(session: aiohttp.ClientSession, url: str, healthy: bool) -> str | None:
+    """What the worker has left, in words; None if nothing."""
+    try:
+        await _ask(session, "POST", f"{url}/abort_request", {"abort_all": True})
+        count = requests_in(await _ask(session, "GET", f"{url}/v1/loads?include=core"))
+    except (aiohttp.ClientError, TimeoutError, RequestRefused) as error:
+        return f"{type(error).__name__} {error}".strip() if healthy else None
+    return f"{count} requests" if count else None
+
+
+async def _ask(session: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> Any:
+    timeout = aiohttp.ClientTimeout(total=ABORT_ANSWER_S)
+    async with session.request(method, url, json=body, timeout=timeout, allow_redirects=False) as response:
+        text = await response.read()
+        if response.status != 200:
+            raise RequestRefused(response.status, error_of(text)[0])
+        return parsed(text) if method == "GET" else None
+
+
+def requests_in(body: Any) -> int:
+    """The requests that a worker's load counts, in each of the forms in which servers write it. Raises BadAnswer."""
+    loads = body.get("loads", body) if isinstance(body, dict) else body
+    if isinstance(loads, list):
+        return sum(requests_in(one) for one in loads)
+    if isinstance(loads, dict):
+        for name in ("num_total_reqs", "total_reqs", "num_reqs"):
+            if type(loads.get(name)) is int:
+                return loads[name]
+        for prefix in ("num", "total"):
+            parts = [loads.get(f"{prefix}_{kind}_reqs") for kind in ("running", "waiting")]
+            if all(type(part) is int for part in parts):
+                return sum(part for part in parts if part is not None)
+    raise BadAnswer(f"/v1/loads: no number of requests in {str(body)[:200]}")
+
+
+class Places:
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: deque[asyncio.Future[bool]] = deque()
+
+    async def take(self) -> bool:
+        """Wait for a place, first come first served. False: turned away, and there is nothing to give back."""
+        if self._free:
+            self._free -= 1
+            return True
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.result():  # the place came just before the cancellation
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(True)
+                return
+        self._free += 1
+
+    def turn_away(self) -> None:
+        """Turn away all that wait now."""
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_result(False)
+        self._waiting.clear()

@@ -1,24 +1,55 @@
 """Changes of weights and pauses on all workers at once, with one answer for all.
 
 Each request goes to every worker that is not dead, also to those out of routing. While weights change the workers are
-out of routing, and one change runs at a time. Reads of the routes' bodies only what several workers make necessary.
-"""
+out of routing, and one change runs at a time. Reads of the routes' bodies only what several workers make necessary. If
+some workers fail, the answer begins with their own reason, where they agree."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from skyrl.router.broadcast import RETRY_AFTER, without_connection
-from skyrl.router.control import Answer, Fetch, Refused, Unreachable
-from skyrl.router.failures import Failure, first_sentence
-from skyrl.router.messages import HeaderList
+from skyrl.router.messages import HeaderList, Reply, error_reply, json_reply
 from skyrl.router.pool import WorkerPool
-from skyrl.router.reply import Reply, error, of_json
-from skyrl.router.worker import Worker, WorkerState
+from skyrl.router.worker import Answer, Fetch, Refused, Unreachable, Worker, WorkerState
+
+SHOWN_CHARACTERS = 2_000
+"""The most characters of a reason. `results` of the answer has the whole."""
+_NUMBER = re.compile(r"\d+")
+
+
+class Failure(NamedTuple):
+    """What one worker answered. `body`: its JSON, its text, or None. `error`: why there is no answer."""
+
+    worker: str
+    status: int | None
+    body: Any
+    error: str | None
+
+    def reason(self) -> str:
+        """In the worker's words: SGLang's `message`, vLLM's `error.message`, FastAPI's `detail`, or a text."""
+        if self.status is None:
+            return self.error or "no answer"
+        body = self.body if isinstance(self.body, dict) else {"message": self.body}
+        error = body.get("error")
+        more = error.get("message") if isinstance(error, dict) else error
+        texts = (one for one in (body.get("message"), more, body.get("detail")) if isinstance(one, str) and one)
+        return next(texts, f"status {self.status} without a reason")[:SHOWN_CHARACTERS]
+
+
+def first_sentence(failed: Sequence[Failure], workers: int) -> str:
+    """`failed` has at least one of the `workers` that were asked. Reasons agree if they differ in numbers alone: each
+    worker has another count of requests in flight."""
+    reasons = [one.reason() for one in failed]
+    if len({_NUMBER.sub("0", reason) for reason in reasons}) > 1:
+        return f"workers failed for different reasons, the first, {failed[0].worker}: {reasons[0]}"
+    return reasons[0] if len(failed) == workers else f"{reasons[0]} (so say {len(failed)} of {workers} workers)"
+
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +133,10 @@ class AdminRoutes:
         methods = _METHODS[path]
         if method not in methods:
             allowed = ", ".join(methods)
-            return error(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
+            return error_reply(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
         if path == _TENSOR:
             hint = f"tensors cannot be handed over between processes: use {_GROUP} or {_DISK}"
-            return of_json(501, {"error": {"message": hint, "code": "not_implemented"}})
+            return json_reply(501, {"error": {"message": hint, "code": "not_implemented"}})
         content = await body()
         target = f"{path}?{query.decode('latin-1')}" if query else path
         timeout_s = LOOK_S if path in VERSION_PATHS else self._update_s
@@ -121,7 +152,7 @@ class AdminRoutes:
             message = (
                 f"admin update lock not acquired within {self._lock_s:g}s; another update operation may be in progress"
             )
-            return of_json(503, {"success": False, "message": message, "error": {"message": message, "code": 503}})
+            return json_reply(503, {"success": False, "message": message, "error": {"message": message, "code": 503}})
         try:
             return await self._change(path, request)
         finally:
@@ -142,12 +173,12 @@ class AdminRoutes:
             try:
                 request.bodies, absent = await self._own_ranks(workers, request)
             except ValueError as wrong:
-                return of_json(422, {"success": False, "message": str(wrong), "error": {"message": str(wrong)}})
+                return json_reply(422, {"success": False, "message": str(wrong), "error": {"message": str(wrong)}})
             except _Silent as silent:
                 return _aggregated(path, silent.looks)
             workers = [*request.bodies]
         if path == _DISK and (wrong := await self._not_staged(workers, request)) is not None:
-            return of_json(400, {"success": False, "message": wrong, "error": {"message": wrong}})
+            return json_reply(400, {"success": False, "message": wrong, "error": {"message": wrong}})
         with self._pool.weights_change([worker for worker in workers if not worker.is_dead]):
             outcomes = await self._to_all(request, workers)
             if path == _INIT:
@@ -235,12 +266,12 @@ class AdminRoutes:
             mixed = {"weight_version": versions}
             message = "mixed worker weight_version"
             detail = {"success": False, "message": message, "mixed_state": mixed, "results": listed}
-            return of_json(409, {"detail": detail, "error": {"message": message}})
+            return json_reply(409, {"detail": detail, "error": {"message": message}})
         if len(versions) < len(outcomes) or not outcomes:
             return _aggregated(path, outcomes)
         first = outcomes[0].body
         more = {"workers": [*versions], "results": listed} if path.endswith("model_info") else {}
-        return of_json(200, (first if isinstance(first, dict) else {}) | more)
+        return json_reply(200, (first if isinstance(first, dict) else {}) | more)
 
 
 class _Request:
@@ -282,11 +313,11 @@ def _aggregated(path: str, outcomes: Sequence[_Outcome]) -> Reply:
     alike."""
     living = [one for one in outcomes if not one.dead]
     if not living:
-        return error(503, "Service Unavailable", "no worker is alive", RETRY_AFTER)
+        return error_reply(503, "Service Unavailable", "no worker is alive", RETRY_AFTER)
     failed = [one.failure() for one in living if not one.done]
     bodies = [one.body for one in living]
     if not failed and path == "/get_weights_by_name" and all(body == bodies[0] for body in bodies):
-        return of_json(200, bodies[0])
+        return json_reply(200, bodies[0])
     alike: dict[str, Any] = {}
     if all(isinstance(body, dict) for body in bodies):
         alike = {name: value for name, value in bodies[0].items() if all(_has(body, name, value) for body in bodies)}
@@ -298,11 +329,11 @@ def _aggregated(path: str, outcomes: Sequence[_Outcome]) -> Reply:
         "results": [one.listed() for one in outcomes],
     }
     if not failed:
-        return of_json(200, alike | summary)
+        return json_reply(200, alike | summary)
     of_workers = alike["error"] if isinstance(alike.get("error"), dict) else {}
     summary["error"] = of_workers | {"message": summary["message"]}
     status = _common_status(living)
-    return of_json(status, alike | summary, RETRY_AFTER if status == 503 else None)
+    return json_reply(status, alike | summary, RETRY_AFTER if status == 503 else None)
 
 
 def _common_status(outcomes: Sequence[_Outcome]) -> int:

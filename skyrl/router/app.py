@@ -9,18 +9,16 @@ import logging
 import time
 from collections import Counter
 
-from skyrl.router import refusals
+from skyrl.http.admin_key import FORWARDING, AdminKey, forwarded_for
+from skyrl.router import messages
 from skyrl.router.admin import ADMIN_METHODS, VERSION_PATHS, AdminRoutes
 from skyrl.router.broadcast import ADAPTERS, BROADCAST, Broadcasts
-from skyrl.router.messages import AsgiApp, BodyTooLarge, ClientLeft, Message, Receive, Request, Scope, Send
-from skyrl.router.plugins import Chain
+from skyrl.router.messages import AsgiApp, BodyTooLarge, ClientLeft, Message, Receive, Reply, Request, Scope, Send
+from skyrl.router.middleware import Chain
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Proxy, Truncated
 from skyrl.router.registration import RegistrationRoutes, is_registration
-from skyrl.router.reply import Reply
-from skyrl.runtime.metrics.files import MetricsDirectory
-from skyrl.runtime.metrics.text import CONTENT_TYPE
-from skyrl.runtime.web.admin import FORWARDING, AdminKey, forwarded_for
+from skyrl.runtime.metrics.files import CONTENT_TYPE, MetricsDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class ToWorkers:
             return
         if path == "/retrieve_from_text":
             hint = "no middleware stores texts: start the router with --middleware radix"
-            await refusals.refuse(send, 404, "no_radix_cache", hint)
+            await messages.refuse(send, 404, "no_radix_cache", hint)
             return
         await self._proxy(scope, receive, send)
 
@@ -120,22 +118,22 @@ class RouterApp:
         except asyncio.CancelledError:  # uvicorn cancels what still runs when the time to drain is over
             if not started:
                 message = "the router stops; a worker may have processed the request"
-                await refusals.refuse(send, 502, refusals.INTERRUPTED, message)
+                await messages.refuse(send, 502, messages.INTERRUPTED, message)
         except Truncated as error:
             logger.warning("an answer broke off: %s", error)  # returning in mid-answer closes the connection
         except BodyTooLarge as error:
-            await refusals.refuse(send, 413, "body_too_large", str(error))
+            await messages.refuse(send, 413, "body_too_large", str(error))
         except Exception:  # logged, counted and answered with 500
             self._counts["internal_errors"] += 1
             logger.exception("%s %s failed in the router", scope["method"], scope["path"])
             if not started:
-                await refusals.refuse(send, 500, "internal_error", "the router failed; its log says why")
+                await messages.refuse(send, 500, "internal_error", "the router failed; its log says why")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if (refusal := self._refusal(scope)) is not None:
             status, message = refusal
-            await refusals.refuse(send, status, "unauthorized" if status == 401 else "forbidden", message)
+            await messages.refuse(send, status, "unauthorized" if status == 401 else "forbidden", message)
             return
         if path == "/statusz":
             body = json.dumps(self.status(), separators=(",", ":")).encode()

@@ -13,12 +13,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
 from skyrl.base.types.weights import STORE_SCHEME
-from skyrl.router.control import Answer, Fetch, Unreachable
-from skyrl.router.messages import HeaderList
+from skyrl.http.admin_key import FORWARDING
+from skyrl.router.messages import HeaderList, Reply, error_reply, json_reply
 from skyrl.router.pool import WorkerPool
-from skyrl.router.reply import Reply, error, of_json
-from skyrl.router.worker import Worker, WorkerState
-from skyrl.runtime.web.admin import FORWARDING
+from skyrl.router.worker import Answer, Fetch, Unreachable, Worker, WorkerState
 
 ABORT_S = 4.0
 """Agents wait 5 s for the answer to an abort."""
@@ -73,10 +71,10 @@ class Broadcasts:
             return None
         if method not in methods:
             allowed = ", ".join(methods)
-            return error(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
+            return error_reply(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
         workers = self._pool.workers if path == "/abort_request" else self._pool.candidates
         if not workers:
-            return error(503, "Service Unavailable", "no worker is routable", RETRY_AFTER)
+            return error_reply(503, "Service Unavailable", "no worker is routable", RETRY_AFTER)
         call = _Call(self._fetch, method, path, query, headers, await body())
         if path == "/abort_request":
             return _aborted(await _to_all(workers, call.abort))
@@ -158,7 +156,7 @@ def _aborted(outcomes: list[_Outcome]) -> Reply:
 def _flushed(outcomes: list[_Outcome]) -> Reply:
     if all(outcome.done for outcome in outcomes):
         count = len(outcomes)
-        return of_json(200, {"status": "success", "workers_flushed": count, "total_http_workers": count})
+        return json_reply(200, {"status": "success", "workers_flushed": count, "total_http_workers": count})
     return _first_bad(outcomes)
 
 
@@ -183,7 +181,7 @@ def _first_bad(outcomes: list[_Outcome]) -> Reply:
     workers: list[dict[str, Any]] = [{"url": outcome.worker.url, "error": str(outcome.answer)} for outcome in bad]
     message = f"{len(bad)} of {len(outcomes)} workers did not answer"
     status, headers = (503, RETRY_AFTER) if len(bad) == len(outcomes) else (502, [])
-    return of_json(status, {"error": {"code": status, "message": message, "workers": workers}}, headers)
+    return json_reply(status, {"error": {"code": status, "message": message, "workers": workers}}, headers)
 
 
 def _passed_on(answer: Answer) -> Reply:

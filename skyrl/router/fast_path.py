@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from skyrl.router.connections import Address, address_of
-from skyrl.router.heads import RequestHead
+from skyrl.http.admin_key import FORWARDING, forwarded_for
+from skyrl.http.server import BufferedRequests
+from skyrl.router.messages import INTERRUPTED, refusal
 from skyrl.router.policies import RequestFacts
 from skyrl.router.proxy import CHOSEN, Proxy, is_vllms
-from skyrl.router.refusals import INTERRUPTED, refusal
-from skyrl.router.upstream import Upstream
+from skyrl.router.upstream import Address, RequestHead, Upstream, address_of
 from skyrl.router.worker import Worker
-from skyrl.runtime.web.admin import FORWARDING, forwarded_for
-from skyrl.runtime.web.whole_requests import WholeRequests
 
 if TYPE_CHECKING:
     import asyncio
@@ -33,7 +31,7 @@ LEAN_BODY_BYTES = 64 * 2**10
 _METHODS = frozenset((b"POST", b"GET", b"PUT", b"DELETE"))
 
 
-class Lane:
+class FastPathRule:
     """Which requests take the short way. `is_own(path)`: the router answers this path itself."""
 
     def __init__(self, proxy: Proxy, is_own: Callable[[str], bool], bearer: bytes | None) -> None:
@@ -175,10 +173,10 @@ class FastCycle:
             self._protocol.on_response_complete()
 
 
-class RouterHttp(WholeRequests):
+class RouterHttp(BufferedRequests):
     """The client's side of a connection: gives each request to the short way or to uvicorn."""
 
-    lane: Lane
+    lane: FastPathRule
     """Set once per process, on a subclass: see `protocol_with`."""
 
     def __init__(self, *args: object, **options: object) -> None:
@@ -233,6 +231,6 @@ class RouterHttp(WholeRequests):
             self._running.advance()
 
 
-def protocol_with(lane: Lane) -> type[asyncio.Protocol]:
+def protocol_with(lane: FastPathRule) -> type[asyncio.Protocol]:
     """The class of connections for uvicorn."""
     return type("RouterConnection", (RouterHttp,), {"lane": lane})

@@ -1,7 +1,9 @@
 """The router's process: makes its parts, serves until SIGTERM, and drains.
 
-`RouterOptions` is what the command line gives; every other module of the router gets what it needs from here.
-"""
+`RouterOptions` is what the command line gives; every other module of the router gets what it needs from here. `main`
+runs the router of `skyrl serve`, between the API processes and several vLLMs, with settings from the launcher's runtime
+file. That router begins without workers: the engine registers a replica when the replica has loaded the adapters in
+use. The list of workers is kept for the next start of the router."""
 
 from __future__ import annotations
 
@@ -16,32 +18,31 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from skyrl.http.admin_key import AdminKey
+from skyrl.http.server import BoundedHttp, Server, tune_garbage_collection
 from skyrl.router.admin import AdminRoutes
 from skyrl.router.app import RouterApp, ToWorkers, is_own
 from skyrl.router.broadcast import Broadcasts
-from skyrl.router.connections import Connections
-from skyrl.router.context import RouterContext
-from skyrl.router.control import ControlClient
-from skyrl.router.fast_path import Lane, protocol_with
-from skyrl.router.hung import HungWorkers
+from skyrl.router.fast_path import FastPathRule, protocol_with
+from skyrl.router.health import PROBE_TIMEOUT_S, HealthProber, HungWorkers
 from skyrl.router.metrics import RouterMetrics
-from skyrl.router.plugins import Chain
+from skyrl.router.middleware import Chain, RouterContext
 from skyrl.router.policies import DEFAULT_POLICY, make_policy
 from skyrl.router.pool import WorkerPool
-from skyrl.router.probes import PROBE_TIMEOUT_S, HealthProber
 from skyrl.router.proxy import Limits, Proxy
 from skyrl.router.registration import RegistrationRoutes
 from skyrl.router.state_file import StateFile
+from skyrl.router.upstream import Connections
+from skyrl.router.worker import ControlClient
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.metrics.process import LoopLag
-from skyrl.runtime.processes.listening import listen
-from skyrl.runtime.web.admin import AdminKey
-from skyrl.runtime.web.connections import BoundedHttp
-from skyrl.runtime.web.server import Server, tune_garbage_collection
+from skyrl.runtime.processes.ports import listen
+from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Router:
     """`app` for any ASGI server, `lane` for `RouterHttp`."""
 
     app: RouterApp
-    lane: Lane | None
+    lane: FastPathRule | None
 
 
 @contextlib.asynccontextmanager
@@ -150,7 +151,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             key=options.key,
         )
         # Middleware sees every request, so then all requests take the long way
-        yield Router(app, None if options.middleware else Lane(proxy, is_own, app.bearer))
+        yield Router(app, None if options.middleware else FastPathRule(proxy, is_own, app.bearer))
 
 
 def _slime_args(options: RouterOptions) -> dict[str, object]:
@@ -213,3 +214,52 @@ def run_router(options: RouterOptions) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError (the port), PluginError and ValueError (an option)."""
     sys.path.insert(0, os.getcwd())  # middleware may lie where the command is started, as with `python -m`
     uvloop.run(_serve(options))
+
+
+HEALTH_CHECK_INTERVAL_S, HEALTH_CHECK_TIMEOUT_S, HEALTH_CHECK_FAILURES = 1.0, 2.0, 2
+"""A replica that hangs gets no new samples after 5 s. The engine registers it again as soon as it answers."""
+
+
+def options_of(runtime: Runtime) -> RouterOptions:
+    """The options of the router at `runtime.inference_url`.
+
+    The limits are those of the API processes, so that requests wait in vLLM, which runs the most urgent first."""
+    assert runtime.inference_url is not None
+    config, address = runtime.config, urlsplit(runtime.inference_url)
+    assert address.hostname is not None
+    assert address.port is not None
+    return RouterOptions(
+        host=address.hostname,
+        port=address.port,
+        policy="adapter_affinity",
+        limits=Limits(running=config.max_pending_samples * config.api_processes, body_bytes=config.max_body_bytes),
+        health_check_interval_s=HEALTH_CHECK_INTERVAL_S,
+        health_check_failure_threshold=HEALTH_CHECK_FAILURES,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        hang_s=config.backend_config.inference.health_timeout_s,
+        state_dir=_workers_of(runtime),
+        metrics_directory=runtime.metrics_directory,
+        process=config.role.process("router"),
+        metrics_labels=config.role.labels,
+        base_models=config.served_names,
+        key=runtime.inference_api_key,
+        admin_key=runtime.inference_api_key,  # the server itself, and nobody else
+        names_workers=True,
+    )
+
+
+def _workers_of(runtime: Runtime) -> Path:
+    """The directory of the list of workers."""
+    role = runtime.config.role
+    return runtime.directory / f"router-{role.number}" if role.name else runtime.directory
+
+
+def main() -> None:
+    runtime = Runtime.from_environment()
+    config = runtime.config
+    set_up_process(config.log_level, config.log_format, config.role.process("router"))
+    run_process("the router", lambda: run_router(options_of(runtime)), lambda _: None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,8 @@
-"""A request and an answer as a middleware of the router sees them. It may change both before they travel on."""
+"""Requests and answers in the router.
+
+`Request` and `Response` are what a middleware of the router sees. It may change both before they travel on. `Reply` is
+a small answer of the router itself. `refuse` answers in one form, {"error": {"message", "type", "code"}}: `code` tells
+a client whether the request may have run (docs/reference/router.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 Scope = dict[str, Any]
@@ -179,7 +183,7 @@ class Response:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class Call:
+class AppCall:
     """One call of an application in a task. `response` is its answer, whose body comes while the application runs."""
 
     def __init__(self, app: AsgiApp, request: Request) -> None:
@@ -215,3 +219,52 @@ class Call:
         """End the application if it still runs, and wait for its end."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: HeaderList
+    body: bytes
+
+
+def json_reply(status: int, value: Any, headers: HeaderList | None = None) -> Reply:
+    body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return Reply(status, [(b"content-type", b"application/json"), *(headers or [])], body)
+
+
+def error_reply(status: int, code: str, message: str, headers: HeaderList | None = None) -> Reply:
+    """`error` is an object with `message`, the form that clients of SGLang, vLLM and the gateways read."""
+    return json_reply(status, {"error": {"type": code, "code": status, "message": message}}, headers)
+
+
+Header = tuple[bytes, bytes]
+
+NO_WORKER = "no_available_workers"
+"""No worker is routable. No worker has seen the request."""
+BUSY = "router_busy"
+"""Too many requests wait. No worker has seen the request."""
+INTERRUPTED = "worker_interrupted"
+"""The connection to the worker broke. The worker may have run the request, so the router does not send it again."""
+RETRY_AFTER_S = 1
+
+
+def refusal(status: int, code: str, message: str) -> tuple[HeaderList, bytes]:
+    """The headers and the body."""
+    kind = "invalid_request_error" if status < 500 else "service_unavailable"
+    body = json.dumps({"error": {"message": message, "type": kind, "code": code}}, separators=(",", ":")).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-smg-error-code", code.encode()),
+    ]
+    if status == 503:
+        headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers, body
+
+
+async def refuse(send: Send, status: int, code: str, message: str, more_headers: Iterable[Header] = ()) -> None:
+    headers, body = refusal(status, code, message)
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, *more_headers]})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from skyrl.router.plugins import Chain, Guarded
+from skyrl.router.middleware import Chain, Guarded
 from skyrl.router.pool import Change, WorkerPool
 from skyrl.router.proxy import Proxy
 from skyrl.router.radix.middleware import RadixTreeMiddleware

@@ -1,19 +1,71 @@
 """The workers behind the router: which exist, which may get requests, and how many requests each has in flight.
 
-The pool does no I/O. Probes, registration and the proxy report to it, and it tells subscribers what changed.
-"""
+The pool does no I/O. Probes, registration and the proxy report to it, and it tells subscribers what changed. `Slots`
+says how many requests are at workers at once, and how many may wait for that."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
 
 from skyrl.router.policies import LeastInFlight, Policy, RequestFacts
 from skyrl.router.worker import Worker, WorkerState, normalise_url
+
+
+class TooManyWaiting(Exception):
+    """The queue is full."""
+
+
+class Slots:
+    """First come, first served. At most `running` holders, at most `waiting` callers that wait."""
+
+    def __init__(self, running: int, waiting: int) -> None:
+        self._free = running
+        self._most_waiting = waiting
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiters)
+
+    def try_acquire(self) -> bool:
+        """Take a slot without waiting."""
+        if self._free > 0:
+            self._free -= 1
+            return True
+        return False
+
+    async def acquire(self) -> None:
+        """Take a slot; wait for one if none is free. Raises TooManyWaiting."""
+        if self.try_acquire():
+            return
+        if len(self._waiters) >= self._most_waiting:
+            raise TooManyWaiting
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self.release()  # the slot came at the same moment
+            elif waiter in self._waiters:  # `release` may have passed it over already
+                self._waiters.remove(waiter)
+            raise
+
+    def release(self) -> None:
+        """Give the slot back. The caller that has waited longest gets it."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._free += 1
+
 
 MAX_WORKERS = 1024
 

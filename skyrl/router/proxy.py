@@ -17,14 +17,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-from skyrl.router import refusals
-from skyrl.router.connections import Address, Connections, address_of
-from skyrl.router.heads import RequestHead, check_headers, check_target, passed_on
+from skyrl.router import messages
 from skyrl.router.messages import ClientLeft, HeaderList, Message, Receive, Scope, Send
 from skyrl.router.policies import RequestFacts
-from skyrl.router.pool import WorkerPool
-from skyrl.router.slots import Slots, TooManyWaiting
-from skyrl.router.upstream import Interrupted, NotAccepted, Upstream
+from skyrl.router.pool import Slots, TooManyWaiting, WorkerPool
+from skyrl.router.upstream import (
+    Address,
+    Connections,
+    Interrupted,
+    NotAccepted,
+    RequestHead,
+    Upstream,
+    address_of,
+    check_headers,
+    check_target,
+    passed_on,
+)
 from skyrl.router.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -123,7 +131,7 @@ class Proxy:
             except TooManyWaiting:
                 self.counts["refused_busy"] += 1
                 waiting = f"{self.limits.waiting} requests wait already"
-                await refusals.refuse(send, 503, refusals.BUSY, waiting)
+                await messages.refuse(send, 503, messages.BUSY, waiting)
                 return
         try:
             await self._forward(scope, receive, send)
@@ -154,7 +162,7 @@ class Proxy:
     async def _refuse_body(self, send: Send) -> None:
         self.counts["refused_body"] += 1
         limit = f"a body may have {self.limits.body_bytes} bytes"
-        await refusals.refuse(send, 413, "body_too_large", limit)
+        await messages.refuse(send, 413, "body_too_large", limit)
 
     async def _collect(self, receive: Receive) -> tuple[bytes, bool]:
         """The body, or its beginning, and whether more follows. Raises ClientLeft."""
@@ -226,7 +234,7 @@ class Proxy:
             finally:
                 pool.end(worker)
         self.counts["no_worker"] += 1
-        await refusals.refuse(send, 503, refusals.NO_WORKER, request.trouble or "no worker is routable")
+        await messages.refuse(send, 503, messages.NO_WORKER, request.trouble or "no worker is routable")
 
     async def _until_routable(self, request: _Request, receive: Receive) -> None:
         """Wait while the only workers have their weights changed, at most `change_s`. Raises ClientLeft."""
@@ -294,7 +302,7 @@ class Proxy:
             if started:
                 raise Truncated(f"{worker.url}: {error}") from error
             message_ = f"no answer from {worker.url} ({error}); it may have processed the request"
-            await refusals.refuse(send, 502, refusals.INTERRUPTED, message_, self.name_of(worker))
+            await messages.refuse(send, 502, messages.INTERRUPTED, message_, self.name_of(worker))
         finally:
             if not pump.done():
                 pump.cancel()

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+from skyrl.router.messages import Reply, error_reply, json_reply
 from skyrl.router.pool import WorkerPool
-from skyrl.router.reply import Reply, error, of_json
 from skyrl.router.worker import Worker, WorkerState
 
 RETRY_AFTER_S = 1
@@ -55,9 +55,9 @@ class RegistrationRoutes:
             case "/remove_worker":
                 return await self._remove(query, body)
             case "/list_workers":
-                return of_json(200, {"urls": [worker.url for worker in self._pool.workers]})
+                return json_reply(200, {"urls": [worker.url for worker in self._pool.workers]})
             case "/liveness" | "/live":
-                return of_json(200, {"status": "ok"})
+                return json_reply(200, {"status": "ok"})
             case _:
                 return self._health(path)
 
@@ -75,10 +75,10 @@ class RegistrationRoutes:
                     url, _completions_url(fields), worker_type=_worker_type(fields), labels=_labels(fields)
                 )
         except ValueError as wrong:
-            return error(400, "BadRequestError", str(wrong))
+            return error_reply(400, "BadRequestError", str(wrong))
         if not accepted:
             in_flight = {worker.url: worker.in_flight for worker in self._pool.workers}
-            return of_json(200, {"status": "success", "worker_id": worker.id, "worker_urls": in_flight})
+            return json_reply(200, {"status": "success", "worker_id": worker.id, "worker_urls": in_flight})
         location = f"/workers/{worker.id}"
         registered = {
             "status": "accepted",
@@ -88,7 +88,7 @@ class RegistrationRoutes:
             "message": "the worker is registered",
             "worker": _listed(worker),
         }
-        return of_json(202, registered, [(b"location", location.encode())])
+        return json_reply(202, registered, [(b"location", location.encode())])
 
     async def _remove(self, query: bytes, body: Body) -> Reply:
         """An unknown worker is no error: clients of slime's router and of miles' raise on one. With `ended` the
@@ -97,35 +97,37 @@ class RegistrationRoutes:
             fields = await _fields(query, body)
             url, ended = _url(fields), _boolean("ended", fields)
         except ValueError as wrong:
-            return error(400, "BadRequestError", str(wrong))
+            return error_reply(400, "BadRequestError", str(wrong))
         removed = self._pool.remove(url, ended=ended)
-        return of_json(200, {"status": "success", "message": "removed" if removed else "there was no such worker"})
+        return json_reply(200, {"status": "success", "message": "removed" if removed else "there was no such worker"})
 
     def _list(self) -> Reply:
         workers = self._pool.workers
         kinds = [worker.worker_type for worker in workers]
         stats = {f"{kind}_count": kinds.count(kind) for kind in ("prefill", "decode", "regular")}
-        return of_json(200, {"workers": [*map(_listed, workers)], "total": len(workers), "stats": stats})
+        return json_reply(200, {"workers": [*map(_listed, workers)], "total": len(workers), "stats": stats})
 
     async def _one(self, method: str, id_or_url: str, query: bytes, body: Body) -> Reply:
         if method not in ("GET", "PUT", "DELETE"):
             return _not_allowed(("GET", "PUT", "DELETE"))
         worker = self._pool.find(id_or_url) or self._pool.find(unquote(id_or_url))
         if worker is None:
-            return error(404, "NotFoundError", f"no worker has the id or URL {unquote(id_or_url)!r}")
+            return error_reply(404, "NotFoundError", f"no worker has the id or URL {unquote(id_or_url)!r}")
         if method == "GET":
-            return of_json(200, _listed(worker))
+            return json_reply(200, _listed(worker))
         if method == "PUT":
             try:
                 fields = await _fields(query, body)
                 self._set_service(worker, fields | {name: _boolean(name, fields) for name in fields.keys() & _SERVICE})
             except ValueError as wrong:
-                return error(400, "BadRequestError", str(wrong))
-            return of_json(200, {"status": "ok", "worker_id": worker.id, "worker": _listed(worker)})
+                return error_reply(400, "BadRequestError", str(wrong))
+            return json_reply(200, {"status": "ok", "worker_id": worker.id, "worker": _listed(worker)})
         if query:
-            return error(400, "BadRequestError", f"{query.decode('latin-1')[:MAX_REASON]}: DELETE takes no parameters")
+            return error_reply(
+                400, "BadRequestError", f"{query.decode('latin-1')[:MAX_REASON]}: DELETE takes no parameters"
+            )
         self._pool.remove(worker.id)
-        return of_json(202, {"status": "accepted", "worker_id": worker.id, "message": "the worker is being removed"})
+        return json_reply(202, {"status": "accepted", "worker_id": worker.id, "message": "the worker is being removed"})
 
     def _set_service(self, worker: Worker, fields: dict[str, Any]) -> None:
         """Raises ValueError, which names the field."""
@@ -146,10 +148,10 @@ class RegistrationRoutes:
         routable = self._pool.routable
         counts = {"healthy_workers": routable, "total_workers": len(self._pool.workers)}
         if routable or self._pool.changing:  # requests wait for a change of weights, and are answered
-            return of_json(200, {"status": "ok" if path == "/health" else "ready", **counts})
+            return json_reply(200, {"status": "ok" if path == "/health" else "ready", **counts})
         reason = "no worker is routable"
         unready = {"status": "not ready", "reason": reason, "error": {"code": 503, "message": reason}, **counts}
-        return of_json(503, unready, [(b"retry-after", str(RETRY_AFTER_S).encode())])
+        return json_reply(503, unready, [(b"retry-after", str(RETRY_AFTER_S).encode())])
 
 
 _READ = ("GET", "HEAD", "POST")
@@ -174,7 +176,7 @@ def is_registration(path: str) -> bool:
 
 def _not_allowed(methods: tuple[str, ...]) -> Reply:
     allowed = ", ".join(methods)
-    return error(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
+    return error_reply(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
 
 
 async def _fields(query: bytes, body: Body) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from skyrl.router.context import MAX_BODY_BYTES, RouterContext
-from skyrl.router.messages import AsgiApp, Call, Message, Receive, Request, Response, Scope, Send
-from skyrl.router.plugins import made
+from skyrl.router.messages import AppCall, AsgiApp, Message, Receive, Request, Response, Scope, Send
+from skyrl.router.middleware import MAX_BODY_BYTES, RouterContext, made
 
 WorkerFunction = Callable[[Request], Awaitable[Response]]
 
@@ -73,7 +72,7 @@ class MiddlewareBench:
             raise AssertionError
 
         app: AsgiApp = self.plugin
-        call = Call(app, Request(scope, receive, MAX_BODY_BYTES))
+        call = AppCall(app, Request(scope, receive, MAX_BODY_BYTES))
         try:
             response = await call.response()
             await response.body()

@@ -1,4 +1,5 @@
-"""What a process needs to run, whatever it serves: supervision, HTTP listening, metrics, traces, the Ray cluster.
+"""What a process needs to run, whatever it serves: supervision, metrics, traces, the Ray cluster, and the worker
+process that opens pictures.
 
-Knows names, numbers and sockets, and neither models nor requests.
+Knows names, numbers, sockets and files. Answers no requests and runs no models.
 """

@@ -1,4 +1,4 @@
-"""What outlives a process: the database, the checkpoint store, and the notices that the database has changed.
+"""What outlives a process: the database, the requests in it, the checkpoint store, and notices of what has changed.
 
-Knows the rows and files of runs, samples and checkpoints, and nothing of HTTP or of models in memory.
+Knows rows, files and who waits for them. Knows neither HTTP nor models in memory.
 """

@@ -9,12 +9,9 @@ from pathlib import Path
 import torch
 
 from skyrl.weights.deltas import delta
-from skyrl.weights.digests import digest
 from skyrl.weights.disk import new_directory, write_index, write_shard
-from skyrl.weights.dtypes import check_sent
-from skyrl.weights.tensors import Part
-from skyrl.weights.version_on_disk import VersionOnDisk
-from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
+from skyrl.weights.tensors import Part, check_sent, digest
+from skyrl.weights.workers import PauseMode, VersionOnDisk, Workers, WorkersFailed
 
 
 class ChangesOnDisk:

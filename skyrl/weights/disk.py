@@ -12,10 +12,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from skyrl.weights.dtypes import check_sent
-from skyrl.weights.tensors import Part
-from skyrl.weights.version_on_disk import VersionOnDisk
-from skyrl.weights.workers import PauseMode, Workers
+from skyrl.weights.tensors import Part, check_sent
+from skyrl.weights.workers import PauseMode, VersionOnDisk, Workers
 
 INDEX = "model.safetensors.index.json"
 

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from skyrl.weights.digests import digest, dtype_name
-from skyrl.weights.dtypes import check_sent
-from skyrl.weights.kept_memory import KeptMemory
 from skyrl.weights.process_group import Group, join, listen
-from skyrl.weights.tensors import Part, sent_as
+from skyrl.weights.segments import KeptMemory
+from skyrl.weights.tensors import Part, check_sent, digest, dtype_name, sent_as
 from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
 
 TIMEOUT_S = 120.0

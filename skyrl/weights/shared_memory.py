@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from skyrl.weights.digests import digest, dtype_name
-from skyrl.weights.dtypes import check_sent
 from skyrl.weights.group import NotApplied
 from skyrl.weights.segments import Segment, places_of
-from skyrl.weights.tensors import Part, sent_as
+from skyrl.weights.tensors import Part, check_sent, digest, dtype_name, sent_as
 from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
 
 ROUTE = "/update_weights_from_tensor"

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from anthropic.types.beta import beta_content_block_param
 from openai.types.responses import response_input_item_param
 
-from skyrl.server.dialects.messages import block_kinds
-from skyrl.server.dialects.responses import item_kinds
+from skyrl.chat.dialects.messages import conversation
+from skyrl.chat.dialects.responses import fields
 from tests.agents.npm_packages import installed
 from tests.environments import ROOT
 
@@ -37,7 +37,7 @@ that names it.
 What is left out of the prompt is named in the header `X-Skyrl-Left-Out` of the answer, with its place in the request,
 in up to 1,000 characters.
 """
-SAYS: Mapping[item_kinds.Fate | block_kinds.Fate, str] = {
+SAYS: Mapping[fields.Fate | conversation.Fate, str] = {
     "message": "a message",
     "answer": "a part of the model's answer",
     "result": "the result of a call",
@@ -97,21 +97,21 @@ def page(codex: Codex) -> str:
     names = {name: f"`{name}` {version(name)}" for name in ("openai", "anthropic")}
     return (
         INTRODUCTION.format(codex=f"Codex {codex.version}", **names)
-        + _table("items of Responses", {kind: _item(kind) for kind in sorted(item_kinds.KINDS)})
-        + _table("blocks of Messages", {kind: _block(kind) for kind in sorted(block_kinds.KINDS)})
+        + _table("items of Responses", {kind: _item(kind) for kind in sorted(fields.KINDS)})
+        + _table("blocks of Messages", {kind: _block(kind) for kind in sorted(conversation.KINDS)})
     )
 
 
 def _item(kind: str) -> str:
-    if (call := item_kinds.CLIENT_CALLS.get(kind)) is not None:
+    if (call := fields.CLIENT_CALLS.get(kind)) is not None:
         return f"a call of the function `{call.name}`"
-    why = item_kinds.LEFT_OUT.get(kind) or item_kinds.REFUSED.get(kind)
-    return SAYS[item_kinds.KINDS[kind]] + (f": {why}" if why else "")
+    why = fields.LEFT_OUT.get(kind) or fields.REFUSED.get(kind)
+    return SAYS[fields.KINDS[kind]] + (f": {why}" if why else "")
 
 
 def _block(kind: str) -> str:
-    why = block_kinds.LEFT_OUT.get(kind) or block_kinds.REFUSED.get(kind)
-    return SAYS[block_kinds.KINDS[kind]] + (f": {why}" if why else "")
+    why = conversation.LEFT_OUT.get(kind) or conversation.REFUSED.get(kind)
+    return SAYS[conversation.KINDS[kind]] + (f": {why}" if why else "")
 
 
 def _table(title: str, fates: Mapping[str, str]) -> str:
@@ -126,9 +126,9 @@ def _table(title: str, fates: Mapping[str, str]) -> str:
 def unknown(codex: Codex) -> dict[str, list[str]]:
     """The kinds that the server does not know, by who sends them."""
     given = {
-        "Codex": (codex.kinds, item_kinds.KINDS),
-        "openai": (openai_items(), item_kinds.KINDS),
-        "anthropic": (anthropic_blocks(), block_kinds.KINDS),
+        "Codex": (codex.kinds, fields.KINDS),
+        "openai": (openai_items(), fields.KINDS),
+        "anthropic": (anthropic_blocks(), conversation.KINDS),
     }
     found = {name: [kind for kind in kinds if kind not in known] for name, (kinds, known) in given.items()}
     return {name: kinds for name, kinds in found.items() if kinds}

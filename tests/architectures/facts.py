@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 _FLAGS = ("train_attn", "train_mlp")
 _PLACE = re.compile(r"^.*\blayers\.\d+\.\w+\.")

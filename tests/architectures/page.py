@@ -17,8 +17,8 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.torch_lora.model import check_config
-from skyrl.training.backends.torch_lora.model_config import SAME_CLASS
+from skyrl.trainer.files.config import SAME_CLASS
+from skyrl.trainer.model.base_model import check_config
 from tests.architectures.cookbook import Cookbook, model_type_of
 from tests.architectures.rows import ROWS, Row
 from tests.environments import ROOT

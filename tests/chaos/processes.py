@@ -9,8 +9,8 @@ import psutil
 from tests.chaos.plan import API, ENGINE, LAUNCHER, VLLM_CORE, VLLM_SERVER
 
 COMMAND_WORDS = {
-    API: "skyrl.server.api.server",
-    ENGINE: "skyrl.training.engine.main",
+    API: "skyrl.api.server",
+    ENGINE: "skyrl.engine.main",
     VLLM_SERVER: "vllm.entrypoints.openai.api_server",
     VLLM_CORE: "EngineCore",
 }

@@ -15,11 +15,11 @@ from chatting_upstream import ChattingUpstream
 from fake_upstream import FakeUpstream
 from router_world import PromptServer
 
+from skyrl.api.app import create_app
+from skyrl.api.direct_http import protocol_with
 from skyrl.base.tiny.tools import make
-from skyrl.runtime.processes.listening import listen
-from skyrl.server.agents.live import LiveSession
-from skyrl.server.api.app import create_app
-from skyrl.server.api.whole_request import protocol_with
+from skyrl.chat.agents.live_sessions import LiveSession
+from skyrl.runtime.processes.ports import listen
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training
 

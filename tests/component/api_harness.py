@@ -12,9 +12,9 @@ import numpy as np
 from engine_harness import until
 from prometheus_client.parser import text_string_to_metric_families
 
+from skyrl.api.services import Services
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.runtime.metrics.files import MetricsWriter
-from skyrl.server.api.services import Services
 
 BASE = "acme/base"
 SAMPLE = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}

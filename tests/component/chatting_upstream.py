@@ -10,8 +10,8 @@ from typing import Any
 from fake_upstream import FakeUpstream, Received, reply
 from tokenizers import Tokenizer
 
-from skyrl.server.agents.rendering.renderer import Setting
-from skyrl.server.agents.rendering.renderers import renderer_of
+from skyrl.chat.agents.rendering.loaded_models import renderer_of
+from skyrl.chat.agents.rendering.renderer import Setting
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 SAMPLED = 3

@@ -16,11 +16,11 @@ import httpx
 from engine_harness import WAIT_S, Harness, Trainer, harness_in
 from sqlalchemy import select
 
+from skyrl.api.access import tenant_of_key
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
+from skyrl.api.services import Services
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
-from skyrl.server.api.services import Services
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.audit import audit_events
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.usage import usage

@@ -15,24 +15,23 @@ from engine_harness import Harness, Trainer, harness_in, until
 from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, complete, fake_upstream, hang_up, reply
 from replicas import SOON_S, group_of
 
-from skyrl.base.pictures.sight import Blind, Sight
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.results import encode_json
+from skyrl.engine.colocated_sampling import ColocatedSampler
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.server.pictures.files import StoredPictureFiles
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import ContextLimits
-from skyrl.storage.db.picture_files import PictureFiles
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import ContextLimits
+from skyrl.sampling.pictures import StoredPictureFiles
+from skyrl.sampling.servers import FixedEndpoint
+from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.samplers import Sampler, Samplers
-from skyrl.training.engine.sampling import ColocatedSampler
 
 NEVER_S = 1000.0
 LIMITS = ContextLimits(1000, 100)
-TEXT_ONLY = Blind("it is a model of text")
+TEXT_ONLY = NoVision("it is a model of text")
 
 
 @dataclass
@@ -111,7 +110,7 @@ async def world(
     *,
     watching_s: float = SOON_S,
     give_up_after_s: float = NEVER_S,
-    sight: Sight | Blind = TEXT_ONLY,
+    sight: VisionConfig | NoVision = TEXT_ONLY,
 ) -> AsyncIterator[World]:
     async with fake_upstream() as upstream, harness_in(state_dir) as harness:
         vllm = Vllm(upstream)

@@ -16,14 +16,14 @@ from engine_harness import NEVER_S
 from fake_upstream import FakeUpstream, fake_upstream
 from two_models import ENTRIES, JUDGE, STUDENT, TEACHER, VOCABULARY, serving
 
-import skyrl.server.api.server
+import skyrl.api.server
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
+from skyrl.engine import sweeping
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import ONLY_SAMPLED, publish_training, publish_url
-from skyrl.training.engine import sweeping
 
 
 @pytest.fixture(autouse=True)
@@ -134,4 +134,4 @@ async def two_models(shared: Database, tmp_path: Path, upstreams: dict[str, Fake
 @pytest.fixture
 def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process ends without waiting for running samples."""
-    monkeypatch.setattr(skyrl.server.api.server, "DRAIN_S", 0.05)
+    monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)

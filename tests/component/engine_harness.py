@@ -20,35 +20,32 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import base_models_of
 from skyrl.base.tiny import model_path
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.requests import NewRequest
-from skyrl.base.types.weights import AdapterVersion, WeightsRef
+from skyrl.base.types.requests import Kind, NewRequest
+from skyrl.base.types.weights import AdapterVersion, LoraSpec, WeightsRef
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import to_json
+from skyrl.engine.build import EngineParts, build_engine
+from skyrl.engine.colocated_sampling import ColocatedSampler
+from skyrl.engine.crash_ledger import CrashLedger
+from skyrl.engine.loop import Engine
+from skyrl.engine.recovery import Recovery
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.telemetry import CommandTracing
+from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.server.futures.store import FutureStore
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
 from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.claims import Fence, FencedDatabase
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.fence import Fence, FencedDatabase
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import Model, add_model, models
 from skyrl.storage.db.sessions import Session, Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.storage.notify.doorbell import SESSIONS, Doorbell, DoorbellListener
-from skyrl.training.backends.registry import create_backend
-from skyrl.training.engine.build import EngineParts, build_engine
-from skyrl.training.engine.crash_ledger import CrashLedger
-from skyrl.training.engine.loop import Engine
-from skyrl.training.engine.recovery import Recovery
-from skyrl.training.engine.sampling import ColocatedSampler
-from skyrl.training.engine.scheduler import Scheduler
-from skyrl.training.engine.signals import EngineSignals
-from skyrl.training.engine.threads import EngineThreads
-from skyrl.training.engine.tracing import CommandTracing
+from skyrl.storage.doorbell import SESSIONS, Doorbell, DoorbellListener
+from skyrl.storage.futures.store import FutureStore
+from skyrl.trainer import create_backend
 from tests.databases import make_tables
 from tests.engine_process import claim_for_tests
 

@@ -9,7 +9,7 @@ from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, hang_up, r
 from replicas import WELL
 
 from skyrl.inference.full_weights import VersionFiles
-from skyrl.inference.vllm_plugin.incarnation import HEADER
+from skyrl.inference.vllm_plugin.protocol import INCARNATION
 
 ONE, TWO, BASE = (VersionFiles(name, f"/files/{name}") for name in ("m@1", "m@2", "default"))
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
@@ -46,7 +46,7 @@ class Server:
     async def _reply(self, request: Received) -> Reply:
         match request.path:
             case "/health":
-                return reply(200, b"", **{HEADER.replace("-", "_"): f"start {self.starts}"})
+                return reply(200, b"", **{INCARNATION.replace("-", "_"): f"start {self.starts}"})
             case "/model_info":
                 return reply(200, {"weight_version": self.version})
             case "/v1/loads":

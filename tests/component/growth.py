@@ -21,7 +21,7 @@ SKYRL = Path(skyrl.__file__).parent
 @contextmanager
 def lines_run(*packages: str) -> Iterator[Counter[str]]:
     """How many lines run in this thread meanwhile, by function. Counts the code of these packages of skyrl, such as
-    server/agents. A loop runs its lines anew in each round."""
+    chat/agents. A loop runs its lines anew in each round."""
     counts: Counter[str] = Counter()
     directories = tuple(f"{SKYRL / package}/" for package in packages)
 

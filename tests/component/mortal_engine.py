@@ -18,15 +18,15 @@ from engine_harness import SERVER, WAIT_S, Killed, until
 from sqlalchemy import Connection
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
+from skyrl.engine.build import EngineParts, build_engine
+from skyrl.engine.crash_ledger import CrashLedger
+from skyrl.engine.threads import EngineSignals
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.db.claims import Fence, FencedDatabase
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.fence import Fence, FencedDatabase
-from skyrl.storage.notify.doorbell import SESSIONS
-from skyrl.training.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
-from skyrl.training.engine.build import EngineParts, build_engine
-from skyrl.training.engine.crash_ledger import CrashLedger
-from skyrl.training.engine.signals import EngineSignals
+from skyrl.storage.doorbell import SESSIONS
+from skyrl.trainer.protocol import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
 from tests.engine_process import claim_for_tests
 
 ALL = 1000

@@ -13,11 +13,9 @@ from api_harness import BASE, LONG_S, Api
 from fake_upstream import Received, Reply, reply
 from sqlalchemy import insert, select
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
-from skyrl.server.api.app import create_app
-from skyrl.server.api.http_table import HttpTable
-from skyrl.server.api.tokens import tenant_of_key
+from skyrl.api.access import tenant_of_key
+from skyrl.api.app import HttpTable, create_app
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database

@@ -14,7 +14,7 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.inference.router_members import Members
-from skyrl.inference.vllm_plugin.incarnation import HEADER
+from skyrl.inference.vllm_plugin.protocol import INCARNATION
 
 UNLOAD = "/v1/unload_lora_adapter"
 SOON_S = 0.01
@@ -133,7 +133,7 @@ class Server:
 
     def _reply(self, path: str, name: str, request: Received) -> Reply:
         if path == "/health":
-            return reply(200, b"", **{HEADER.replace("-", "_"): f"start {self.starts}"})
+            return reply(200, b"", **{INCARNATION.replace("-", "_"): f"start {self.starts}"})
         if path == "/is_sleeping":
             return reply(200, {"is_sleeping": False})
         if path == LOAD:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import aiohttp
 
+from skyrl.http.server import Server
 from skyrl.router.app import RouterApp
-from skyrl.router.connections import address_of
-from skyrl.router.fast_path import Lane
+from skyrl.router.fast_path import FastPathRule
 from skyrl.router.main import RouterOptions, connection_class, open_router
-from skyrl.runtime.processes.listening import listen
-from skyrl.runtime.web.server import Server
+from skyrl.router.upstream import address_of
+from skyrl.runtime.processes.ports import listen
 
 CONNECTIONS = 4
 """Unused connections to each worker with which a router of `short_way` starts."""
@@ -203,7 +203,7 @@ async def running_router(
             await serving
 
 
-async def open_connections(lane: Lane, workers: Sequence[FakeWorker]) -> None:
+async def open_connections(lane: FastPathRule, workers: Sequence[FakeWorker]) -> None:
     connections = lane.proxy.connections
     for worker in workers:
         address = address_of(worker.url)

@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from skyrl.base.pictures.decoding import opened
-from skyrl.base.pictures.sight import Sight
-from skyrl.server.sampling.job import Pictures
+from skyrl.base.pictures.vision import VisionConfig
+from skyrl.sampling.job import Pictures
 from tests.families import IMAGE_TOKEN, PICTURE_TOKENS, VOCAB, make_family
 
 START, END = PICTURE_TOKENS["vision_start_token_id"], PICTURE_TOKENS["vision_end_token_id"]
@@ -92,4 +92,4 @@ class Reference:
 
 
 def tokens_of_picture(path: str, width: int, height: int) -> int:
-    return Sight.of(path).tokens(width, height)
+    return VisionConfig.of(path).tokens(width, height)

@@ -13,7 +13,7 @@ import aiohttp
 
 from skyrl.inference.sidecar.app import Sidecar, open_sidecar
 from skyrl.inference.sidecar.settings import SidecarSettings
-from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.processes.ports import listen
 from tests.component.router_world import Exchange, FakeWorker, PromptServer
 
 Completion = Callable[[Exchange], Awaitable[None]]

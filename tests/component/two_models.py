@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 from api_harness import Api
 
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import base_models_of
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
 from skyrl.storage.db.database import Database
 
 STUDENT, TEACHER, JUDGE = "acme/student", "acme/teacher", "acme/judge"

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from skyrl.inference.vllm_command import WEIGHT_UPDATES
-from skyrl.training.backends.torch_lora.routing import own_experts
+from skyrl.trainer.experts.routing import own_experts
 from tests.families import CONTEXT, MIXTURES, VOCAB, make_family
 
 SERVED: dict[str, dict[str, Any]] = {

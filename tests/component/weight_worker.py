@@ -20,9 +20,9 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from skyrl.weights.deltas import POSITIONS, VALUES, patch
-from skyrl.weights.digests import digests
 from skyrl.weights.process_group import Group, GroupError, join
 from skyrl.weights.segments import SegmentError, opened
+from skyrl.weights.tensors import digests
 
 SHAPES = {"a": (4, 3), "b": (5,)}
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl.server.api.agent_sessions import ROUTE as AGENT_SESSIONS
-from skyrl.server.api.openai import MESSAGES, PREFIXES
-from skyrl.server.api.tokens import tenant_of_key, user_urn
+from skyrl.api.access import tenant_of_key, user_urn
+from skyrl.api.routes.agent_sessions import ROUTE as AGENT_SESSIONS
+from skyrl.api.routes.chats import MESSAGES, PREFIXES
 
 BASE = "acme/base"
 OWNER, STRANGER = "tml-owner", "tml-stranger"

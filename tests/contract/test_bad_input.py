@@ -19,17 +19,15 @@ import zstandard
 from fastapi.routing import APIRoute
 from sqlalchemy import func, insert, select
 
+from skyrl.api.app import HttpTable, create_app
+from skyrl.api.routes.chats import is_anthropic, is_openai
+from skyrl.api.server import open_services
+from skyrl.api.services import Services
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.http_table import HttpTable
-from skyrl.server.api.openai import is_anthropic, is_openai
-from skyrl.server.api.server import open_services
-from skyrl.server.api.services import Services
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database

@@ -20,17 +20,16 @@ import pytest_asyncio
 from one_turn import turn
 from sqlalchemy import insert, select
 
+from skyrl.api.app import HttpTable, create_app
+from skyrl.api.routes import futures as polls
+from skyrl.api.routes.agent_sessions import ROUTE as AGENT_SESSIONS
+from skyrl.api.server import open_services
+from skyrl.api.services import Services
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.chat.openai.service import Asked, OpenAIService
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api import futures as polls
-from skyrl.server.api.agent_sessions import ROUTE as AGENT_SESSIONS
-from skyrl.server.api.app import create_app
-from skyrl.server.api.http_table import HttpTable
-from skyrl.server.api.server import open_services
-from skyrl.server.api.services import Services
-from skyrl.server.openai.service import Asked, OpenAIService
-from skyrl.storage.db.agent_sessions import sessions as agent_sessions
+from skyrl.storage.db.agents import sessions as agent_sessions
 from skyrl.storage.db.audit import audit_events
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database

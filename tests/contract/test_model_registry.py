@@ -12,14 +12,14 @@ import httpx
 import pytest
 from sqlalchemy import update
 
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.paths import TinkerPath
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db.checkpoints import Checkpoint, checkpoints, put
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest_asyncio
 
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
 from skyrl.storage.db.database import Database
 from tests.databases import make_tables, url_of
 from tests.deploy.files import read_serve as read_serve

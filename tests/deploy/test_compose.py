@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl.base.config.keys import STOP_GRACE_S
-from skyrl.cli.launcher.server_parts import INFERENCE_GRACE_S
+from skyrl.cli.launcher.inference_parts import INFERENCE_GRACE_S
 from skyrl.cli.launcher.skyrl_processes import (
     API_GRACE_S,
     PLACEMENT_GRACE_S,

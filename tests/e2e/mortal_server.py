@@ -46,22 +46,22 @@ class MortalServer(DemoServer):
 
     def api(self) -> psutil.Process:
         """The API process; waits until there is one."""
-        return self._running("skyrl.server.api.server")[0]
+        return self._running("skyrl.api.server")[0]
 
     def engine(self) -> psutil.Process:
         """The engine process; waits until there is one."""
-        return self._running("skyrl.training.engine.main")[0]
+        return self._running("skyrl.engine.main")[0]
 
     def engine_of(self, name: str) -> psutil.Process:
         """The engine of one base model of several, by the end of its log's name."""
-        for engine in self._running("skyrl.training.engine.main"):
+        for engine in self._running("skyrl.engine.main"):
             if os.readlink(f"/proc/{engine.pid}/fd/1").endswith(f"engine-{name}.log"):
                 return engine
         raise AssertionError(f"the base model {name} has no engine")
 
     def apis(self, count: int) -> list[psutil.Process]:
         """The API processes, oldest first; waits until there are `count`."""
-        return self._running("skyrl.server.api.server", count)
+        return self._running("skyrl.api.server", count)
 
     def _running(self, module: str, count: int = 1) -> list[psutil.Process]:
         deadline = time.monotonic() + WAIT_S

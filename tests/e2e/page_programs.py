@@ -59,15 +59,15 @@ IMPORTED = (
     "torch",
     "transformers",
     "tinker.cli.__main__",
-    "skyrl.server.api.tokens",
+    "skyrl.api.access",
     "skyrl.cli.doctor",
     "skyrl.cli.main",
     "skyrl.storage.db.maintenance",
     "skyrl.storage.db.migrate",
     "skyrl.storage.db.quotas",
-    "skyrl.storage.db.transfer",
+    "skyrl.storage.db.maintenance",
     "skyrl.cli.launcher.main",
-    "skyrl.server.quotas.limits",
+    "skyrl.sampling.quota_account",
     "skyrl.base.tiny.corpus",
 )
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl.cli.demo.server import DemoServer
-from skyrl.runtime.tracing.context import SpanContext
+from skyrl.runtime.tracing import SpanContext
 from tests.otlp_receiver import Collector
 
 from .talking_agent import TalkingAgent

@@ -14,7 +14,7 @@ from openai import OpenAI
 from tinker import types
 
 from skyrl.base.pictures.picture import format_of
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.cli.demo.server import DemoServer
 from tests.unit.picture_files import jpeg, png
 
@@ -36,8 +36,8 @@ def client(seeing: DemoServer) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def sight(seeing: DemoServer) -> Sight:
-    return Sight.of(str(seeing.state_dir.parent / "model"))
+def sight(seeing: DemoServer) -> VisionConfig:
+    return VisionConfig.of(str(seeing.state_dir.parent / "model"))
 
 
 def part(data: bytes) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def answer(client: OpenAI, *parts: dict[str, Any]) -> list[int]:
     return ask(client, *parts).choices[0].token_ids
 
 
-def test_a_chat_about_pictures_has_their_tokens_at_their_places(client: OpenAI, sight: Sight) -> None:
+def test_a_chat_about_pictures_has_their_tokens_at_their_places(client: OpenAI, sight: VisionConfig) -> None:
     answered = ask(client, text("One"), part(WIDE), text("and two"), part(TALL))
     ids = answered.prompt_token_ids
     runs = [len(run) for run in "".join("x" if token == sight.image_token_id else " " for token in ids).split()]
@@ -68,7 +68,7 @@ def test_a_chat_about_pictures_has_their_tokens_at_their_places(client: OpenAI, 
 
 
 def test_the_answer_is_that_of_a_sample_about_the_same_picture(
-    client: OpenAI, seeing: DemoServer, sight: Sight
+    client: OpenAI, seeing: DemoServer, sight: VisionConfig
 ) -> None:
     answered = ask(client, text("What is this?"), part(WIDE))
     ids, count = answered.prompt_token_ids, sight.tokens(*SIZES[WIDE])
@@ -120,7 +120,9 @@ def test_the_text_of_a_pictures_token_does_not_harm_the_server(client: OpenAI, p
     assert answer(client, text("What is this?"), *parts) == before
 
 
-def test_the_id_of_a_pictures_token_in_a_completion_does_not_harm_the_server(client: OpenAI, sight: Sight) -> None:
+def test_the_id_of_a_pictures_token_in_a_completion_does_not_harm_the_server(
+    client: OpenAI, sight: VisionConfig
+) -> None:
     prompt = [5, *[sight.image_token_id] * 6, 7]
     assert status_of(lambda: client.completions.create(model=MODEL, prompt=prompt, max_tokens=2)) in (200, 400)
     assert answer(client, text("What is this?"), part(WIDE))

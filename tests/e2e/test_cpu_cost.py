@@ -43,7 +43,7 @@ async def forward(samples: TinkerSamples, numbers: range) -> set[str]:
 @ON_SQLITE
 async def test_forwarding_costs_no_more_cpu_than_its_bound() -> None:
     with NullUpstream() as upstream, gateway(upstream.url) as server:
-        api = find_process(server, "skyrl.server.api.server").pid
+        api = find_process(server, "skyrl.api.server").pid
         samples = TinkerSamples(LoadSpec(server.url, "tinker", IN_FLIGHT, seconds=0))
         await samples.open()
         assert not await forward(samples, range(WARM_UP))

@@ -32,7 +32,7 @@ def test_a_killed_engine_loses_no_training_and_no_samples(
     sampler = trainer.save_weights_and_get_sampling_client().result()
     prompt = tokenizer.encode("The old")
     expected = greedy(sampler, prompt)
-    find_process(server, "skyrl.training.engine.main").kill()
+    find_process(server, "skyrl.engine.main").kill()
     assert greedy(sampler, prompt) == expected
     after = train(trainer, data, 4, 1e-2)
     assert before + after == uninterrupted

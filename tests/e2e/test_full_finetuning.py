@@ -313,7 +313,7 @@ def test_the_engine_is_killed_and_training_goes_on_with_the_same_bits(
     trainer.forward_backward([cross_entropy(tokens[::-1])], "cross_entropy").result()
     sampler = _sampler(trainer)
     expected = _sampled(sampler, tokens)
-    find_process(full, "skyrl.training.engine.main").kill()
+    find_process(full, "skyrl.engine.main").kill()
     np.testing.assert_array_equal(_sampled(sampler, tokens), expected)
     stepped = trainer.optim_step(STEP).result().metrics
     loss = _step(trainer, tokens)

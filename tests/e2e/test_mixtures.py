@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import moe
 from skyrl.cli.demo.server import DemoServer
-from skyrl.training.backends.torch_lora.routing import own_experts
+from skyrl.trainer.experts.routing import own_experts
 from tests.servers import ready
 
 from .conftest import ask, cross_entropy, find_process
@@ -151,7 +151,7 @@ def test_a_pass_with_routed_experts_is_repeated_after_the_trainer_was_killed(
         trainer = client.create_lora_training_client(base_model="mixture", rank=8, seed=2, train_mlp=False).result()
         trainer.forward_backward([_with_experts(tokens, experts)], "cross_entropy").result()
         if dies:
-            os.kill(find_process(mixture, "skyrl.training.engine.main").pid, signal.SIGKILL)
+            os.kill(find_process(mixture, "skyrl.engine.main").pid, signal.SIGKILL)
         trainer.optim_step(STEP).result()
         found.append(_trained(trainer, cross_entropy(tokens)))
     np.testing.assert_array_equal(found[0], found[1])

@@ -17,9 +17,9 @@ from urllib.parse import quote
 import pytest
 import tinker
 
+from skyrl.api.access import tenant_of_key
 from skyrl.cli.demo.server import DemoServer
 from skyrl.runtime.processes.ports import free_port
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.maintenance import backup
 from skyrl.storage.db.migrate import migrate

@@ -25,9 +25,9 @@ import tinker
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
+from skyrl.api.routes.futures import HOLD_S, SHORTEST_HOLD
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.cli.demo.server import DemoServer
-from skyrl.server.api.futures import HOLD_S, SHORTEST_HOLD
 
 from .conftest import ClientFactory, ask, cross_entropy, greedy
 from .fault_proxy import FaultProxy, edited

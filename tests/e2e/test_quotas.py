@@ -13,8 +13,8 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl.api.access import tenant_of_key
 from skyrl.cli.demo.server import DemoServer
-from skyrl.server.api.tokens import tenant_of_key
 from tests.databases import url_of
 from tests.servers import SLOW_START_S
 

@@ -31,7 +31,7 @@ from .load import PROMPT, Load, client_that_outlives, sample, start_load
 pytestmark = pytest.mark.vllm
 
 SHORT, LONG = 12, 400
-ROUTER = "skyrl.router.managed"
+ROUTER = "skyrl.router.main"
 CLIENTS = 12
 """Sampling sessions. Their samples of the base model go to either replica; all on one is a chance of 1 in 2,048."""
 

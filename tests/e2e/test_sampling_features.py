@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl.base.tiny.corpus import IM_END, chat_prompt
 from skyrl.base.types.weights import AdapterVersion, parse_weights
 from skyrl.cli.demo.server import DemoServer
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 
 from .conftest import ask, cross_entropy, train
 from .reference import Reference

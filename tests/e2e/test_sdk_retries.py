@@ -183,7 +183,7 @@ def test_a_killed_api_process_only_delays_the_program(
     server: DemoServer, proxy: FaultProxy, undisturbed: Outcome
 ) -> None:
     """Promises, results, samplers and the session from before the kill stay valid."""
-    api = find_process(server, "skyrl.server.api.server")
+    api = find_process(server, "skyrl.api.server")
 
     async def kill_then_forward(call: Call) -> Any:
         promise = await call.forward()

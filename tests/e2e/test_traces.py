@@ -6,7 +6,7 @@ import httpx
 import tinker
 
 from skyrl.cli.demo.server import DemoServer
-from skyrl.runtime.tracing.context import SpanContext
+from skyrl.runtime.tracing import SpanContext
 from tests.otlp_receiver import Collector
 
 from .conftest import ClientFactory, cross_entropy

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from skyrl.server.openai.fields import SamplingParams
+from skyrl.chat.openai.fields import SamplingParams
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 END = 2

@@ -114,7 +114,7 @@ def test_a_killed_api_process_loses_no_sample_and_no_command(server: DemoServer,
         training = pool.submit(train, trainer, data, steps, 1e-2)
         while server.status()["requests_pending"] <= len(samples) and not training.done():
             time.sleep(0.01)
-        find_process(server, "skyrl.server.api.server").kill()
+        find_process(server, "skyrl.api.server").kill()
         assert training.result() == undisturbed
         for tenant, sample in zip(tenants, samples, strict=True):
             assert len(sample.result().tokens) == LONG

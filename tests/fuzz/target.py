@@ -12,8 +12,8 @@ import httpx
 import psutil
 from hypothesis import HealthCheck, Phase, settings
 
+from skyrl.api.routes.chats import is_anthropic, is_openai
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.server.api.openai import is_anthropic, is_openai
 from tests.e2e.mortal_server import MortalServer
 
 CANARY = f"canary-{secrets.token_hex(8)}"

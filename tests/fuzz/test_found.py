@@ -13,7 +13,7 @@ from skyrl.base.wire.training import PROTOBUF
 from tests.fuzz.inputs import NESTED
 from tests.fuzz.target import Target
 
-API, ENGINE = "skyrl.server.api.server", "skyrl.training.engine.main"
+API, ENGINE = "skyrl.api.server", "skyrl.engine.main"
 NOT_UTF8 = b'"\xff":1,"x":1'
 
 

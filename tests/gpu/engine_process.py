@@ -18,11 +18,11 @@ import torch
 from engine_harness import Harness, Trainer, harness_in  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.storage.db.sessions import Session
-from skyrl.training.backends.torch_lora import device
-from skyrl.training.backends.torch_lora import model as model_module
-from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
+from skyrl.trainer import device
+from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
+from skyrl.trainer.model import base_model as model_module
 from tests.gpu.support import REHEARSAL
 
 POISON = 666.0

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
-from skyrl.training.backends.base import Datum, PassResult
-from skyrl.training.backends.torch_lora import model as model_module
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.model import base_model as model_module
+from skyrl.trainer.protocol import Datum, PassResult
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
 REHEARSAL = DEVICE == "cpu"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import TrainingPass
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import TrainingPass
 from tests.gpu.support import DEVICE, NUMERICS, backend_on, build, ok, texts
 
 OPERATION = "aten::_scaled_dot_product_"

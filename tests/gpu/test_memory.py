@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, OutOfMemory, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import AdamParams, OutOfMemory, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.failures import FailingOperation
 from tests.gpu.figures import FIGURES, Column
 from tests.gpu.support import DEVICE, LARGE, REHEARSAL, backend_on, build, ok, texts, wait

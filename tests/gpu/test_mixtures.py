@@ -13,15 +13,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import AutoConfig
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Datum, Mixture
-from skyrl.training.backends.torch_lora.expert_product import (
-    BaseExperts,
-    ExpertsUpdate,
-    experts_with_updates,
-    gated,
-)
-from skyrl.training.backends.torch_lora.text_part import model_class
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.experts.product import BaseExperts, ExpertsUpdate, experts_with_updates, gated
+from skyrl.trainer.model.loading import model_class
+from skyrl.trainer.protocol import AdamParams, Datum, Mixture
 from tests import families
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import (

@@ -12,9 +12,9 @@ from picture_support import Picture, group, logprobs_of, mixed
 from torch import Tensor
 from transformers import AutoConfig
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams
-from skyrl.training.backends.torch_lora.text_part import model_class
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.model.loading import model_class
+from skyrl.trainer.protocol import AdamParams
 from tests.families import make_family
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import DEVICE, backend_on, distance, flat, gradient_of, ok

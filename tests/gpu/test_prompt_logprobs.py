@@ -25,13 +25,13 @@ import torch
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed, vllm_spec
-from skyrl.inference.vllm_plugin.extra_args import PromptScores
+from skyrl.inference.vllm_plugin.protocol import PromptScores
 from skyrl.runtime.processes.ports import free_port
-from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import NUMERICS, REHEARSAL, backend_on, build, ok
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, TrainingPass
-from skyrl.training.backends.torch_lora.device import base_dtype
-from skyrl.training.backends.torch_lora.loading import load_model
-from skyrl.training.backends.torch_lora.model import load_base_model
-from skyrl.training.backends.torch_lora.quantized_weights import QuantizedWeight, held_bytes
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.device import base_dtype
+from skyrl.trainer.model.base_model import load_base_model
+from skyrl.trainer.model.loading import load_model
+from skyrl.trainer.protocol import AdamParams, TrainingPass
+from skyrl.trainer.quantized.weights import QuantizedWeight, held_bytes
 from tests.families import VOCAB, make_family
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import DEVICE, backend_on, flat, ok, texts

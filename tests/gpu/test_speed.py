@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import trainer
 from benchmarks.operation_counts import Operations
 from benchmarks.trainer_rows import FULL, SMALL
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import TrainingPass
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import TrainingPass
 from tests.gpu.figures import FIGURES, Column
 from tests.gpu.support import DEVICE, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from skyrl.base.tiny import model_path
-from skyrl.inference.sidecar.admin import needs_admin
-from skyrl.inference.sidecar.vllm_updates import VLLM_UPDATES
+from skyrl.inference.sidecar.app import needs_admin
+from skyrl.inference.sidecar.control import VLLM_UPDATES
 from tests.plane.running import RunningPlane
 from tests.plane.workers import BEGUN_S, ENDLESS, Worker, all_computed, all_paused, computed
 

@@ -17,18 +17,15 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
+from skyrl.engine.rank_actors import RankActors, interface_for, start_ranks
 from skyrl.runtime.ray_cluster import connection
-from skyrl.runtime.ray_cluster.rank_places import rank_places
-from skyrl.training.backends.base import AdamParams, RankDied
-from skyrl.training.backends.registry import create_backend
-from skyrl.training.backends.torch_full.backend import TorchFullBackend
-from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
-from skyrl.training.engine.rank_actors import RankActors, interface_for
-from skyrl.training.engine.trainer_ranks import start_ranks
+from skyrl.runtime.ray_cluster.capacity import rank_places
+from skyrl.trainer import create_backend
+from skyrl.trainer.protocol import AdamParams, RankDied
+from skyrl.trainer.ranks.full_backend import ShardedFullBackend, TorchFullBackend
+from skyrl.trainer.ranks.lora_backend import ShardedBackend, TorchLoraBackend
+from skyrl.trainer.ranks.lora_rank import ExpertRank
 from tests.unit.kept_support import release
 from tests.unit.torch_lora_support import (
     assert_close,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-from skyrl.server.agents.rendering.chat_template import ChatTemplate
+from skyrl.chat.agents.rendering.renderer import ChatTemplate
 from tests.released_sessions.play import SPECIAL, Model
 from tests.released_templates import released_templates
 

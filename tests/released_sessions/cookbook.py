@@ -12,12 +12,9 @@ from unittest.mock import patch
 
 from jinja2.sandbox import SandboxedEnvironment
 
-from skyrl.server.agents.rendering import chat_template
-from skyrl.server.agents.rendering.chat_template import ChatTemplate
-from skyrl.server.agents.rendering.deepseek import DeepSeek
-from skyrl.server.agents.rendering.harmony import Harmony
-from skyrl.server.agents.rendering.inkling import Inkling
-from skyrl.server.agents.rendering.renderer import Renderer
+from skyrl.chat.agents.rendering import renderer as chat_template
+from skyrl.chat.agents.rendering.renderer import ChatTemplate, Renderer
+from skyrl.chat.agents.rendering.vllm_renderers import DeepSeek, Harmony, Inkling
 from tests.released_sessions.play import SPECIAL, Model
 from tests.released_templates import released_templates
 

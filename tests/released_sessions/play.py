@@ -10,12 +10,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl.base.tiny import model_path
-from skyrl.server.agents.rendering.chat_template import ChatTemplate
-from skyrl.server.agents.rendering.continuation import Continuations, Continued, Kept, Step
-from skyrl.server.agents.rendering.habits import Habits, habits_of
-from skyrl.server.agents.rendering.renderer import CannotRender, Renderer, Setting, tools_of
-from skyrl.server.agents.rendering.tokens import FileTokens
-from skyrl.server.openai import system_messages
+from skyrl.chat.agents.rendering.continuation import ContinuationTokenizer, Continued, Kept, Step
+from skyrl.chat.agents.rendering.loaded_models import FileTokens, Habits, habits_of
+from skyrl.chat.agents.rendering.renderer import CannotRender, ChatTemplate, Renderer, Setting, tools_of
+from skyrl.chat.openai import chat_templates
 from tests.released_sessions import by_vllm
 from tests.released_sessions.scripts import TOOLS, Script, scripts
 
@@ -55,7 +53,7 @@ class Model:
         self._by_vllm = by_vllm and isinstance(renderer, ChatTemplate)
         found = stops or _stops(renderer)
         self.stops = {end: token for end in found if (token := self.tokens.id_of(end)) is not None}
-        self.continuations = Continuations(renderer, self.tokens, self.stops)
+        self.continuations = ContinuationTokenizer(renderer, self.tokens, self.stops)
         self.habits: Habits = habits_of(self.continuations, thinks=thinks)
         self.scripts = scripts(thinks and not self._closes())
 
@@ -64,9 +62,9 @@ class Model:
 
     def whole(self, messages: Sequence[dict[str, Any]], tools: bool, begins: bool = True) -> str:
         """By vLLM's and transformers' own code where that can be. Raises by_vllm.Refused."""
-        placed = system_messages.for_template(messages)
+        placed = chat_templates.for_template(messages)
         if not self.renderer.has_system_role:
-            placed = system_messages.without_the_role(placed)
+            placed = chat_templates.without_the_role(placed)
         if self._by_vllm and isinstance(self.renderer, ChatTemplate):
             given = TOOLS if tools else None
             text = self.renderer.text_for(tools=tools)
@@ -199,7 +197,7 @@ def _stops(renderer: Renderer) -> list[str]:
         (first, answer), (second, _), *_ = script.turns
         try:
             text = renderer.render(
-                system_messages.for_template([*first, answer, *second]),
+                chat_templates.for_template([*first, answer, *second]),
                 Setting(tools=tools_of(TOOLS) if script.tools else None),
             )
         except CannotRender:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.base.types.agent_reasons import ForkReason
-from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn
+from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn, ForkReason
 from skyrl.base.types.weights import BaseWeights
 
 NOW = 1_000_000.0

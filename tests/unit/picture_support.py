@@ -18,7 +18,7 @@ from torch_lora_support import VOCAB
 from transformers import AutoImageProcessor
 
 from skyrl.base.pictures.picture import PictureFormat, PlacedPicture, digest_of
-from skyrl.training.backends.base import Datum, TrainingPass
+from skyrl.trainer.protocol import Datum, TrainingPass
 from tests.families import IMAGE_TOKEN, make_family
 
 SEEING_FAMILIES = ("qwen3-vl", "qwen3.5 that sees", "qwen3-vl-moe", "qwen3.5-moe that sees")

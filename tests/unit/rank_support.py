@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from torch_lora_support import assert_close, assert_same, grpo, ok, rl, saved, sft, train
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
 
 TOLERANCE = 1e-5
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0, weight_decay=0.01)

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl.base.types.agents import AgentTurn, VersionSpan
-from skyrl.server.agents.canonical import request_key
-from skyrl.server.agents.tree import Tree
+from skyrl.chat.agents.tree import Tree, request_key
 
 END = 1
 """Ends an answer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Column, Integer, MetaData, String, Table, bindparam, insert, select
 
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.row_statement import RowStatement
+from skyrl.storage.db.row_statements import RowStatement
 
 things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
 ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")), long=("name",))

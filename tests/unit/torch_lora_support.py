@@ -14,15 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import Backend, Datum, PassResult, TrainingPass
-from skyrl.training.backends.torch_full.backend import TorchFullBackend
-from skyrl.training.backends.torch_full.rank import FullRank
-from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.over_ranks import rank_settings
-from skyrl.training.backends.torch_lora.rank import Rank
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import Backend, Datum, PassResult, TrainingPass
+from skyrl.trainer.ranks.full_backend import ShardedFullBackend, TorchFullBackend
+from skyrl.trainer.ranks.full_rank import FullRank
+from skyrl.trainer.ranks.lora_backend import ShardedBackend, TorchLoraBackend
+from skyrl.trainer.ranks.lora_rank import LoraRank
+from skyrl.trainer.ranks.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
 
 VOCAB, CONTEXT = 97, 160
@@ -115,7 +113,7 @@ def make_ranks(
     micro_batch_tokens: int | None = 48,
     merge: bool = False,
     timeout_s: float = 60.0,
-    rank_class: type[Rank] = Rank,
+    rank_class: type[LoraRank] = LoraRank,
     **trainer: Any,
 ) -> ShardedBackend:
     """A backend with ranks on this machine. `close` it: the next backend uses its processes."""

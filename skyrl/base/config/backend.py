@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyrl.base.config import skyrl_keys
-from skyrl.base.config.mixtures import TrainMlpOfMixtures
+from skyrl.base.model_files import TrainMlpOfMixtures
 
 LAST_PORT = 65535
 

@@ -1,4 +1,5 @@
-"""The entries of `base_models`: what each base model of a server with several has of its own."""
+"""The entries of `base_models`: what each base model of a server with several has of its own; and what a server does
+with a base model (`Modes`): whether it trains, forwards samples, and runs vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from skyrl.base.config.backend import Strict
-from skyrl.base.types.scope import EVERYTHING, Scope
+from skyrl.base.types.weights import EVERYTHING, Scope
 
 Use = Literal["train", "sample"]
 TRAIN_AND_SAMPLE: tuple[Use, ...] = ("train", "sample")
@@ -48,7 +49,7 @@ class BaseModelKeys(Strict):
 
 
 @dataclass(frozen=True)
-class Role:
+class BaseModelSlot:
     """Which of a server's base models a configuration is of.
 
     `number` counts from 0 in the order of `base_models`. `name` is short, unique in the server, and made of lower-case
@@ -90,3 +91,26 @@ def short_name(served_name: str, taken: Collection[str]) -> str:
     while name in taken:
         name, count = f"{wanted}-{count}", count + 1
     return name
+
+
+@dataclass(frozen=True)
+class Modes:
+    """`trains`: the server has an engine with a training backend. A gateway has none.
+
+    `forwards`: API processes send samples to the inference server. Otherwise (`colocate_all`) trainer and vLLM share
+    one device, samples are commands, and the engine runs them between two turns of training.
+
+    `manages_inference`: this server starts vLLM itself, watches it and stops it.
+
+    `shares_inference`: a gateway that samples from the vLLMs of the server that trains on the same database.
+    """
+
+    trains: bool
+    forwards: bool
+    manages_inference: bool
+    shares_inference: bool = False
+
+    @property
+    def own_inference(self) -> bool:
+        """Whether the vLLMs are skyrl's, of this server or of the one that trains."""
+        return self.manages_inference or self.shares_inference

@@ -1,8 +1,6 @@
 """The keys of a server's configuration: each with its type, its default and its bounds, and what follows from them.
 
-Imports neither torch nor vLLM nor the database, so that `skyrl --help` answers at once. Does not read the TOML file or
-the environment (`skyrl.base.config.loading` does), and does not check whether a model directory holds a usable model
-(the launcher and the engine do). Does not know which keys go together: `skyrl.base.config.server` does.
+`readable_url` checks a database URL that an operator wrote.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from skyrl.base.config import skyrl_keys
 from skyrl.base.config.backend import LAST_PORT, BackendConfig, Strict, parse_backend_config
-from skyrl.base.config.base_models import TRAIN_AND_SAMPLE, BaseModelKeys, Role, Use
-from skyrl.base.config.database_url import readable_url
-from skyrl.base.config.modes import Modes
+from skyrl.base.config.base_models import TRAIN_AND_SAMPLE, BaseModelKeys, BaseModelSlot, Modes, Use
 
 BackendName = Literal["fsdp", "none"]
 TINY = "tiny"
@@ -207,7 +203,7 @@ class ServerKeys(BaseSettings):
     log_files_kept: int = Field(5, ge=0, le=1000)
     """How many copies of each file are kept."""
 
-    _role: Role | None = PrivateAttr(default=None)
+    _role: BaseModelSlot | None = PrivateAttr(default=None)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -313,11 +309,11 @@ class ServerKeys(BaseSettings):
         )
 
     @property
-    def role(self) -> Role:
+    def role(self) -> BaseModelSlot:
         """Which of the server's base models this configuration is of."""
-        return self._role or Role(state_keys=("", *self.served_names))
+        return self._role or BaseModelSlot(state_keys=("", *self.served_names))
 
-    def take_role(self, role: Role) -> None:
+    def take_role(self, role: BaseModelSlot) -> None:
         """For `skyrl.base.config.several`, which makes the configurations of several base models."""
         self._role = role
 
@@ -376,7 +372,7 @@ class ServerKeys(BaseSettings):
     @property
     def running_file(self) -> Path:
         """What the engine runs now, and how often it died while it ran each command
-        (`skyrl.training.engine.crash_ledger`)."""
+        (`skyrl.engine.crash_ledger`)."""
         return self.state_dir / f"{self.role.process('running')}.json"
 
     @property
@@ -394,3 +390,23 @@ class ServerKeys(BaseSettings):
         if self.served_model_names:
             return self.served_model_names
         return (TINY if self.base_model is None else self.base_model,)
+
+
+def readable_url(text: str) -> str:
+    """The URL, with `postgresql://` in place of `postgres://`.
+
+    Raises ValueError when the password cannot be told from the host, or when the port is not a number.
+    """
+    scheme, separator, rest = text.partition("://")
+    if scheme.startswith("sqlite") or not separator:
+        return text
+    if rest.count("@") > 1:
+        raise ValueError(
+            "has more than one @, so that the password cannot be told from the host: percent-encode the password "
+            "(@ is %40, / is %2F, : is %3A, % is %25)"
+        )
+    host = rest.rpartition("@")[2].partition("?")[0].partition("/")[0]
+    _, _, port = host.rpartition("]")[2].partition(":")  # an IPv6 address stands in brackets
+    if port and not port.isdecimal():
+        raise ValueError("the port is not a number; a password must be percent-encoded (: is %3A, / is %2F)")
+    return f"{'postgresql' if scheme == 'postgres' else scheme}://{rest}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl.base.config.mixtures import experts_of
+from skyrl.base.model_files import experts_of
 
 FLOAT_BYTES = 4
 FULL_BYTES = 16

@@ -1,7 +1,5 @@
-"""The configuration of a server: its keys (`skyrl.base.config.keys`), and which of them go together.
-
-Each message names a key that is to be changed. Does not know the bounds of a single key.
-"""
+"""The configuration of a server: its keys (`skyrl.base.config.keys`), which of them go together, and whether its base
+model sees pictures."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from pydantic import model_validator
 from skyrl.base.config.backend import LAST_PORT
 from skyrl.base.config.backend import ConfigError as ConfigError
 from skyrl.base.config.keys import LOOPBACK, ServerKeys
+from skyrl.base.pictures.vision import NoVision, VisionConfig
 
 WILDCARDS = ("", "0.0.0.0", "::", "*")
 NO_GATEWAYS = (
@@ -185,3 +184,19 @@ class ServerConfig(ServerKeys):
                 f"{inference.ports[-1]}, and {LAST_PORT} is the last port"
             )
         return self
+
+
+def vision_of(config: ServerConfig) -> VisionConfig | NoVision:
+    """NoVision if neither the trainer nor the inference servers take pictures: because of the base model, or because
+    the operator has switched them off. Servers that skyrl does not run are expected to see. Reads small files of the
+    base model."""
+    if config.modes.manages_inference and config.backend_config.inference.engine_options.get("language_model_only"):
+        return NoVision("the operator has switched images off (engine_init_kwargs.language_model_only)")
+    try:
+        return VisionConfig.of(config.base_model_path)
+    except NoVision as blind:
+        return blind
+
+
+def takes_pictures(config: ServerConfig) -> bool:
+    return isinstance(vision_of(config), VisionConfig)

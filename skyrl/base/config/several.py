@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from skyrl.base.config.backend import BackendConfig, dotted_keys, parse_backend_config
-from skyrl.base.config.base_models import BaseModelKeys, Role, short_name
+from skyrl.base.config.base_models import BaseModelKeys, BaseModelSlot, short_name
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.base.types.scope import EVERYTHING, Scope
+from skyrl.base.types.weights import EVERYTHING, Scope
 
 _GIVEN_IN_ENTRIES = ("base_model", "served_model_names", "tokenizer_id", "devices", "external_inference_url")
 """Keys that cannot hold for several base models at once. The server's others are the entries' defaults."""
@@ -104,7 +104,7 @@ def _with_roles(parts: Sequence[ServerConfig]) -> tuple[ServerConfig, ...]:
         own = scope = Scope(within=frozenset(name for name, n in numbers.items() if n == number))
         if training and number == training[0]:
             scope = Scope(without=frozenset(name for name, n in numbers.items() if n in training[1:]))
-        part.take_role(Role(number, taken[-1], part.served_names, scope, own))
+        part.take_role(BaseModelSlot(number, taken[-1], part.served_names, scope, own))
     return tuple(parts)
 
 

@@ -2,12 +2,13 @@
 
 A key of SkyRL's is taken (its value means what this server does anyway), or is this server's key of another name, or is
 refused with the reason and with what to use instead. Does not check types or bounds of values.
-`docs/operating/coming-from-skyrl.md` shows the same tables, and a test compares them.
+`python -m skyrl.base.config.skyrl_keys` prints all of them; `docs/operating/coming-from-skyrl.md` names that command.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -315,3 +316,33 @@ def own_keys(flat: dict[str, Any], known: Collection[str]) -> tuple[dict[str, An
 def _why_refused_by_prefix(key: str) -> str | None:
     matches = [prefix for prefix in FAMILIES if key.startswith(prefix)]
     return FAMILIES[max(matches, key=len)] if matches else None
+
+
+def listing() -> Iterator[str]:
+    """A line for each entry of each table: its name, and what becomes of it here."""
+    yield from _section("Values of --backend", BACKENDS)
+    yield from _section("Flags", FLAGS)
+    yield from _section("Keys of --backend-config; the last ones, without dots, are those of SkyRL's jax backend", KEYS)
+    groups = {f"{prefix}*": Entry(why=why) for prefix, why in FAMILIES.items()}
+    yield from _section("All other keys that begin so", groups)
+    old_names = {old: Entry(becomes=new) for old, new in OLD_NAMES.items()}
+    yield from _section("Names from before SkyRL had generator.inference_engine", old_names)
+
+
+def _section(title: str, table: Mapping[str, Entry]) -> Iterator[str]:
+    yield f"\n{title}\n"
+    for name, entry in table.items():
+        yield f"{name}: {_verdict(entry)}"
+
+
+def _verdict(entry: Entry) -> str:
+    if entry.becomes:
+        return f"is {entry.becomes}"
+    if not entry.takes:
+        return f"refused: {entry.why}"
+    taken = f"taken: {', '.join(json.dumps(value) for value in entry.takes)}"
+    return f"{taken}; {entry.why}" if entry.why else "taken"
+
+
+if __name__ == "__main__":
+    print("\n".join(listing()))

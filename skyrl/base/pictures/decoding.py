@@ -1,11 +1,12 @@
 """Opens the file of a picture, under bounds, with the pixels that vLLM's own loader gives.
 
-Malformed files make Pillow take much time and memory. So files that nobody has checked yet are opened by the worker
-process of skyrl.runtime.pictures alone, which is limited in both. Knows no model and no request.
+A bound on the scans of a JPEG file is one of them: each scan of a progressive file passes over the entire picture, and
+may take a few bytes, so without a bound a small file keeps the decoder busy for hours.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from io import BytesIO
@@ -14,8 +15,32 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
-from skyrl.base.pictures.jpeg_scans import MAX_SCANS, has_more_scans
 from skyrl.base.pictures.picture import BadPicture, PictureFormat, format_of
+
+MAX_SCANS = 50
+"""Encoders write 1 to about 20."""
+
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+"""A marker as ITU-T T.81 B.1.1 defines them, but not the restart markers, which stand inside of a scan's data."""
+_START_OF_SCAN, _START, _END, _TEMPORARY = 0xDA, 0xD8, 0xD9, 0x01
+
+
+def has_more_scans(data: bytes, bound: int) -> bool:
+    """Whether the first picture of a JPEG file has more scans than `bound`. Reads markers alone."""
+    scans = at = 0
+    while marker := _MARKER.search(data, at):
+        at = marker.end()
+        code = data[at - 1]
+        if code == _END:
+            return False
+        if code in (_START, _TEMPORARY):
+            continue  # these two have no length
+        scans += code == _START_OF_SCAN
+        if scans > bound:
+            return True
+        at += int.from_bytes(data[at : at + 2], "big")
+    return False
+
 
 MAX_BYTES = 20 * 2**20
 """Of one file."""

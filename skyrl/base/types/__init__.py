@@ -1,1 +1,1 @@
-"""Types that several packages share: ids, kinds of requests, requests, commands, LoRA shapes and names of weights."""
+"""Types that several doors share: requests and commands, weights, agent sessions, and what the engine does now."""

@@ -1,5 +1,5 @@
 """What the engine does now, as it tells the API processes every few seconds: for each model with commands, what its
-next command waits for. Holds no rules; `skyrl.training.engine.activity` fills it, and `skyrl.server.request_status`
+next command waits for. Holds no rules; `skyrl.engine.activity` fills it, and `skyrl.api.request_status`
 puts it into words.
 """
 

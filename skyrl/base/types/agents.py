@@ -1,8 +1,5 @@
-"""Agent sessions: one agent's conversation with the server, kept as a tree of turns with the exact tokens.
-
-A turn is one answer of the model. Tokens are the truth, and messages are the index to them: `messages` are OpenAI chat
-messages, whatever dialect the agent speaks.
-"""
+"""Agent sessions: one agent's conversation with the server, kept as a tree of turns with the exact tokens; why sessions
+end, and why their turns fork."""
 
 from __future__ import annotations
 
@@ -12,8 +9,31 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl.base.types.agent_reasons import EndReason, ForkReason
 from skyrl.base.types.weights import WeightsRef
+
+EndReason = Literal["called", "turns", "tokens", "bytes", "time", "idle"]
+"""Why a session has ended: by a call, at one of its limits, or because nothing was asked for a time."""
+
+ForkReason = Literal[
+    "system_changed",
+    "user_changed",
+    "tool_result_changed",
+    "tool_call_changed",
+    "thinking_changed",
+    "answer_changed",
+    "messages_dropped",
+    "messages_inserted",
+    "tools_changed",
+    "branch",
+    "asked_again",
+    "template_rewrites",
+    "not_extendable",
+]
+"""Why a turn does not continue the newest turn before it. All but the last four name the first message that differs.
+`branch`: an earlier turn was continued a second time. `asked_again`: the same request, after its answer had been
+delivered. `template_rewrites`: the model's template writes an earlier part of the conversation otherwise now, as when
+it drops thoughts. `not_extendable`: it gives no tokens that can follow the earlier turn's."""
+
 
 FollowedWeights = Literal["pinned", "newest"]
 """Which weights a session samples from: those that its model had when it was created, or at each turn those that the

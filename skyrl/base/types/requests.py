@@ -1,13 +1,67 @@
-"""A request as it is recorded, and how a repeat of a request is recognized."""
+"""Requests: their ids, their kinds and which process runs each kind, how one is recorded and a repeat of it recognized,
+and commands for the engine.
+
+Ids of requests and sessions are unguessable, ordered by time, and made without asking the database.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
-from skyrl.base.types.kinds import Kind
 from skyrl.base.wire.errors import RequestError
+
+
+def new_request_id() -> str:
+    """48 bits of milliseconds since the epoch, then 96 random bits, in hex (36 characters)."""
+    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(12).hex()}"
+
+
+def new_session_id() -> str:
+    """Contains no '/' and no ':', because these separate the parts of model ids and of paths."""
+    return f"s{new_request_id()}"
+
+
+def sample_sequence_ids(request_id: str, num_samples: int) -> list[str]:
+    """One id for each sequence of a sample request. A repeat of the request gets the same ids."""
+    return [f"{request_id}-{index}" for index in range(num_samples)]
+
+
+class Kind(StrEnum):
+    """An API process forwards EXTERNAL samples. The engine runs all other kinds."""
+
+    CREATE_MODEL = "CREATE_MODEL"
+    FORWARD = "FORWARD"
+    FORWARD_BACKWARD = "FORWARD_BACKWARD"
+    OPTIM_STEP = "OPTIM_STEP"
+    SAVE_WEIGHTS = "SAVE_WEIGHTS"
+    SAVE_WEIGHTS_FOR_SAMPLER = "SAVE_WEIGHTS_FOR_SAMPLER"
+    SAVE_WEIGHTS_EXTERNAL = "SAVE_WEIGHTS_EXTERNAL"
+    LOAD_WEIGHTS = "LOAD_WEIGHTS"
+    UNLOAD_MODEL = "UNLOAD_MODEL"
+    SAMPLE = "SAMPLE"
+    EXTERNAL = "EXTERNAL"
+
+
+PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
+"""Kinds that the engine may run together. All other commands of a model are exclusive."""
+
+SAVES = frozenset({Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL})
+"""Exclusive commands that do not change their model."""
+
+FILE_COMMANDS = SAVES | {Kind.LOAD_WEIGHTS}
+"""Exclusive commands that wait for files most of the time. Other models train meanwhile."""
+
+SAMPLES = frozenset({Kind.SAMPLE, Kind.EXTERNAL})
+
+ENGINE_KINDS = frozenset(Kind) - {Kind.EXTERNAL}
+
 
 RequestKey = tuple[str, str, int]
 """("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id). A request whose key was used before is a
@@ -61,3 +115,40 @@ def check_repeat(key: RequestKey, recorded_digest: bytes, digest: bytes) -> None
     if recorded_digest != digest:
         field = "model_seq_id" if key[0] == "command" and key[2] == 0 else "seq_id"
         raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field=field)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One request for the engine. `n` is its number in the order of arrival. `size` is the length of its body in bytes.
+    It was recorded at `accepted_at`, and the engine must not start it before `not_before` (both in seconds since the
+    epoch)."""
+
+    n: int
+    request_id: str
+    kind: Kind
+    tenant: str
+    session_id: str
+    model_id: str | None
+    seq_id: int | None
+    sampling_session_id: str | None
+    sample_seq_id: int | None
+    body_format: str
+    size: int
+    not_before: float | None = None
+    accepted_at: float = 0.0
+    trace: str | None = None
+    """The `traceparent` of the request that recorded it; None if it is not traced."""
+
+    @property
+    def is_pass(self) -> bool:
+        return self.kind in PASSES
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedCommand:
+    """A command that has changed its model. `status` is `failed` only for an optimizer step that failed because of its
+    caller's mistake. `completed_at` is when the outcome was stored, in seconds since the epoch."""
+
+    command: Command
+    status: Literal["done", "failed"]
+    completed_at: float

@@ -1,8 +1,5 @@
-"""Names of the weights to sample from: the base model, one version of an adapter, or one version of the full weights.
-
-A `WeightsRef` holds neither files nor a path. The database stores its text: `base`, `adapter:<name>` or
-`full:<version>`.
-"""
+"""What the rows of a base model name: the weights to sample from (the base model, one version of an adapter, or one
+version of the full weights), what of a model is trained, and the engine that looks after a row."""
 
 from __future__ import annotations
 
@@ -113,3 +110,51 @@ def parse_weights(text: str) -> WeightsRef:
     if kind == "full" and name:
         return FullWeights(name)
     raise ValueError(f"{text!r} is no reference to weights; expected base, adapter:<name> or full:<version>")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """The shape of a LoRA adapter. A client chooses it when it creates a model, and each checkpoint records it.
+
+    `alpha / rank` scales the adapter's update. `seed` fixes the first values of lora_A; lora_B starts at 0. The three
+    flags say which parts of the base model the adapter changes. Rank 0 is full fine-tuning: all parameters are trained.
+    """
+
+    rank: int
+    alpha: float
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the whole model is trained, and no adapter."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The names of base models whose rows an engine looks after: those in `within`; if it is None, all names but those
+    in `without`, also names that the server does not serve any more.
+
+    Each training base model of a server has its scope, and each name is in exactly one."""
+
+    within: frozenset[str] | None = None
+    without: frozenset[str] = frozenset()
+
+    def __contains__(self, base_model: str) -> bool:
+        return base_model in self.within if self.within is not None else base_model not in self.without
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether names that the server does not serve are in the scope. One engine of a server has them."""
+        return self.within is None
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether this is the scope of a server's only engine."""
+        return self.within is None and not self.without
+
+
+EVERYTHING = Scope()

@@ -13,9 +13,8 @@ from skyrl.base.wire import tensors
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
-from skyrl.base.wire.images import ImagePart
 from skyrl.base.wire.requests import SequencedRequest
-from skyrl.base.wire.sample_request import ModelInput, text_and_images
+from skyrl.base.wire.sample_request import ImagePart, ModelInput, text_and_images
 
 PROTOBUF = "application/x-protobuf"
 _NEVER_SPARSE = ("routed_experts",)

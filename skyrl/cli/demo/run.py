@@ -1,8 +1,14 @@
-"""The demo: starts a server, runs two tenants, measures, reports, and stops all its processes."""
+"""The demo: starts a server, runs two tenants, measures, reports, and stops all its processes.
+
+Measured are the runs' wall times, and the latency of a sample through the SDK: while training is idle, and during a
+training stream. The report is a table, a plot, and a JSON file with all figures.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import random
 import shutil
 import signal
 import tempfile
@@ -10,20 +16,243 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+import tinker
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
+from tinker import types
 
-from skyrl.cli.demo.latency import measure
-from skyrl.cli.demo.report import Findings, WallTimes, plot, print_report, write_figures
+from skyrl.base.tiny.corpus import TASKS, chat_prompt
 from skyrl.cli.demo.rl import Settings
 from skyrl.cli.demo.server import DemoServer
-from skyrl.cli.demo.tenants import Run, Tenant
-from skyrl.cli.demo.view import live_view
+from skyrl.cli.demo.tenants import Run, Tenant, live_view
+
+STREAM_STEPS = 24
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds. `stream` is the duration of the training stream, `busy` the latencies of samples during the stream."""
+
+    idle: list[float]
+    busy: list[float]
+    stream: float
+
+    @staticmethod
+    def quantile(values: list[float], q: float) -> float:
+        return float(np.quantile(values, q))
+
+    @property
+    def ratio(self) -> float:
+        """The median latency during the stream, divided by the stream's duration."""
+        return self.quantile(self.busy, 0.5) / self.stream
+
+
+def stream_data(sequences: int, length: int) -> list[types.Datum]:
+    """Cross-entropy data of random tokens: `sequences` sequences of `length` tokens."""
+    rng = random.Random(1)
+    data = []
+    for _ in range(sequences):
+        tokens = [rng.randrange(300, 500) for _ in range(length + 1)]
+        data.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1]),
+                loss_fn_inputs={
+                    "target_tokens": types.TensorData.from_numpy(np.asarray(tokens[1:], np.int64)),
+                    "weights": types.TensorData.from_numpy(np.ones(length, np.float32)),
+                },
+            )
+        )
+    return data
+
+
+def _client(base_url: str, name: str) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=base_url, api_key=f"tml-demo-{name}")
+
+
+def measure_latency(
+    base_url: str, base_model: str, *, idle_samples: int = 20, sequences: int = 32, length: int = 128
+) -> Latency:
+    """One client samples while another client trains: STREAM_STEPS times forward_backward and optim_step, all submitted
+    at once."""
+    with _client(base_url, "stream") as training, _client(base_url, "reader") as sampling:
+        trainer = training.create_lora_training_client(base_model=base_model, rank=8).result()
+        tokenizer = trainer.get_tokenizer()
+        reader = sampling.create_lora_training_client(base_model=base_model, rank=8).result()
+        sampler = reader.save_weights_and_get_sampling_client().result()
+        task = TASKS["count"]
+        rng = random.Random(2)
+
+        def sample() -> float:
+            prompt = tokenizer.encode(chat_prompt(task.prompt(rng)[0]))
+            params = types.SamplingParams(max_tokens=16, temperature=1.0, stop=[])
+            began = time.perf_counter()
+            sampler.sample(types.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params).result()
+            return time.perf_counter() - began
+
+        data = stream_data(sequences, length)
+        trainer.forward_backward(data, "cross_entropy").result()
+        trainer.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+        sample()
+        idle = [sample() for _ in range(idle_samples)]
+        began = time.perf_counter()
+        stream = []
+        for _ in range(STREAM_STEPS):
+            stream.append(trainer.forward_backward(data, "cross_entropy"))
+            stream.append(trainer.optim_step(types.AdamParams(learning_rate=1e-4)))
+        with ThreadPoolExecutor(1) as waiter:
+            trained = waiter.submit(lambda: ([future.result() for future in stream], time.perf_counter())[1])
+            busy = []
+            while not trained.done():
+                latency = sample()
+                if not trained.done() or not busy:
+                    busy.append(latency)
+            return Latency(idle, busy, trained.result() - began)
+
+
+GAIN_WINDOW = 5
+MIN_GAIN = 0.15
+"""How much a tenant's reward must rise: the mean of the last 5 steps minus the mean of the first 5, out of 1."""
+JUDGED_STEPS = Settings().steps
+"""A shorter run cannot reach MIN_GAIN: its rewards are shown and not judged."""
+
+
+@dataclass
+class WallTimes:
+    """Seconds for the tenants one after the other (`serial`), and at the same time (`parallel`)."""
+
+    serial: float
+    parallel: float
+
+    @property
+    def speedup(self) -> float:
+        return self.serial / self.parallel
+
+
+@dataclass
+class Findings:
+    """All results of one demo. `phases`: seconds per phase, in order."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    forwarded: int = 0
+    engine_served: int = 0
+    latency: Latency | None = None
+    walls: WallTimes | None = None
+    colocated_walls: WallTimes | None = None
+    colocated_latency: Latency | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def failures(self) -> list[str]:
+        """Failed expectations: rewards that did not rise enough, samples that went through the engine."""
+        failures = [
+            f"tenant {name}: reward rose by {run.gain(GAIN_WINDOW):.2f}, less than {MIN_GAIN}"
+            for name, run in self.runs.items()
+            if len(run.rewards) >= JUDGED_STEPS and run.gain(GAIN_WINDOW) < MIN_GAIN
+        ]
+        if self.engine_served:
+            failures.append(f"{self.engine_served} samples went through the engine loop")
+        return failures
+
+    def notes(self) -> list[str]:
+        """Expectations that were not checked, and why."""
+        short = [len(run.rewards) for run in self.runs.values() if len(run.rewards) < JUDGED_STEPS]
+        if not short:
+            return []
+        return [f"rewards were not judged: {min(short)} steps are too few, {JUDGED_STEPS} (the default) are enough"]
+
+    def figures(self) -> dict[str, Any]:
+        """The figures as JSON: counts, seconds and ratios."""
+        figures: dict[str, Any] = {
+            "reward": {
+                name: {"first": r.rewards[:GAIN_WINDOW], "last": r.rewards[-GAIN_WINDOW:], "gain": r.gain(GAIN_WINDOW)}
+                for name, r in self.runs.items()
+            },
+            "samples_forwarded": self.forwarded,
+            "samples_through_engine": self.engine_served,
+            "phases_s": self.phases,
+        }
+        for key, latency in (("latency", self.latency), ("latency_colocated", self.colocated_latency)):
+            if latency is not None:
+                figures[key] = {
+                    "idle_p50_s": latency.quantile(latency.idle, 0.5),
+                    "idle_p95_s": latency.quantile(latency.idle, 0.95),
+                    "busy_p50_s": latency.quantile(latency.busy, 0.5),
+                    "busy_p95_s": latency.quantile(latency.busy, 0.95),
+                    "busy_samples": len(latency.busy),
+                    "stream_s": latency.stream,
+                    "ratio": latency.ratio,
+                }
+        for key, walls in (("walls", self.walls), ("walls_colocated", self.colocated_walls)):
+            if walls is not None:
+                figures[key] = {
+                    "a_then_b_s": walls.serial,
+                    "a_beside_b_s": walls.parallel,
+                    "speedup": walls.speedup,
+                }
+        if self.walls is not None and self.colocated_walls is not None:
+            figures["forwarded_over_colocated_beside"] = self.colocated_walls.parallel / self.walls.parallel
+        return figures
+
+
+def print_report(console: Console, findings: Findings) -> None:
+    table = Table(title="Results", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    for name, run in findings.runs.items():
+        window = min(GAIN_WINDOW, max(1, len(run.rewards) // 2))
+        first, last = sum(run.rewards[:window]) / window, sum(run.rewards[-window:]) / window
+        table.add_row(f"reward of tenant {name}, first to last {window} steps", f"{first:.2f} → {last:.2f}")
+    table.add_row("samples forwarded to vLLM by the API", str(findings.forwarded))
+    table.add_row("samples served through the engine loop", str(findings.engine_served))
+    for label, latency in (("", findings.latency), (" (colocated)", findings.colocated_latency)):
+        if latency is None:
+            continue
+        idle = f"{latency.quantile(latency.idle, 0.5) * 1e3:.0f} / {latency.quantile(latency.idle, 0.95) * 1e3:.0f} ms"
+        busy = f"{latency.quantile(latency.busy, 0.5) * 1e3:.0f} / {latency.quantile(latency.busy, 0.95) * 1e3:.0f} ms"
+        table.add_row(f"sample p50 / p95, training idle{label}", idle)
+        table.add_row(f"sample p50 / p95, during a training stream{label}", busy)
+        table.add_row(
+            f"  … as a share of the stream's {latency.stream:.1f} s ({len(latency.busy)} samples)",
+            f"{latency.ratio:.3f}",
+        )
+    for label, walls in (("forwarded", findings.walls), ("colocate_all: true", findings.colocated_walls)):
+        if walls is not None:
+            table.add_row(f"A then B / A beside B, {label}", f"{walls.serial:.1f} / {walls.parallel:.1f} s")
+            table.add_row("  … speed-up", f"{walls.speedup:.2f}×")
+    if findings.walls is not None and findings.colocated_walls is not None:
+        gain = findings.colocated_walls.parallel / findings.walls.parallel
+        table.add_row("A beside B: forwarding is faster than the engine loop by", f"{gain:.2f}×")
+    for phase, seconds in findings.phases.items():
+        table.add_row(f"time: {phase}", f"{seconds:.1f} s")
+    console.print(table)
+
+
+def plot(runs: dict[str, Run], file: Path) -> None:
+    """Reward curves as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, run in runs.items():
+        axes.plot(range(len(run.rewards)), run.rewards, marker="o", markersize=3, label=name)
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="Two tenants, one server, side by side")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def write_figures(findings: Findings, file: Path) -> None:
+    file.write_text(json.dumps(findings.figures(), indent=2) + "\n")
+
 
 BASE_MODEL = "tiny"
 BACKEND_CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
@@ -85,7 +314,7 @@ class Demo:
             serial = self._serial(server, tenants, "A then B, samples forwarded")
         self.findings.walls = WallTimes(serial, parallel)
         with self._phase("sample latency"), self._console.status("measuring sample latency"):
-            self.findings.latency = measure(server.url, BASE_MODEL)
+            self.findings.latency = measure_latency(server.url, BASE_MODEL)
         samples = server.status()["samples"]
         self.findings.forwarded, self.findings.engine_served = samples["forwarded"], samples["engine"]
 
@@ -97,7 +326,7 @@ class Demo:
             serial = self._serial(server, tenants, "A then B, everything through the engine loop")
         self.findings.colocated_walls = WallTimes(serial, parallel)
         with self._phase("colocated: sample latency"), self._console.status("measuring sample latency, colocated"):
-            self.findings.colocated_latency = measure(server.url, BASE_MODEL, idle_samples=5)
+            self.findings.colocated_latency = measure_latency(server.url, BASE_MODEL, idle_samples=5)
 
     def _warm_up(self, server: DemoServer, tenants: list[Tenant]) -> None:
         """Run two steps of each tenant and drop the results: first steps take longer, and would slow down only the

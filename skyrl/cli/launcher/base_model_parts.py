@@ -15,6 +15,7 @@ from pathlib import Path
 from skyrl.base.config.server import ServerConfig
 from skyrl.cli.launcher.first_ready import StartObserver
 from skyrl.cli.launcher.inference_parts import InferenceParts, router_url
+from skyrl.cli.launcher.metrics import RestartMetrics
 from skyrl.cli.launcher.parts import Part
 from skyrl.cli.launcher.preflight import Findings
 from skyrl.cli.launcher.skyrl_processes import (
@@ -30,11 +31,9 @@ from skyrl.cli.launcher.skyrl_processes import (
 from skyrl.inference.placement import DEVICES_ENV, LocalPlacement
 from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.watchdog import Watchdog
-from skyrl.runtime.metrics.restarts import RestartMetrics
 from skyrl.runtime.processes.ports import LOOPBACK, HeldPorts
-from skyrl.runtime.processes.running_file import running_now
 from skyrl.runtime.processes.runtime import BASE_MODEL_ENV, SIDECAR_ENV, Runtime
-from skyrl.runtime.processes.startup import Cause
+from skyrl.runtime.processes.startup import Cause, running_now
 from skyrl.runtime.processes.supervision import SupervisedProcess
 from skyrl.storage.db.database import Database
 
@@ -124,11 +123,11 @@ class BaseModelParts:
                 needs = (*needs, *self._inference.watches)
                 for number in range(len(runtime.sidecar_urls)):
                     sidecar = self._process(
-                        own, SIDECAR, "skyrl.inference.sidecar.managed", {SIDECAR_ENV: str(number)}, f"-{number}"
+                        own, SIDECAR, "skyrl.inference.sidecar.main", {SIDECAR_ENV: str(number)}, f"-{number}"
                     )
                     yield own.part(sidecar, needs, SIDECAR_GRACE_S)
             if self._config.routed:
-                router = self._process(own, ROUTER, "skyrl.router.managed")
+                router = self._process(own, ROUTER, "skyrl.router.main")
                 yield own.part(router, needs, ROUTER_GRACE_S)
                 watch = f"{router.name} watch"
                 yield Part(
@@ -136,7 +135,7 @@ class BaseModelParts:
                 )
                 needs = (*needs, watch)
         if self._config.modes.trains:
-            engine = self._process(own, ENGINE, "skyrl.training.engine.main")
+            engine = self._process(own, ENGINE, "skyrl.engine.main")
             yield own.part(engine, needs, self._config.stop_grace_s)
         elif self._config.modes.manages_inference:
             from skyrl.cli.launcher.only_sampled import only_sampled_part  # 7 MB that other servers need not have

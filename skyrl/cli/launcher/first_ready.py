@@ -1,9 +1,10 @@
 """Watches the start of a server until it is ready for the first time: shows what each process does, and finds out when
 a start is hopeless.
 
-Does not start or stop processes. After the server was ready once, processes that end are simply started again. With
-several base models, each is watched until it was ready once; one whose start is hopeless is given up, and the others
-go on.
+`FirstReady` does not start or stop processes. After the server was ready once, processes that end are simply started
+again. With several base models, each is watched until it was ready once (`BaseModelStart` judges by the base model's
+row of the table engine_state). `BaseModelsWatch` stops the processes of one whose start is hopeless, and the others
+serve.
 """
 
 from __future__ import annotations
@@ -11,16 +12,84 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.cli.launcher.base_model_start import BaseModelStart, Supervised
+from skyrl.cli.launcher.parts import Part, Parts
 from skyrl.cli.launcher.progress import READY, stages, until_ready
 from skyrl.runtime.processes.startup import Cause, FirstStarts, StartupError
 from skyrl.runtime.processes.systemd import Systemd
+from skyrl.storage.db import engine_state
+from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.engine_state import EngineState
+from skyrl.storage.db.repeats import Rounds
+
+GIVEN_UP = "given up"
+"""The stage of a process that is not started again."""
+
+
+class Supervised(Protocol):
+    """A process that is started again each time it ends."""
+
+    @property
+    def running_s(self) -> float | None: ...
+
+    def log_tail(self, lines: int = 20) -> str: ...
+
+    def give_up(self) -> None: ...
+
+
+class BaseModelStart:
+    """The StartObserver of one base model's processes. `on_end(this, name, code, cause)` is called when one has ended
+    by itself."""
+
+    def __init__(self, config: ServerConfig, on_end: Callable[[BaseModelStart, str, int, Cause | None], None]) -> None:
+        self.config = config
+        self.processes: dict[str, Supervised] = {}
+        self.was_ready = False
+        """Whether it could do all that it is for, at one moment since the server began."""
+        self.failure: StartupError | None = None
+        """Why it was given up."""
+        self._on_end = on_end
+        self._reasons: list[str] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that clients use, and operators know."""
+        return self.config.served_names[0]
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether this server runs it, and has not given it up."""
+        modes = self.config.modes
+        return (modes.trains or modes.manages_inference) and self.failure is None
+
+    def watch(self, name: str, process: Supervised) -> None:
+        self.processes[name] = process
+
+    def ended(self, name: str, code: int, cause: Cause | None) -> None:
+        self._on_end(self, name, code, cause)
+
+    def look(self, state: EngineState) -> None:
+        """Learn from its row."""
+        reasons: list[str] = []
+        if self.config.modes.trains and not state.training_ready:
+            reasons.append(f"training: {state.reason}")
+        if self.config.modes.manages_inference and state.inference_proxy_url is None:
+            reasons.append("sampling: no inference server has been published")
+        self._reasons = reasons
+        self.was_ready = self.was_ready or not reasons
+
+    def stages(self) -> dict[str, str]:
+        """What each process does, by name."""
+        if self.failure is not None:
+            return dict.fromkeys(self.processes, GIVEN_UP)
+        times = {name: process.running_s for name, process in self.processes.items()}
+        running_s = {name: seconds for name, seconds in times.items() if seconds is not None}
+        return stages(list(self.processes), self._reasons, running_s)
+
 
 logger = logging.getLogger(__name__)
 
@@ -168,3 +237,72 @@ class FirstReady:
         last_ends = [f"{name} last ended with: {cause}" for name, cause in self._last_causes.items()]
         missing = ["the API is starting"] if reasons is None else reasons
         return f"{'; '.join([*missing, *last_ends])} (logs: {self._logs})"
+
+
+LOOK_S = 1.0
+
+
+class BaseModelsWatch:
+    """`names` has the names of the base models' parts, by number."""
+
+    def __init__(
+        self, first_ready: FirstReady, parts: Parts, names: Mapping[int, Sequence[str]], database: Database
+    ) -> None:
+        self._first_ready = first_ready
+        self._parts = parts
+        self._names = names
+        self._database = database
+
+    def parts(self) -> list[Part]:
+        return [
+            Part("base models", supervise=self._look, duty="watching the starts of the base models"),
+            Part("given up", supervise=self._give_up, duty="stopping base models that cannot start"),
+        ]
+
+    async def _look(self) -> None:
+        """Read the rows until each base model was ready once or is given up."""
+        rounds = Rounds("reading what the base models do", LOOK_S)
+        while starting := [s for s in self._first_ready.starts.values() if not s.was_ready and s.failure is None]:
+            try:
+                states = await self._database.read_async(lambda c, starting=starting: _states(c, starting))
+            except Exception as error:  # logged; the watch must go on
+                rounds.failed(error)
+            else:
+                rounds.went_well()
+                self._first_ready.look(states)
+            await asyncio.sleep(LOOK_S)
+        await asyncio.Event().wait()  # a part's duty ends with the server
+
+    async def _give_up(self) -> None:
+        while True:
+            start = await self._first_ready.next_given_up()
+            failure = start.failure
+            assert failure is not None
+            logger.error(
+                "%s cannot start and is given up until the server starts again; the other base models serve: %s\n\n"
+                "the end of %s:\n%s",
+                start.name,
+                failure,
+                failure.log,
+                failure.log_end,
+            )
+            await self._parts.drop(self._names[start.config.role.number])
+            await self._publish(start, str(failure))
+
+    async def _publish(self, start: BaseModelStart, reason: str) -> None:
+        """Write into its row why it is missing, for the API. Tries until the database takes it."""
+        rounds, key = Rounds("publishing that a base model cannot start", LOOK_S), start.config.role.state_keys[0]
+        while True:
+            try:
+                await asyncio.to_thread(self._database.write, lambda c: engine_state.clear(c, reason, key))
+            except Exception as error:  # logged; tried until the database takes it
+                rounds.failed(error)
+                await asyncio.sleep(LOOK_S)
+            else:
+                rounds.went_well()
+                return
+
+
+def _states(connection: Connection, starts: Sequence[BaseModelStart]) -> dict[int, EngineState]:
+    roles = [start.config.role for start in starts]
+    return {role.number: engine_state.read_state(connection, role.state_keys[:1]) for role in roles}

@@ -1,6 +1,7 @@
 """`skyrl serve`: decides which parts a server has, starts them, and stops them when the server ends.
 
-The API processes, the engine and vLLM are siblings, so that each survives the others. Imports neither torch nor vLLM.
+The API processes, the engine and vLLM are siblings, so that each survives the others. `with_threads` gives trainer and
+vLLM a number of CPU threads where the configuration does not say. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import base_models_of
 from skyrl.cli.launcher.base_model_parts import BaseModelParts
-from skyrl.cli.launcher.base_models_watch import BaseModelsWatch
-from skyrl.cli.launcher.first_ready import FirstReady
+from skyrl.cli.launcher.first_ready import BaseModelsWatch, FirstReady
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.launcher.parts import Part, Parts, ServerEnded
 from skyrl.cli.launcher.preflight import Findings, check_each
 from skyrl.cli.launcher.skyrl_processes import (
@@ -31,19 +32,35 @@ from skyrl.cli.launcher.skyrl_processes import (
     log_part,
     metrics_part,
     port_part,
+    server_id,
 )
 from skyrl.cli.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
-from skyrl.cli.launcher.training_claim import server_id
 from skyrl.inference.placement import LocalPlacement
-from skyrl.runtime.metrics.processes import LauncherMetrics
-from skyrl.runtime.processes.listening import listen
-from skyrl.runtime.processes.ports import HeldPorts
+from skyrl.inference.vllm_command import cuda_devices
+from skyrl.runtime.processes.ports import HeldPorts, listen
 from skyrl.runtime.processes.runtime import Runtime, set_up_process
 from skyrl.runtime.processes.systemd import Systemd
 from skyrl.runtime.ray_cluster import head
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
 from skyrl.storage.db.store_ownership import claim_store
+
+MOST_THREADS = 16
+"""More threads make steps of small models slower: each product waits for the last thread."""
+
+
+def with_threads(config: ServerConfig) -> ServerConfig:
+    """The configuration with as many `threads` as this process has cores, if it does not name a number itself.
+
+    A tenant who samples and trains in turns has either vLLM or the trainer idle, so both get all cores. Replicas and
+    base models compute at the same time, so they divide the cores. With Ray each process asks the cluster for as many
+    CPUs as `threads`, and on a GPU threads do nothing: there the default stays."""
+    if "threads" in config.model_fields_set or config.ray is not None or cuda_devices():
+        return config
+    together = max(config.backend_config.inference.num_engines, len(config.base_models))
+    threads = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // together))
+    return config.model_copy(update={"threads": threads})
+
 
 logger = logging.getLogger(__name__)
 

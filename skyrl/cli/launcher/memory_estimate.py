@@ -29,11 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl.base.config.mixtures import model_config, whole_config
 from skyrl.base.config.pass_memory import FLOAT_BYTES, FULL_BYTES, Passing, Widths
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.inference.cpu_context import BATCH, batch_bytes
+from skyrl.base.model_files import model_config, whole_config
 from skyrl.inference.model_options import (
+    BATCH,
+    batch_bytes,
     cpu_options,
     kept_adapters,
     kv_cache_bytes,
@@ -41,7 +42,7 @@ from skyrl.inference.model_options import (
     slot_features,
 )
 from skyrl.inference.vllm_command import context_length, inference_devices
-from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes, limit_bytes
+from skyrl.runtime.processes.host_resources import free_host_bytes, host_bytes, limit_bytes
 
 logger = logging.getLogger(__name__)
 

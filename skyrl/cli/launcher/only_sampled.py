@@ -13,29 +13,30 @@ from contextlib import closing
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.model_files import model_config
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.cli.launcher.parts import Part
 from skyrl.inference.adapter_host import AdapterMissing
-from skyrl.inference.cpu_context import LEAST
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import KINDS, VLLM
+from skyrl.inference.metrics import AdapterMetrics
+from skyrl.inference.model_options import LEAST
+from skyrl.inference.placed_replicas import PlacedReplicas
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.router_members import RouterMembers
+from skyrl.inference.vllm_client import VllmMetrics
 from skyrl.inference.vllm_command import context_length
-from skyrl.inference.vllm_metrics import VllmMetrics
-from skyrl.runtime.metrics.adapters import AdapterMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.sampling.placed_replicas import PlacedReplicas
+from skyrl.storage.db.claims import Fence
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import ONLY_SAMPLED
 from skyrl.storage.db.faults import DatabaseError
-from skyrl.storage.db.fence import Fence
-from skyrl.storage.db.periodic import Rounds, once
-from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.storage.db.processes import follow_servers
+from skyrl.storage.db.repeats import Rounds, once
+from skyrl.storage.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +105,9 @@ class OnlySampled:
             metrics = VllmMetrics(runtime.replica_urls, key, directory, role=role)
             self._tasks.append(asyncio.create_task(once("publishing vLLM's metrics", metrics.run)))
         else:
-            placed = PlacedReplicas(self._database, runtime.placement_owner, group, lambda at: _replica(runtime, at))
-            self._tasks.append(asyncio.create_task(placed.run()))
+            placed = PlacedReplicas(group, lambda at: _replica(runtime, at))
+            following = follow_servers(self._database, runtime.placement_owner, asyncio.Event(), placed.follow)
+            self._tasks.append(asyncio.create_task(following))
 
     async def run(self) -> None:
         """Return, or raise, when the watch has ended."""

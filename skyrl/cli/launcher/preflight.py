@@ -1,7 +1,13 @@
-"""The checks of `skyrl serve` before it starts any process: the base model, vLLM, the GPUs, vLLM's port, and Ray.
+"""The checks of `skyrl serve` before it starts any process: the base model and its tokenizer, vLLM, the GPUs, vLLM's
+port, and Ray.
 
 Each check raises ConfigError with a sentence that names the option, its value and what to give instead. Imports neither
 torch nor vLLM. Whether a model can be trained or served is only known when the engine and vLLM load it.
+
+Of a Ray cluster of this machine alone, it is checked whether the cluster has what vLLMs and trainers ask for; no
+cluster is asked. Of the tokenizer's files the log says which tokens the model has no row for, which files transformers
+reads otherwise than they say, and which warning of transformers is none. No tokenizer is imported: where the files look
+wrong, a process compares two readings of them.
 """
 
 from __future__ import annotations
@@ -9,24 +15,25 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from skyrl.base.config.mixtures import model_config
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.model_files import json_of, model_config, tokens_of, whole_config
 from skyrl.cli.launcher.memory_estimate import check_memory
 from skyrl.cli.launcher.model_location import check_model
-from skyrl.cli.launcher.ray_room import check_room_of_ranks, check_room_of_vllms, check_shared_gpus
-from skyrl.cli.launcher.tokenizer_notes import log_notes
-from skyrl.inference.expert_adapters import host_memory_warning
-from skyrl.inference.features import vllm_version
+from skyrl.inference.engine_kinds import KINDS, VLLM
+from skyrl.inference.features import check_vllm, vllm_version
+from skyrl.inference.model_options import host_memory_warning
 from skyrl.inference.vllm_command import context_sentence, cuda_devices
-from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
-from skyrl.inference.vllm_version import check_vllm
+from skyrl.inference.vllm_plugin.protocol import TESTED_VERSIONS
 from skyrl.runtime.processes.ports import LOOPBACK, check_free
-from skyrl.runtime.ray_cluster.connection import NoCluster, check_installed, find_address
-from skyrl.runtime.ray_cluster.facts import ask
+from skyrl.runtime.ray_cluster.capacity import Bundle, NodeCapacity, missing, rank_places
+from skyrl.runtime.ray_cluster.connection import NoCluster, ask, check_installed, find_address
 
 logger = logging.getLogger(__name__)
 
@@ -199,3 +206,130 @@ def _check_ray(config: ServerConfig, ray: str, found: Findings) -> Findings:
     logger.info("Ray cluster at %s: %s, %g GPUs", address, nodes, facts.gpus)
     wants_gpus = config.backend_config.inference.tensor_parallel_size > 1
     return replace(found, ray_address=address, cuda=facts.gpus > 0 or wants_gpus)
+
+
+_GIVEN_BY_RAY = ("CPU", "memory", "object_store_memory")
+"""Resources of this machine's own cluster besides GPUs. It has as many CPUs as all parts ask for."""
+
+
+def check_shared_gpus(base_models: Sequence[ServerConfig], devices: Sequence[str]) -> None:
+    """Raises ConfigError when Ray cannot give each vLLM and each rank of the trainers GPUs of this machine."""
+    vllms = sum(_gpus_of_vllms(config) for config in base_models)
+    ranks = sum(_gpus_of_ranks(config) for config in base_models)
+    if devices and vllms + ranks > len(devices):
+        needs = "the trainer needs" if len(base_models) == 1 else "the trainers need"
+        raise ConfigError(
+            f"ray_address: on a Ray cluster no GPU is shared: the vLLMs need {vllms} and {needs} {ranks}, "
+            f"and this machine has {len(devices)}; leave out ray_address to share GPUs, or use fewer"
+        )
+
+
+def _gpus_of_vllms(config: ServerConfig) -> int:
+    inference = config.backend_config.inference
+    return inference.num_engines * inference.tensor_parallel_size if config.modes.manages_inference else 0
+
+
+def _gpus_of_ranks(config: ServerConfig) -> int:
+    placement = config.backend_config.trainer.placement
+    return placement.ranks if config.modes.trains and placement.policy_num_cpu_ranks is None else 0
+
+
+def check_room_of_ranks(config: ServerConfig, devices: Sequence[str]) -> None:
+    """Raises ConfigError when this machine lacks what the trainer's ranks ask Ray for. For a cluster of this machine
+    alone: no node that has it will join."""
+    lack = _lack(rank_places(config, cluster_has_gpus=bool(devices)).bundles, devices)
+    if not lack:
+        return
+    if any(name != "GPU" for name in _asked(config.backend_config.trainer.placement.policy_resources)):
+        raise _never_placed("trainer.placement.policy_resources", lack, "leave the key out")
+    raise _never_placed(
+        "trainer.placement.policy_num_gpus_per_node", lack, "set trainer.placement.policy_num_cpu_ranks in its place"
+    )
+
+
+def check_room_of_vllms(config: ServerConfig, devices: Sequence[str]) -> None:
+    """The same for the vLLMs."""
+    inference = config.backend_config.inference
+    bundle = KINDS[VLLM](config, "").bundle(cuda=bool(devices))
+    if lack := _lack((bundle,) * inference.num_engines, devices):
+        key = "resources" if _asked(inference.resources) else "tensor_parallel_size"
+        raise _never_placed(f"generator.inference_engine.{key}", lack, "lower it or leave it out")
+
+
+def _lack(bundles: Sequence[Bundle], devices: Sequence[str]) -> str:
+    has = {"GPU": float(len(devices))}
+    return missing([_asked(bundle) for bundle in bundles], [NodeCapacity("", "this machine", has, has)])
+
+
+def _asked(bundle: Bundle) -> Bundle:
+    """Without what Ray gives every node. It names some resources itself, with a colon: `accelerator_type:H100`."""
+    return {name: amount for name, amount in bundle.items() if name not in _GIVEN_BY_RAY and ":" not in name}
+
+
+def _never_placed(key: str, lack: str, advice: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: {lack}, and no other node will join, because the Ray cluster is this machine alone: {advice}, or give "
+        "the ray_address of a cluster that has it"
+    )
+
+
+COMPARING_S = 120.0
+_PIECES = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CamembertTokenizer", "XLMRobertaTokenizer"}
+"""Classes that read a tokenizer as SentencePiece's, whatever its file says."""
+_MISTRALS = {"mistral", "mistral3", "voxtral", "ministral", "pixtral"}
+_LARGE = 100_000
+"""Tokens from which transformers looks for Mistral's pattern."""
+
+
+def log_notes(base_model: str) -> None:
+    """Log a sentence for each finding. `base_model`: a directory, or a name of the hub."""
+    for note in notes_on(base_model):
+        logger.warning("%s", note)
+
+
+def notes_on(base_model: str) -> Iterator[str]:
+    tokens = tokens_of(base_model)
+    if tokens is None:
+        return
+    config = whole_config(base_model)
+    rows = model_config(base_model).get("vocab_size")
+    beyond = {} if not isinstance(rows, int) else {number: text for number, text in tokens.items() if number >= rows}
+    if beyond and "vision_config" not in config:
+        first = min(beyond)
+        some = "1 token" if len(beyond) == 1 else f"{len(beyond):,} tokens"
+        yield (
+            f"the tokenizer of {base_model} has {some} beyond the model's {rows:,} rows ({first}, "
+            f"{beyond[first]!r}): requests that hold one are refused"
+        )
+    named = str(json_of(base_model, "tokenizer_config.json").get("tokenizer_class", ""))
+    suspect = named.removesuffix("Fast") in _PIECES and _is_byte_level(json_of(base_model, "tokenizer.json"))
+    if suspect and (read := _read_otherwise(base_model)) is not None:
+        yield (
+            f"tokenizer_config.json of {base_model} says tokenizer_class: {named}, with which transformers reads its "
+            f"tokenizer.json wrongly ({read}): chats, and clients that load it, get wrong tokens and texts; set "
+            'tokenizer_class to "PreTrainedTokenizerFast" there'
+        )
+    if Path(base_model).is_dir() and len(tokens) > _LARGE and _is_taken_for_mistrals(config):
+        yield (
+            f'transformers may warn of "an incorrect regex pattern" of {base_model}: the pattern is Mistral\'s, and '
+            "this model is none of theirs; the warning ends with a transformers_version in its config.json"
+        )
+
+
+def _is_taken_for_mistrals(config: dict[str, Any]) -> bool:
+    return bool(config) and not config.get("transformers_version") and config.get("model_type") not in _MISTRALS
+
+
+def _is_byte_level(tokenizer: dict[str, Any]) -> bool:
+    decoder = tokenizer.get("decoder") or {}
+    return any(step.get("type") == "ByteLevel" for step in (decoder, *decoder.get("decoders", ())))
+
+
+def _read_otherwise(base_model: str) -> str | None:
+    """What transformers makes of a text, where that is not what tokenizer.json makes of it."""
+    command = [sys.executable, "-m", "skyrl.trainer.tools.tokenizer_readings", base_model]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPARING_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.strip() or None

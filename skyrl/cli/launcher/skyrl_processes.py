@@ -1,34 +1,42 @@
 """The parts that all base models of a server share: the API processes, Ray, the port, the claim to the database, and
 the watch of the disk. Also how a process of skyrl's own is started; `base_model_parts` has those of one base model.
 
-Imports neither torch nor vLLM.
+The claim to train on the database has the name of this server. Without the claim, two servers on one database would
+each run every command. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
+import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.cli.launcher.first_ready import FirstReady, StartObserver
-from skyrl.cli.launcher.log_rotation import rotate_logs
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.launcher.parts import Part
-from skyrl.cli.launcher.training_claim import TrainingClaim
+from skyrl.cli.launcher.state_dir import rotate_logs
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE, THREADS_SLEEP
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.metrics.storage import show_free_space
+from skyrl.runtime.processes.host_resources import watch_disk
 from skyrl.runtime.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
 from skyrl.runtime.processes.startup import TAIL_LINES, Cause, cause_of_own, cause_of_vllm
 from skyrl.runtime.processes.supervision import SupervisedProcess
 from skyrl.runtime.ray_cluster.head import LocalCluster
-from skyrl.storage.checkpoint_store.space import watch_disk
+from skyrl.storage.db import claims
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import ONLY
+from skyrl.storage.db.faults import DatabaseError, reason
+from skyrl.storage.db.repeats import Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +151,7 @@ class OwnProcesses:
         descriptors = [listener.fileno() for listener in sockets]
         own_environment = {SLOT_ENV: str(slot), SOCKETS_ENV: ",".join(map(str, descriptors))}
         process = self.process(
-            api_name(slot), "skyrl.server.api.server", self._first_ready, own_environment, pass_fds=descriptors
+            api_name(slot), "skyrl.api.server", self._first_ready, own_environment, pass_fds=descriptors
         )
         return self.part(process, needs, API_GRACE_S)
 
@@ -198,3 +206,87 @@ def api_name(slot: int) -> str:
 
 def _python(module: str) -> list[str]:
     return [sys.executable, "-m", module]
+
+
+CLAIM_HOLD_S = 3.0
+"""How often the claim is renewed."""
+CLAIM_DEAD_AFTER_S = 15.0
+"""A server whose claim did not change for this long is dead."""
+CLAIM_LOOK_S = 0.5
+"""How often it is checked whether another server's claim has changed."""
+
+
+def server_id(state_dir: Path) -> str:
+    """The name of the server with this state directory. A restarted server has the same name; a server on a copy of the
+    directory has another one, because the inode of the file differs. The caller holds the directory's lock."""
+    file = state_dir / "server-id"
+    if file.exists():
+        name, _, inode = file.read_text().partition(" ")
+        if inode == str(file.stat().st_ino):
+            return name
+        file.unlink()
+    host = re.sub(r"[^\w.-]", "-", socket.gethostname())[:40]
+    name = f"{host}-{secrets.token_hex(6)}"
+    scratch = file.with_name(f".tmp-{secrets.token_hex(8)}")
+    with scratch.open("x") as stream:
+        stream.write(f"{name} {os.fstat(stream.fileno()).st_ino}")
+    scratch.rename(file)
+    return name
+
+
+class TrainingClaim:
+    """The claim of `server` to be the only server that trains on this database. `state_keys` are those of its base
+    models in the table engine_state."""
+
+    def __init__(self, database: Database, server: str, state_keys: Sequence[str] = (ONLY,)) -> None:
+        self._database = database
+        self._server = server
+        self._state_keys = state_keys
+
+    async def take(self) -> None:
+        """Take the claim. If another server has it, watch for DEAD_AFTER_S seconds whether that server renews it.
+        Raises ConfigError if it does."""
+        seen = await asyncio.to_thread(self._database.read, claims.read_claim)
+        if seen.owner not in (None, self._server):
+            logger.info("server %s trained on this database: checking whether it still runs", seen.owner)
+        deadline = time.monotonic() + CLAIM_DEAD_AFTER_S
+        while seen.owner not in (None, self._server) and time.monotonic() < deadline:
+            await asyncio.sleep(CLAIM_LOOK_S)
+            now = await asyncio.to_thread(self._database.read, claims.read_claim)
+            if now != seen and now.owner not in (None, self._server):
+                raise self._taken(now.owner)
+            seen = now
+        if not await asyncio.to_thread(
+            self._database.write, lambda c: claims.claim(c, self._server, seen, self._state_keys)
+        ):
+            raise self._taken("another one, which has just started,")
+
+    @staticmethod
+    def _taken(server: str | None) -> ConfigError:
+        return ConfigError(
+            f"database-url: server {server} trains on this database, and only one server may train on a database: stop "
+            "that server, or give this one its own database, or make it a gateway with --backend none"
+        )
+
+    async def hold(self) -> None:
+        """Renew the claim every HOLD_S seconds. When another server has taken it, log that and return."""
+        rounds = Rounds("renewing the claim to this database", CLAIM_HOLD_S)
+        while True:
+            await asyncio.sleep(CLAIM_HOLD_S)
+            try:
+                held = await asyncio.to_thread(self._database.write, lambda c: claims.hold(c, self._server))
+            except Exception as error:  # logged; the claim holds for some time without it
+                rounds.failed(error)
+                continue
+            rounds.went_well()
+            if not held:
+                logger.error("another server trains on this database now: this one had not renewed its claim in time")
+                return
+
+    def release(self) -> None:
+        """Give the claim back. If the database is away, only log that; another server then takes the claim after
+        DEAD_AFTER_S seconds."""
+        try:
+            self._database.write(lambda c: claims.release(c, self._server, "the server has stopped"))
+        except DatabaseError as error:
+            logger.error("the database was not told that the server has stopped: %s", reason(error))

@@ -10,13 +10,13 @@ import signal
 from collections.abc import Callable, Coroutine, Sequence
 
 from skyrl.cli.launcher.first_ready import Supervised
+from skyrl.cli.launcher.inference_parts import ServerParts
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.launcher.parts import Parts
-from skyrl.cli.launcher.server_parts import ServerParts
 from skyrl.cli.ray_placement.ray_server import NOT_STARTED
 from skyrl.cli.ray_placement.scheduling import RayPlacement
 from skyrl.inference.engine_kinds import VLLM, EngineKind
 from skyrl.inference.placement import ServerPlan
-from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.runtime.processes.startup import MARK, MAY_START, Cause, FirstStarts
 from skyrl.runtime.ray_cluster.connection import NoCluster, check_reachable, connect

@@ -21,17 +21,17 @@ from typing import Any
 
 import httpx
 
-from skyrl.cli.launcher.server_parts import ServerParts, wherever
+from skyrl.cli.launcher.inference_parts import ServerParts, wherever
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.ray_placement.lifecycle import Starts, end, live, run_servers, server_parts
 from skyrl.cli.ray_placement.ray_server import RayServer
 from skyrl.cli.ray_placement.scheduling import RayPlacement
-from skyrl.inference.plane_kind import PlaneVllm
-from skyrl.inference.remote.placement_route import PATH
+from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+from skyrl.inference.engine_kinds import RolloutVllm
+from skyrl.inference.remote.sidecar import PATH
 from skyrl.runtime.metrics.files import publishing
-from skyrl.runtime.metrics.processes import LauncherMetrics
 from skyrl.runtime.processes.runtime import PLACED, Runtime
 from skyrl.runtime.processes.startup import CANNOT_START
-from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ async def run(runtime: Runtime) -> None:
         runtime.config.state_dir / "logs", lambda: write_placed(runtime.directory / PLACED, placement.servers)
     )
     workers = Workers(runtime.inference_url, admin_key or client_key, runtime.directory)
-    kind = PlaneVllm(runtime.config, runtime.inference_api_key or "", client_key=client_key, admin_key=admin_key)
+    kind = RolloutVllm(runtime.config, runtime.inference_api_key or "", client_key=client_key, admin_key=admin_key)
     try:
         async with publishing(metrics.registry, "placement", runtime.metrics_directory):
             starts.servers = server_parts(runtime, kind, placement, starts, metrics)

@@ -1,7 +1,8 @@
 """The placement of inference servers on a Ray cluster: asks Ray for resources and actors, and turns its errors
 into Lost.
 
-The only module of the placement process that imports Ray. `ray_server` decides what is started where and when.
+A server goes to a node that has room for all of it, and of those to the one with the fewest servers (`choose`). The
+only module of the placement process that imports Ray. `ray_server` decides what is started where and when.
 """
 
 from __future__ import annotations
@@ -9,21 +10,41 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl.cli.ray_placement.choosing import actor_options, choose
 from skyrl.cli.ray_placement.ray_server import Host, Lost, RayServer, in_loop
 from skyrl.inference.placement import Kind, OnExit, ServerPlan, ServerSpec, Spot
-from skyrl.runtime.ray_cluster.capacity import Bundle, nodes, reserve
+from skyrl.runtime.ray_cluster.capacity import Bundle, NodeCapacity, missing, nodes, reserve
 from skyrl.runtime.ray_cluster.hosts import Look, ServerHost, Started
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+
+
+def choose(nodes: Sequence[NodeCapacity], bundle: Bundle, servers_on: Mapping[str, int]) -> str | None:
+    """The id of the node; None when no node has room. `servers_on` has the number of servers by node id."""
+    fitting = [node for node in nodes if not missing([bundle], [node])]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda node: (servers_on.get(node.id, 0), node.address)).id
+
+
+def actor_options(bundle: Bundle) -> dict[str, object]:
+    """The bundle as options of an actor."""
+    others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
+    gpus = bundle.get("GPU", 0.0)
+    return {
+        "num_cpus": bundle.get("CPU", 0.0),
+        "num_gpus": int(gpus) if gpus == int(gpus) else gpus,
+        "memory": bundle.get("memory") or None,
+        "resources": others,
+    }
+
 
 logger = logging.getLogger(__name__)
 

@@ -7,22 +7,30 @@ linked into a directory of each vLLM.
     <root>/locks/<save>                locked while files of this save are fetched, linked or deleted
 
 vLLM reads an evicted adapter's files again, and dies if they are gone. So each vLLM reads its own links: whatever is
-deleted in the store, in `stored` or for another vLLM, its files stay. All methods block; they may be called from
-several threads, and several processes may share a root.
-"""
+deleted in the store, in `stored` or for another vLLM, its files stay. All methods of `NodeCache` block; they may be
+called from several threads, and several processes may share a root.
+
+`NodeFiles` is the cache for one event loop: all who ask for a save at once wait for one download, and no call keeps the
+process from ending. `Daemons` runs calls that may hang for minutes, on threads that do not keep a process from ending.
+The threads of `concurrent.futures` are waited for when the interpreter ends: a vLLM whose engine has died would then
+not exit while its checkpoint store hangs."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.checkpoint_store.directories import fetch, is_scratch, link_files, remove, scratch_in, sizes_of
 
 _REPLICAS = "replicas"
@@ -210,3 +218,109 @@ def _directories(parent: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
         return [path for path in parent.iterdir() if path.is_dir()]
     return []
+
+
+T = TypeVar("T")
+
+
+class Daemons:
+    """At most `at_once` calls run; others wait for their turn, in order."""
+
+    def __init__(self, at_once: int) -> None:
+        self._turns = asyncio.Semaphore(at_once)
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """The call's result, or its exception. If the caller is cancelled, the call goes on, and keeps its turn."""
+        await self._turns.acquire()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def end(result: T | None, error: BaseException | None) -> None:
+            self._turns.release()
+            if future.cancelled():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # pyright: ignore[reportArgumentType]
+
+        def body() -> None:
+            result, error = None, None
+            try:
+                result = call()
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(end, result, error)
+
+        threading.Thread(target=body, daemon=True).start()
+        return await future
+
+
+logger = logging.getLogger(__name__)
+
+FETCHES_AT_ONCE, LINKS_AT_ONCE = 8, 4
+
+
+class NodeFiles:
+    def __init__(self, cache: NodeCache) -> None:
+        self._cache = cache
+        self._fetches, self._links = Daemons(FETCHES_AT_ONCE), Daemons(LINKS_AT_ONCE)
+        self._opening: asyncio.Task[OSError | None] | None = None
+        self._bringing: dict[str, asyncio.Task[Path]] = {}
+        self.releasing: dict[str, asyncio.Task[None]] = {}
+        """By key, the task that deletes this vLLM's files."""
+
+    def open(self) -> None:
+        """Begin to open the cache, also when it was open: somebody may have deleted it."""
+        self._opening = asyncio.create_task(self._open())
+
+    async def bring(self, key: str) -> Path:
+        """This vLLM's directory of a save. All requests for the same save wait for one fetch, which goes on if a client
+        gives up. Raises StoreError, NotStored and OSError."""
+        task = self._bringing.get(key)
+        if task is None:
+            task = self._bringing[key] = asyncio.create_task(self._cached_or_fetched(key))
+            task.add_done_callback(lambda ended: self._brought(key, ended))
+        return await asyncio.shield(task)
+
+    def release(self, key: str) -> None:
+        """Begin to delete this vLLM's files of a key. A failure is logged."""
+        if key not in self.releasing:
+            task = self.releasing[key] = asyncio.create_task(self._release(key))
+            task.add_done_callback(lambda _: self.releasing.pop(key))
+
+    def _brought(self, key: str, task: asyncio.Task[Path]) -> None:
+        del self._bringing[key]
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OSError | StoreError) and not isinstance(error, NotStored):
+            self._opening = None  # the cache is opened anew: somebody may have deleted it
+
+    async def _cached_or_fetched(self, key: str) -> Path:
+        if (release := self.releasing.get(key)) is not None:
+            await asyncio.wait([release])
+        await self._opened()
+        directory = await self._links.run(lambda: self._cache.cached(key))
+        return directory or await self._fetches.run(lambda: self._cache.fetch(key))
+
+    async def _opened(self) -> None:
+        """Return when the cache is open. Raises OSError if it cannot be opened; the next call tries again."""
+        if self._opening is None or (self._opening.done() and self._opening.result() is not None):
+            self.open()
+        assert self._opening is not None
+        if (error := await asyncio.shield(self._opening)) is not None:
+            raise error
+
+    async def _open(self) -> OSError | None:
+        try:
+            await self._links.run(self._cache.open)
+        except OSError as error:
+            logger.warning("the node's directory for weights cannot be used: %s", error)
+            return error
+        return None
+
+    async def _release(self, key: str) -> None:
+        try:
+            await self._links.run(lambda: self._cache.release(key))
+        except OSError as error:
+            logger.warning("the files of %s could not be deleted from this node: %s", key, error)

@@ -26,13 +26,12 @@ from skyrl.inference.remote.asgi import (
     replayed,
     with_length,
 )
-from skyrl.inference.remote.cache import SCRATCH, NodeCache
-from skyrl.inference.remote.files import NodeFiles
+from skyrl.inference.remote.cache import SCRATCH, NodeCache, NodeFiles
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY, is_reference, key_in
 from skyrl.inference.remote.settings import NodeSettings
-from skyrl.storage.checkpoint_store.adapters import is_adapter
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.checkpoint_store.registry import store_at
+from skyrl.storage.checkpoint_store.versions import is_adapter
 
 logger = logging.getLogger(__name__)
 

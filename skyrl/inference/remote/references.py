@@ -1,12 +1,13 @@
-"""References to saves in the checkpoint store, and the answers of a node that cannot bring one.
+"""References to saves in the checkpoint store, the answers of a node that cannot bring one, and where this machine has
+the base model's files.
 
 A reference takes the place of a directory in requests to load an adapter or a version of the full weights:
-`skyrl-store:<store key>`. Knows which keys may be fetched, and reads no store.
-"""
+`skyrl-store:<store key>`. Knows which keys may be fetched, and reads no store."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from skyrl.base.types.weights import STORE_SCHEME
 
@@ -36,3 +37,22 @@ def key_in(reference: str) -> str | None:
     """The store key of a reference; None if it is not one."""
     key = reference.removeprefix(STORE_SCHEME)
     return key if len(key) <= MAX_KEY and _KEY.fullmatch(key) else None
+
+
+PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json"]
+"""What vLLM reads of a version of the weights."""
+
+
+def base_directory(path: str) -> Path:
+    """The directory of a base model, which is a directory or a name of the model hub. vLLM has brought a model of the
+    hub into the hub's cache; before that, the name itself is returned."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        # without patterns, a folder that lacks only README.md counts as incomplete
+        return Path(snapshot_download(path, allow_patterns=PATTERNS, local_files_only=True))
+    except LocalEntryNotFoundError:  # nobody has asked for the base model's weights yet but a server that has them
+        return Path(path)

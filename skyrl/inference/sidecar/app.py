@@ -1,39 +1,53 @@
-"""The sidecar as an ASGI application: finds the route, and maps errors to answers."""
+"""The sidecar as an ASGI application: finds the route, asks for the admin key, and maps errors to answers.
+
+All paths that change weights, pause, or free memory need the admin key, here and in vLLM. vLLM's own development routes
+pass through the sidecar, and more of them come with each version. So the list names what is open, and everything else
+needs the key."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 from prometheus_client import CollectorRegistry
 
-from skyrl.inference.sidecar.adapters import Adapters
-from skyrl.inference.sidecar.admin import needs_admin
+from skyrl.http.admin_key import AdminKey
 from skyrl.inference.sidecar.call import Call, Receive, Scope, Send
-from skyrl.inference.sidecar.control import Control
+from skyrl.inference.sidecar.control import VLLM_UPDATES, Control, Figures, SidecarMetrics, not_offered
 from skyrl.inference.sidecar.errors import ClientLeft, Forbidden, SidecarError, Unauthorized
-from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
-from skyrl.inference.sidecar.generate_route import generate
-from skyrl.inference.sidecar.generation import Generation
-from skyrl.inference.sidecar.in_flight import InFlight
-from skyrl.inference.sidecar.memory import Memory
-from skyrl.inference.sidecar.metrics import Figures, SidecarMetrics
-from skyrl.inference.sidecar.openai_answer import OpenaiAnswers
-from skyrl.inference.sidecar.pass_through import pass_through
-from skyrl.inference.sidecar.pause import Pause
+from skyrl.inference.sidecar.facts import KnownConfig, KnownFacts, WeightVersion
+from skyrl.inference.sidecar.generation import Generation, generate
+from skyrl.inference.sidecar.in_flight import InFlight, Pause
+from skyrl.inference.sidecar.pass_through import OpenaiAnswers, pass_through
 from skyrl.inference.sidecar.pictures import Pictures
 from skyrl.inference.sidecar.settings import SidecarSettings
+from skyrl.inference.sidecar.trainer_routes import Adapters, Memory, WeightRoutes
 from skyrl.inference.sidecar.updates import Updates
 from skyrl.inference.sidecar.vllm import Vllm
-from skyrl.inference.sidecar.vllm_config import KnownConfig
-from skyrl.inference.sidecar.vllm_updates import VLLM_UPDATES, not_offered
 from skyrl.inference.sidecar.vllm_weights import VllmWeights
-from skyrl.inference.sidecar.weight_routes import WeightRoutes
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.metrics.process import LoopLag
-from skyrl.runtime.web.admin import AdminKey
+
+_V1 = "/v1/"
+_ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_OPEN_AT_VLLM = frozenset(
+    {
+        *("/classify", "/cohere/v2/chat", "/detokenize", "/embed", "/generative_scoring", "/get_world_size"),
+        *("/inference/v1/generate", "/invocations", "/is_paused", "/is_sleeping", "/load", "/ping"),
+        *("/pooling", "/rerank", "/score", "/tokenize", "/tokenizer_info"),
+        *("/v2/embed", "/v2/rerank", "/version", "/weight_info"),
+    }
+)
+
+
+def needs_admin(path: str, open_here: Collection[str]) -> bool:
+    """`open_here`: the sidecar's own paths that every client may use."""
+    if path in open_here or path in _OPEN_AT_VLLM:
+        return False
+    return not path.startswith(_V1) or path in _ADAPTERS
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,23 +1,72 @@
 """Puts weights that vLLM has staged into its model, in one step in which generation is held.
 
-If that step fails, the model is neither old nor new: generation stays held until a full update succeeds.
-"""
+If that step fails, the model is neither old nor new: generation stays held until a full update succeeds
+(`WeightTrouble`). `WeightChecks` proves which weights one vLLM has: checksums, single rows, and random numbers that an
+update must replace."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import NamedTuple
+import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, NamedTuple
 
 from skyrl.base.types.weights import FIRST_VERSION, next_version
-from skyrl.inference.sidecar.errors import BadRequest, NotOffered, SidecarError, VllmAway, VllmBroke
+from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, SidecarError, VllmAway, VllmBroke
 from skyrl.inference.sidecar.facts import WeightVersion
-from skyrl.inference.sidecar.in_flight import InFlight
-from skyrl.inference.sidecar.pause import Pause, PauseMode
+from skyrl.inference.sidecar.in_flight import Hold, InFlight, Pause, PauseMode
 from skyrl.inference.sidecar.update_requests import Change
 from skyrl.inference.sidecar.vllm import Vllm
 from skyrl.inference.sidecar.vllm_weights import Ranks, VllmWeights, rank_results, refusal
-from skyrl.inference.sidecar.weight_trouble import WeightTrouble
+
+logger = logging.getLogger(__name__)
+
+
+class WeightTrouble:
+    """All calls but reading `reason` are made by whoever changes the weights, one at a time."""
+
+    def __init__(self, weights: VllmWeights, pause: Pause) -> None:
+        self._weights = weights
+        self._pause = pause
+        self.reason: str | None = None
+        """Why nobody may sample from this vLLM; None if the weights are whole."""
+        self._kept_hold: Hold | None = None
+        """Holds generation while there is a reason."""
+
+    async def enter_hold(self) -> Hold:
+        """A hold; that of an update that failed before goes on."""
+        if self._kept_hold is not None:
+            kept, self._kept_hold = self._kept_hold, None
+            return kept
+        return await self._pause.hold()
+
+    async def leave_hold(self, hold: Hold) -> None:
+        """Continue generation, unless there is a reason not to."""
+        if self.reason is None:
+            await self._pause.let_go(hold)
+        else:
+            self._kept_hold = hold
+            logger.error("generation is held: %s", self.reason)
+
+    async def take_over(self, reason: str | None) -> None:
+        """The reason that an earlier sidecar or a start of vLLM has left; None: the weights are whole. Raises
+        SidecarError."""
+        if reason == self.reason:
+            return
+        hold = await self.enter_hold()
+        if reason is not None:  # an earlier sidecar may have paused vLLM for it; the next update continues
+            self._pause.forget_found()
+        self.reason = reason
+        await self.leave_hold(hold)
+
+    async def remember(self, reason: str) -> None:
+        """An update has broken the weights. vLLM remembers it too, for the next sidecar."""
+        self.reason = reason
+        with contextlib.suppress(SidecarError):
+            await self._weights.call("mark_broken", {"reason": reason})
+
 
 FLUSH_TRIES, FLUSH_PAUSE_S = 20, 0.05
 """vLLM frees the cache of ended requests a moment after it has answered them."""
@@ -149,3 +198,44 @@ class ApplyWeights:
         """Name the weights that vLLM has. Raises SidecarError."""
         await self._vllm.call("POST", "/update_weight_version", {"new_version": version})
         self._last_named = version
+
+
+class WeightChecks:
+    """In the body of `present()` the weights are there, and nobody else changes them. `update_s` bounds each check."""
+
+    def __init__(
+        self,
+        present: Callable[[], AbstractAsyncContextManager[None]],
+        weights: VllmWeights,
+        trouble: WeightTrouble,
+        update_s: float,
+    ) -> None:
+        self._present = present
+        self._weights = weights
+        self._trouble = trouble
+        self._update_s = update_s
+
+    async def reset(self) -> Ranks:
+        """Overwrite the weights with random numbers. Nobody can sample until a full update. Raises SidecarError."""
+        async with self._present():
+            hold = await self._trouble.enter_hold()
+            try:
+                ranks = await self._weights.call("reset_tensors")
+            except BaseException as error:
+                if not isinstance(error, (BadRequest, Busy, NotOffered)):  # it may have begun
+                    self._trouble.reason = "its tensors were perhaps reset by /weights_checker"
+                await self._trouble.leave_hold(hold)
+                raise
+            self._trouble.reason = "its tensors were reset by /weights_checker"
+            await self._trouble.leave_hold(hold)
+            return ranks
+
+    async def check(self, action: str) -> Ranks:
+        """`checksum`, `snapshot` or `compare`, on each rank. Raises SidecarError."""
+        async with self._present():
+            return await self._weights.job(action, None, self._update_s)
+
+    async def rows(self, name: str, most: int) -> Any:
+        """The first `most` rows of a tensor, as lists of numbers. Raises SidecarError."""
+        async with self._present():
+            return (await self._weights.call("weight", {"name": name, "most": most}))[0]["rows"]

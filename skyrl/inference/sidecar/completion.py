@@ -1,14 +1,24 @@
-"""vLLM's answers of `/v1/completions` for one sample: a whole answer, or the chunks of a stream.
+"""vLLM's answers of `/v1/completions` for one sample, a whole answer or the chunks of a stream, and the sample as
+SGLang answers it: text, ids, and `meta_info`.
 
 Every number is checked. What is missing, too short, or not a number is an error, because a client would train on it.
-"""
+Numbers that vLLM did not report are left out of `meta_info`. The experts that computed each token are vLLM's `.npy`
+file in base64, and become SGLang's int32 numbers in base64."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl.inference.sidecar.errors import VllmBroke
+import numpy as np
+
+from skyrl.inference.sidecar.errors import NotOffered, VllmBroke
+from skyrl.inference.sidecar.generate_request import Logprobs
 
 Rows = list[list[tuple[float, int]]]
 """For each token, pairs of a logprob and a token id."""
@@ -171,3 +181,132 @@ def _prompt_rows(given: Any, prompt: list[int]) -> list[dict[int, float]]:
             read[int(key)] = _logprob(value)
         rows.append(read)
     return rows
+
+
+ABORTED = "Aborted"
+ABORTED_WAITING = "Abort in waiting queue"
+Texts = Mapping[int, str] | None
+"""The text of each token id; None if the triples have no text."""
+
+
+def finish_reason(collected: Collected, *, aborted: bool, scoring: bool) -> dict[str, Any] | None:
+    """`scoring`: the client asked for no tokens. Raises VllmBroke."""
+    if collected.finish == "abort" or (aborted and collected.finish is None):
+        message = ABORTED if collected.tokens else ABORTED_WAITING
+        return {"type": "abort", "message": message, "status_code": None, "err_type": None}
+    if collected.finish is None:
+        return None
+    if scoring:
+        return {"type": "length", "length": 0}
+    if collected.finish == "length":
+        return {"type": "length", "length": len(collected.tokens)}
+    # vLLM does not name the token if the model's own end token was sampled
+    matched = collected.tokens[-1] if collected.matched is None else collected.matched
+    if isinstance(matched, bool) or not isinstance(matched, int | str):
+        raise VllmBroke(f"vLLM's stop_reason is {matched!r}")
+    return {"type": "stop", "matched": matched}
+
+
+def basics(
+    name: str,
+    finish: dict[str, Any] | None,
+    prompt_tokens: int,
+    collected: Collected,
+    version: str | None,
+    started: float,
+    *,
+    scoring: bool = False,
+) -> dict[str, Any]:
+    """What every sample tells. `version`: of the weights, if vLLM tells it; `started`: when the request came, on the
+    clock of `time.monotonic`."""
+    meta: dict[str, Any] = {
+        "id": name,
+        "finish_reason": finish,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 0 if scoring else len(collected.tokens),
+    }
+    if collected.cached_tokens is not None:
+        meta["cached_tokens"] = collected.cached_tokens
+    if version is not None:
+        meta["weight_version"] = version
+    if collected.versions is not None and not scoring:
+        meta["weight_versions"] = collected.versions
+    meta["e2e_latency"] = time.monotonic() - started
+    if finish is not None:
+        meta["response_sent_to_client_ts"] = time.time()
+    return meta
+
+
+def logprob_lists(
+    wanted: Logprobs, collected: Collected, prompt: list[int], texts: Texts, *, scoring: bool
+) -> dict[str, Any]:
+    """The lists of logprobs. The prompt's lists are there, and may be empty, whenever logprobs are wanted."""
+    sampled = [] if scoring else list(zip(collected.logprobs, collected.tokens, strict=True))
+    lists: dict[str, Any] = {
+        "input_token_logprobs": [],
+        "output_token_logprobs": [triple(logprob, token, texts) for logprob, token in sampled],
+    }
+    rows = [] if scoring else collected.alternatives
+    if wanted.top:
+        lists["input_top_logprobs"] = []
+        lists["output_top_logprobs"] = [[triple(*pair, texts) for pair in row[: wanted.top]] for row in rows]
+    if wanted.ids:
+        lists["input_token_ids_logprobs"] = []
+        lists["output_token_ids_logprobs"] = [_named(row, wanted.ids, texts) for row in rows]
+    if collected.prompt is not None:
+        start = wanted.start
+        pairs = [(row.get(token), token) for row, token in zip(collected.prompt, prompt, strict=True)][start:]
+        if pairs:  # the first has no logprob, also where the prompt has tokens before it
+            pairs[0] = (None, pairs[0][1])
+        lists["input_token_logprobs"] = [triple(logprob, token, texts) for logprob, token in pairs]
+        if wanted.top:
+            likely = [
+                sorted(((value, token) for token, value in row.items()), reverse=True) for row in collected.prompt
+            ]
+            tops: list[Any] = [[triple(*pair, texts) for pair in row[: wanted.top]] for row in likely][start:]
+            lists["input_top_logprobs"] = [None, *tops[1:]] if tops else []
+    return lists
+
+
+def triple(logprob: float | None, token: int, texts: Texts) -> list[Any]:
+    return [logprob, token, None if texts is None else texts[token]]
+
+
+def _named(row: list[tuple[float, int]], ids: tuple[int, ...], texts: Texts) -> list[list[Any]]:
+    """The logprobs of the named tokens, in their order; null for a token that cannot be sampled."""
+    values = {token: logprob for logprob, token in row}
+    return [triple(values.get(token), token, texts) for token in ids]
+
+
+def routed_experts(
+    encoded: str | None, prompt: int, sampled: int, start: int, *, scoring: bool = False, aborted: bool = False
+) -> dict[str, Any]:
+    """The fields of `meta_info` for a prompt and a sample of so many tokens, without the first `start` rows; nothing if
+    no token has been computed. `scoring`: without the rows of the sample. Raises NotOffered if vLLM does not record the
+    experts, VllmBroke if they do not fit the tokens."""
+    if encoded is None:
+        if sampled:
+            raise NotOffered("return_routed_experts: vLLM was started without --enable-return-routed-experts")
+        return {}
+    rows = prompt + sampled - 1 - start
+    try:
+        experts = to_int32(encoded, rows, rows - sampled if scoring else rows)
+    except VllmBroke:
+        if not aborted:
+            raise
+        return {}  # an aborted request is always answered: a client would sample it again after an error
+    return {"routed_experts": experts, "routed_experts_start_len": start}
+
+
+def to_int32(encoded: str, rows: int, kept: int) -> str:
+    """`encoded` holds an array of integers [rows, layers, experts per token] in base64 of an `.npy` file. Returns the
+    first `kept` rows as little-endian int32 in C order, in base64. Raises VllmBroke if the array has another shape."""
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    except (binascii.Error, ValueError, EOFError, OSError) as error:
+        raise VllmBroke(f"vLLM's routed_experts cannot be read: {error}") from error
+    if not isinstance(array, np.ndarray) or array.ndim != 3 or array.shape[0] != rows:
+        raise VllmBroke(f"vLLM's routed_experts have the shape {getattr(array, 'shape', None)} for {rows} tokens")
+    if array.dtype.kind not in "iu" or (array.size and int(array.max()) > np.iinfo(np.int32).max):
+        raise VllmBroke(f"vLLM's routed_experts are {array.dtype}, not numbers of experts")
+    return base64.b64encode(np.ascontiguousarray(array[:kept], "<i4").tobytes()).decode()

@@ -1,27 +1,56 @@
-"""SGLang's control routes: health, load, cache, aborts, and what the server is. Each answers GET and POST."""
+"""SGLang's control routes: health, load, cache, aborts, what the server is, and its metrics. Each answers GET and POST.
+
+vLLM's own calls for new weights, which trainers make to a vLLM without a sidecar, are refused: vLLM writes what arrives
+into the model that serves, so a half of an update would be sampled from, and no sample could say which weights it
+has."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
 from skyrl import __version__
-from skyrl.base.pictures.sight import Blind, Sight
-from skyrl.inference.sidecar.call import PLAIN, Call
-from skyrl.inference.sidecar.errors import BadRequest, SidecarError, VllmAway
-from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion, is_paused
-from skyrl.inference.sidecar.fields import boolean, number, string
-from skyrl.inference.sidecar.in_flight import InFlight
-from skyrl.inference.sidecar.parameters import parameters
-from skyrl.inference.sidecar.pause import Pause, PauseMode
+from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.inference.metrics import shown
+from skyrl.inference.sidecar.call import PLAIN, Call, boolean, number, parameters, string
+from skyrl.inference.sidecar.errors import BadRequest, NotOffered, SidecarError, VllmAway
+from skyrl.inference.sidecar.facts import KnownConfig, KnownFacts, WeightVersion, is_paused
+from skyrl.inference.sidecar.in_flight import InFlight, Pause, PauseMode
 from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.sidecar.updates import Updates
 from skyrl.inference.sidecar.vllm import Vllm
-from skyrl.inference.sidecar.vllm_config import KnownConfig
-from skyrl.inference.sidecar.vllm_updates import config_refusal
+from skyrl.runtime.metrics.files import CONTENT_TYPE, MetricsDirectory
+
+VLLM_UPDATES = frozenset(
+    {
+        *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights"),
+        *("/finish_weight_update", "/shutdown_weight_transfer_engine"),
+    }
+)
+INSTEAD = (
+    "send new weights with /update_weights_from_disk, or with /init_weights_update_group and "
+    "/update_weights_from_distributed (skyrl.weights has clients of these), or train against a vLLM without a sidecar"
+)
+
+
+def not_offered(path: str) -> NotOffered:
+    """For a path of `VLLM_UPDATES`."""
+    return NotOffered(f"{path}: vLLM's own weight transfer is not offered here: {INSTEAD}")
+
+
+def config_refusal() -> NotOffered:
+    """For vLLM's form of `/server_info`, which trainers ask before a weight transfer."""
+    return NotOffered(f"config_format: vLLM's configuration is not shown here. For its weight transfer: {INSTEAD}")
+
 
 FLUSHED = b"Cache flushed.\n"
 BUSY = "Flush cache failed: requests are running or waiting."
@@ -157,8 +186,8 @@ class Control:
 
     async def _takes_images(self, root: str) -> bool:
         try:
-            await asyncio.to_thread(Sight.of, root)
-        except Blind:
+            await asyncio.to_thread(VisionConfig.of, root)
+        except NoVision:
             return False
         return not await self._config.only_text()
 
@@ -203,3 +232,56 @@ def _model_config(root: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return read if isinstance(read, dict) else None
+
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 5.0
+TIMEOUT_S = 1.0
+
+
+class SidecarMetrics(Collector):
+    """Read at each writing, on another thread."""
+
+    def __init__(self, in_flight: InFlight, pause: Pause) -> None:
+        self._in_flight, self._pause = in_flight, pause
+
+    def collect(self) -> Iterable[Metric]:
+        about = "Samples that vLLM has."
+        yield GaugeMetricFamily("skyrl_sidecar_running", about, value=self._in_flight.running)
+        about = "Samples that wait in the sidecar, because generation is paused."
+        yield GaugeMetricFamily("skyrl_sidecar_waiting", about, value=self._in_flight.waiting)
+        about = "1 while somebody has paused generation."
+        yield GaugeMetricFamily("skyrl_sidecar_paused", about, value=self._pause.mode is not None)
+
+
+class Figures:
+    """Publishes the metrics of the vLLM with this number, and answers `GET /metrics` with these and the sidecar's. The
+    router of a plane answers for all processes."""
+
+    def __init__(self, vllm: Vllm, number: int, published: MetricsDirectory) -> None:
+        self._vllm, self._number, self._published = vllm, number, published
+        self._names = (f"sidecar-{number}", f"vllm-{number}")
+
+    async def run(self) -> None:
+        """Publish until cancelled, for those who ask the router."""
+        while True:
+            await self._publish()
+            await asyncio.sleep(PERIOD_S)
+
+    async def answer(self, call: Call) -> None:
+        """vLLM's metrics as they are now, if it answers at once."""
+        await self._publish()
+        text = await asyncio.to_thread(self._published.read, self._names)
+        await call.answer(200, text.encode(), [(b"content-type", CONTENT_TYPE.encode())])
+
+    async def _publish(self) -> None:
+        """A failure is only logged: `/health` says more."""
+        try:
+            text = await self._vllm.call_raw("GET", "/metrics", timeout_s=TIMEOUT_S)
+            await asyncio.to_thread(self._write, text.decode())
+        except (SidecarError, OSError, ValueError) as error:
+            logger.debug("vLLM shows no metrics: %s", error)
+
+    def _write(self, text: str) -> None:
+        self._published.write(f"vllm-{self._number}", shown(text, self._number))

@@ -1,23 +1,61 @@
-"""SGLang's `/generate`: from a read request to its answer, whole or in a stream. Knows nothing of HTTP."""
+"""SGLang's `/generate`: reads the body, samples, and writes the answer or the stream of events.
+
+`TokenTexts` asks vLLM for the text of single token ids. It remembers texts, because logprobs name the same tokens again
+and again."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
-from skyrl.inference.sidecar.completion import Collected
-from skyrl.inference.sidecar.errors import VllmAway, VllmBroke
+from skyrl.inference.sidecar.call import EVENTS, Call, compact, error_body
+from skyrl.inference.sidecar.completion import Collected, basics, finish_reason, logprob_lists, routed_experts
+from skyrl.inference.sidecar.errors import SidecarError, VllmAway, VllmBroke
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
-from skyrl.inference.sidecar.generate_request import GenerateRequest, Prompt
+from skyrl.inference.sidecar.generate_request import GenerateRequest, Prompt, read_generate
 from skyrl.inference.sidecar.in_flight import InFlight, Sample
-from skyrl.inference.sidecar.meta_info import basics, finish_reason, logprob_lists
 from skyrl.inference.sidecar.pictures import Pictures, PlacedPictures
-from skyrl.inference.sidecar.routed_experts import routed_experts
 from skyrl.inference.sidecar.sampling import Job, collect, new_tokens
-from skyrl.inference.sidecar.token_texts import TokenTexts
 from skyrl.inference.sidecar.vllm import Vllm
+
+REMEMBERED = 300_000
+"""More than the vocabularies of today's models have tokens."""
+AT_A_TIME = 32
+
+
+class TokenTexts:
+    def __init__(self, vllm: Vllm) -> None:
+        self._vllm = vllm
+        self._texts: dict[int, str] = {}
+        self._asking = asyncio.Semaphore(AT_A_TIME)
+
+    def forget(self) -> None:
+        """vLLM was away: the next one may have another tokenizer."""
+        self._texts.clear()
+
+    async def of(self, tokens: Iterable[int]) -> dict[int, str]:
+        """The text of each of the tokens. Raises SidecarError."""
+        wanted = {*tokens}
+        if unknown := wanted - self._texts.keys():
+            if len(self._texts) + len(unknown) > REMEMBERED:
+                self._texts.clear()
+                unknown = wanted
+            async with asyncio.TaskGroup() as group:
+                asked = {token: group.create_task(self._ask(token)) for token in unknown}
+            self._texts |= {token: task.result() for token, task in asked.items()}
+        return {token: self._texts[token] for token in wanted}
+
+    async def _ask(self, token: int) -> str:
+        async with self._asking:
+            answer = await self._vllm.call("POST", "/detokenize", {"tokens": [token]})
+        text = answer.get("prompt") if isinstance(answer, dict) else None
+        if not isinstance(text, str):
+            raise VllmBroke("vLLM's /detokenize answered no text")
+        return text
+
 
 T = TypeVar("T")
 
@@ -185,3 +223,39 @@ def _named(job: Job, collected: Collected) -> set[int]:
     named = {*job.tokens, *collected.tokens, *(job.prompt.logprobs.ids if job.prompt.logprobs else ())}
     named |= {token for row in collected.alternatives for _, token in row}
     return named | {token for row in collected.prompt or [] for token in row}
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def generate(call: Call, generation: Generation) -> None:
+    """Raises SidecarError if nothing has been answered yet, and ClientLeft."""
+    request = read_generate(await call.body())
+    if request.stream:
+        await call.while_connected(_stream(call, generation, request))
+    else:
+        await call.answer_json(await call.while_connected(generation.whole(request)))
+
+
+async def _stream(call: Call, generation: Generation, request: GenerateRequest) -> None:
+    """An error before the first chunk is answered with its status: clients take a stream without chunks for a sample
+    without tokens."""
+    async with aclosing(generation.chunks(request)) as chunks:
+        first = await anext(chunks)
+        await call.start(200, EVENTS)
+        await call.write(_event(first), more=True)
+        await _rest(call, chunks)
+    await call.write(DONE, more=False)
+
+
+async def _rest(call: Call, chunks: AsyncGenerator[Any]) -> None:
+    try:
+        async for chunk in chunks:
+            await call.write(_event(chunk), more=True)
+            await asyncio.sleep(0)  # let what vLLM has sent meanwhile become one chunk
+    except SidecarError as error:
+        await call.write(_event(error_body(error)), more=True)
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + compact(value) + b"\n\n"

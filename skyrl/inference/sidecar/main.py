@@ -1,18 +1,24 @@
-"""The process of the sidecar: listens, serves, drains on SIGTERM."""
+"""The process of the sidecar: listens, serves, drains on SIGTERM.
+
+`main` runs a sidecar of `skyrl serve`, through which the engine changes the weights of one vLLM. Its settings come from
+the launcher's runtime file. Samples do not pass through it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 
+from skyrl.http.server import Server, tune_garbage_collection
 from skyrl.inference.sidecar.app import Sidecar, open_sidecar
 from skyrl.inference.sidecar.settings import SidecarSettings
-from skyrl.runtime.processes.listening import listen
-from skyrl.runtime.web.server import Server, tune_garbage_collection
+from skyrl.runtime.processes.ports import listen
+from skyrl.runtime.processes.runtime import SIDECAR_ENV, Runtime, run_process, set_up_process
 
 
 def run_sidecar(settings: SidecarSettings, around: Callable[[Any], Any] = lambda sidecar: sidecar) -> None:
@@ -41,3 +47,29 @@ async def serve(settings: SidecarSettings, around: Callable[[Any], Any] = lambda
 async def _drain(server: Server, sidecar: Sidecar) -> None:
     await sidecar.drain()
     server.should_exit = True
+
+
+def settings_of(runtime: Runtime, number: int) -> SidecarSettings:
+    address = urlsplit(runtime.sidecar_urls[number])
+    assert address.hostname is not None
+    assert address.port is not None
+    return SidecarSettings(
+        vllm_url=runtime.replica_urls[number],
+        vllm_api_key=runtime.inference_api_key,
+        admin_key=runtime.inference_api_key,  # the server itself, and nobody else
+        number=number,
+        host=address.hostname,
+        port=address.port,
+        drain_s=0.0,
+    )
+
+
+def main() -> None:
+    runtime = Runtime.from_environment()
+    set_up_process(runtime.config.log_level, runtime.config.log_format, runtime.config.role.process("sidecar"))
+    settings = settings_of(runtime, int(os.environ[SIDECAR_ENV]))
+    run_process("the sidecar", lambda: run_sidecar(settings), lambda _: None)
+
+
+if __name__ == "__main__":
+    main()

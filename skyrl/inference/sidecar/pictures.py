@@ -1,8 +1,8 @@
-"""Pictures of a `/generate` request: SGLang's `image_data`, checked and put at their places in the prompt.
+"""Pictures of a `/generate` request: SGLang's `image_data`, checked and put at their places in the prompt; and vLLM's
+route for token ids and pictures, in the words of `/v1/completions`.
 
-A picture is part of the request, as base64 or as a data URI. No address is opened and no file is read. Knows neither
-vLLM nor answers.
-"""
+A picture is part of the request, as base64 or as a data URI. No address is opened and no file is read. Requests and
+answers of both routes of vLLM have the same facts in other places. Knows no connection."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import Any
 
 from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, digest_of, format_of
-from skyrl.base.pictures.sight import Blind, Sight
-from skyrl.base.wire.long_base64 import decode_base64
-from skyrl.inference.sidecar.errors import BadRequest, Busy
+from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.wire.decoding import decode_base64
+from skyrl.inference.sidecar.errors import BadRequest, Busy, VllmBroke
 from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
 
 FIELD = "image_data"
@@ -67,7 +67,7 @@ class Pictures:
 
     def __init__(self) -> None:
         self._checker = PictureChecker()
-        self._sights: dict[str, Sight] = {}
+        self._sights: dict[str, VisionConfig] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
 
     async def close(self) -> None:
@@ -102,15 +102,15 @@ class Pictures:
             short.append(token)
         return whole, PlacedPictures(short, [picture.part for picture in pictures])
 
-    async def _sight(self, model: str) -> Sight:
+    async def _sight(self, model: str) -> VisionConfig:
         if model not in self._sights:
             try:
-                self._sights[model] = await asyncio.to_thread(Sight.of, model)
-            except Blind as error:
+                self._sights[model] = await asyncio.to_thread(VisionConfig.of, model)
+            except NoVision as error:
                 raise BadRequest(f"{FIELD}: the model takes no images: {error}") from error
         return self._sights[model]
 
-    async def _picture(self, number: int, text: str, sight: Sight) -> _Picture:
+    async def _picture(self, number: int, text: str, sight: VisionConfig) -> _Picture:
         try:
             return await self._checked(text, sight)
         except BadPicture as error:
@@ -118,7 +118,7 @@ class Pictures:
         except (TooManyPictures, NotChecked) as error:
             raise Busy(f"{FIELD}: {error}") from error
 
-    async def _checked(self, text: str, sight: Sight) -> _Picture:
+    async def _checked(self, text: str, sight: VisionConfig) -> _Picture:
         data, digest = await asyncio.to_thread(_decoded, text)
         format = format_of(data)
         size = self._sizes.pop(digest, None) or await self._checker.check(data, format)
@@ -142,3 +142,46 @@ def _decoded(text: str) -> tuple[bytes, str]:
     except ValueError as error:
         raise BadPicture("is not base64 of a PNG or JPEG file: this server opens no addresses and no files") from error
     return data, digest_of(data)
+
+
+PATH = "/inference/v1/generate"
+_SAME = ("model", "priority", "cache_salt", "stream", "stream_options", "return_token_ids")
+"""Fields that are no sampling parameters."""
+_OTHER = ("prompt", "session_id", "return_tokens_as_token_ids")
+"""Fields of completions that this route does not have."""
+
+
+def generate_body(body: dict[str, Any], pictures: PlacedPictures) -> dict[str, Any]:
+    """The request for a prompt with pictures, made of the request for a completion."""
+    return {
+        **{name: body[name] for name in _SAME if name in body},
+        "token_ids": pictures.tokens,
+        "content_parts": pictures.parts,
+        "output_mode": "text",
+        "sampling_params": {name: value for name, value in body.items() if name not in (*_SAME, *_OTHER)},
+    }
+
+
+def as_completion(answer: Any, prompt: list[int], *, chunk: bool) -> Any:
+    """The answer, or a chunk of its stream, as a completion has it. `prompt`: what vLLM must have computed. Raises
+    VllmBroke."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
+        return answer
+    computed = answer.get("prompt_token_ids")
+    if computed != prompt and not (chunk and computed is None):
+        count = len(computed) if isinstance(computed, list) else None
+        raise VllmBroke(f"vLLM made a prompt of {count} tokens, and {len(prompt)} were counted here, or other tokens")
+    try:
+        choices = [_choice(one) | {"prompt_logprobs": answer.get("prompt_logprobs")} for one in answer["choices"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise VllmBroke(f"vLLM's answer has other logprobs than tokens: {error}") from error
+    return answer | {"choices": choices}
+
+
+def _choice(given: dict[str, Any]) -> dict[str, Any]:
+    content = (given.get("logprobs") or {}).get("content")
+    if content is None:
+        return given | {"logprobs": None}
+    values = [one["logprob"] for one in content]
+    rows = [{f"token_id:{token}": value} for token, value in zip(given["token_ids"], values, strict=True)]
+    return given | {"logprobs": {"token_logprobs": values, "top_logprobs": rows}}

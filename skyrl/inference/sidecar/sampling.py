@@ -10,12 +10,10 @@ from typing import Any
 from skyrl.inference.sidecar.completion import Collected
 from skyrl.inference.sidecar.errors import BadRequest, Refused, VllmBroke
 from skyrl.inference.sidecar.facts import Facts
-from skyrl.inference.sidecar.generate_request import GenerateRequest, Prompt
+from skyrl.inference.sidecar.generate_request import DEFAULT_NEW_TOKENS, GenerateRequest, Prompt
 from skyrl.inference.sidecar.in_flight import InFlight, Sample
-from skyrl.inference.sidecar.picture_request import PATH as GENERATE
-from skyrl.inference.sidecar.picture_request import as_completion, generate_body
-from skyrl.inference.sidecar.pictures import PlacedPictures
-from skyrl.inference.sidecar.sampling_params import DEFAULT_NEW_TOKENS
+from skyrl.inference.sidecar.pictures import PATH as GENERATE
+from skyrl.inference.sidecar.pictures import PlacedPictures, as_completion, generate_body
 from skyrl.inference.sidecar.vllm import Vllm
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl.inference.sidecar.call import boolean, integer, mapping, number, string
 from skyrl.inference.sidecar.errors import BadRequest
-from skyrl.inference.sidecar.fields import boolean, integer, mapping, number, string
 
 DEFAULT_GROUP = "weight_update_group"
 LOAD_FORMATS = (None, "auto", "safetensors")

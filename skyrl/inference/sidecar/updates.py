@@ -10,17 +10,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from skyrl.inference.sidecar.apply_weights import ApplyWeights
+from skyrl.inference.sidecar.apply_weights import ApplyWeights, WeightChecks, WeightTrouble
 from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, SidecarError
 from skyrl.inference.sidecar.facts import WeightVersion
-from skyrl.inference.sidecar.in_flight import InFlight
-from skyrl.inference.sidecar.pause import Pause
+from skyrl.inference.sidecar.in_flight import InFlight, Pause
 from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.sidecar.update_requests import Change, FromDisk, FromGroup, FromMemory, NewGroup
 from skyrl.inference.sidecar.vllm import Vllm
 from skyrl.inference.sidecar.vllm_weights import Ranks, VllmWeights, longest, rank_results
-from skyrl.inference.sidecar.weight_checks import WeightChecks
-from skyrl.inference.sidecar.weight_trouble import WeightTrouble
 
 LOOK_AGAIN_S = 0.5
 FIRST_WEIGHTS = "vLLM was started again, and has its first weights; update them"

@@ -22,7 +22,7 @@ from skyrl.inference.sidecar.errors import (
     VllmInterrupted,
 )
 from skyrl.inference.sidecar.settings import SidecarSettings
-from skyrl.inference.vllm_plugin.incarnation import HEADER as START_HEADER
+from skyrl.inference.vllm_plugin.protocol import INCARNATION as START_HEADER
 
 KEEP_ALIVE_S = 3.0
 """uvicorn, which vLLM runs, closes idle connections after 5 s."""

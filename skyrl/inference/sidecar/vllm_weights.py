@@ -1,16 +1,18 @@
 """Calls to the worker extension inside vLLM, which stages, applies and checks weights. Each rank answers each call.
 
 The first call goes through vLLM's engine, and so do those that the engine must not run beside. All others go to the
-sockets that the workers have opened, or through the engine where these cannot be reached.
+sockets that the workers have opened, without the engine, or through the engine where these cannot be reached. See the
+plugin's `line`.
 
-Knows the extension's calls; knows nothing of SGLang's routes.
-"""
+Knows the extension's calls; knows nothing of SGLang's routes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from typing import Any
+
+import msgspec
 
 from skyrl.inference.sidecar.errors import (
     BadRequest,
@@ -22,8 +24,34 @@ from skyrl.inference.sidecar.errors import (
     VllmInterrupted,
 )
 from skyrl.inference.sidecar.vllm import Vllm
-from skyrl.inference.sidecar.worker_lines import LinesBroken, ask_all
-from skyrl.inference.vllm_plugin.weights.line import ENGINE_CALLS
+from skyrl.inference.vllm_plugin.weights.line import ENGINE_CALLS, MAX_LINE
+
+
+class LinesBroken(Exception):
+    """A worker cannot be asked so: it has ended, or has another network namespace or another user."""
+
+
+async def ask_all(
+    addresses: tuple[str, ...], call: str, arguments: dict[str, Any], timeout_s: float
+) -> list[dict[str, Any]]:
+    """The answer of each worker. Raises LinesBroken, TimeoutError."""
+    request = msgspec.json.encode({"call": call, "arguments": arguments}) + b"\n"
+    async with asyncio.timeout(timeout_s):
+        return list(await asyncio.gather(*(_ask(address, request) for address in addresses)))
+
+
+async def _ask(address: str, request: bytes) -> dict[str, Any]:
+    try:
+        reader, writer = await asyncio.open_unix_connection(f"\0{address}", limit=MAX_LINE)
+        try:
+            writer.write(request)
+            await writer.drain()
+            return msgspec.json.decode(await reader.readuntil(b"\n"), type=dict[str, Any])
+        finally:
+            writer.close()
+    except (OSError, EOFError, asyncio.LimitOverrunError, msgspec.DecodeError) as error:
+        raise LinesBroken(f"{address}: {str(error) or type(error).__name__}") from error
+
 
 logger = logging.getLogger(__name__)
 

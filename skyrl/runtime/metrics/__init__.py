@@ -1,1 +1,1 @@
-"""What each process counts and measures, in Prometheus' format. Knows names and numbers, not what they are of."""
+"""How processes count, measure and publish, in Prometheus' format; what they measure of themselves and of storage."""

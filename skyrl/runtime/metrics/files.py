@@ -1,9 +1,5 @@
-"""The files in which processes publish their metrics: each writes its own, and any process can answer from all of them.
-
-So a scrape waits for no other process, and a counter never jumps back when another process answers. The writer is a
-thread: it goes on when the event loop of its process hangs. In a process that answers scrapes it also prepares the
-answer. A scrape that read the files itself would wait for a thread, and that thread for a busy event loop at each file.
-"""
+"""The files in which processes publish their metrics, as Prometheus' text: each process writes its own file, and any
+process can answer from all of them."""
 
 from __future__ import annotations
 
@@ -14,13 +10,53 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
 
 from skyrl.runtime.metrics.process import show_process
-from skyrl.runtime.metrics.text import joined, rendered
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_HELP = "# HELP "
+
+
+def rendered(families: Iterable[Metric], **labels: str) -> str:
+    """The text of these families. Every series also gets `labels`."""
+    common = [f'{name}="{_escaped(value)}"' for name, value in labels.items()]
+    lines: list[str] = []
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        about = family.documentation.replace("\\", "\\\\").replace("\n", "\\n")
+        lines += [f"{_HELP}{name} {about}", f"# TYPE {name} {family.type}"]
+        for sample in family.samples:
+            if sample.name.endswith("_created"):  # the time of a start; a series for each series
+                continue
+            own = [f'{key}="{_escaped(value)}"' for key, value in sample.labels.items()]
+            text = ",".join([*own, *common])
+            lines.append(f"{sample.name}{{{text}}} {floatToGoString(sample.value)}")
+    return "\n".join([*lines, ""])
+
+
+def joined(texts: Iterable[str]) -> str:
+    """One text of several that `rendered` has written. A family has the HELP and TYPE of the first text that has it."""
+    heads: dict[str, str] = {}
+    series: dict[str, list[str]] = {}
+    for text in texts:
+        for block in text.removeprefix(_HELP).split(f"\n{_HELP}") if text else ():
+            about, kind, *lines = block.rstrip("\n").split("\n")
+            name = about.partition(" ")[0]
+            heads.setdefault(name, f"{_HELP}{about}\n{kind}")
+            series.setdefault(name, []).extend(lines)
+    parts = [part for name, lines in series.items() for part in (heads[name], *lines)]
+    return "\n".join([*parts, ""])
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +132,9 @@ class MetricsDirectory:
 
 class MetricsWriter:
     """Writes the metrics of this process, labelled with its name, every PERIOD_S until `stop`. Those of `registry` also
-    get `labels`, such as `Role.labels`; `more` are registries with labels of their own. The process that `owns` the
-    directory also deletes the files of processes that have ended; one that `answers` scrapes prepares the answer after
-    each writing."""
+    get `labels`, such as those of a base model; `more` are registries with labels of their own. The process that `owns`
+    the directory also deletes the files of processes that have ended; one that `answers` scrapes prepares the answer
+    after each writing."""
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ A process has one registry, to which each of its parts adds its own metrics.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
@@ -13,6 +14,15 @@ from skyrl.runtime.metrics.tallies import Spreads
 
 LAG_PERIOD_S = 0.5
 LAG_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.25, 1, 5)
+
+
+ONLY: Sequence[Mapping[str, str]] = ({},)
+"""The labels of the base models of a server that has one."""
+
+
+def registry_for(labels: Mapping[str, str], of_process: CollectorRegistry) -> CollectorRegistry:
+    """The registry of a base model. Its series get the labels; without labels it is the process's own registry."""
+    return CollectorRegistry() if labels else of_process
 
 
 def show_process(registry: CollectorRegistry) -> None:

@@ -1,1 +1,1 @@
-"""Child processes: listening sockets, supervision, log lines, and the causes of failed starts."""
+"""Processes of a server: how they are started and supervised, their ports and log lines, and why a start failed."""

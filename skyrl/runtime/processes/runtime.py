@@ -16,7 +16,7 @@ from pathlib import Path
 from skyrl.base.config.loading import dump_config, restore_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.config.several import base_models_of
-from skyrl.runtime.processes.log_format import LogFormat, formatter
+from skyrl.runtime.processes.logs import LogFormat, formatter
 from skyrl.runtime.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ RUNTIME_ENV = "SKYRL_RUNTIME_FILE"
 SLOT_ENV = "SKYRL_API_SLOT"
 """The number of an API process within its server: 0, 1, ..."""
 BASE_MODEL_ENV = "SKYRL_BASE_MODEL_NUMBER"
-"""The number of the base model (`Role.number`) to which a process belongs; unset for API processes."""
+"""The number of the base model (`BaseModelSlot.number`) to which a process belongs; unset for API processes."""
 SIDECAR_ENV = "SKYRL_SIDECAR_NUMBER"
 """The number of a sidecar, and of its vLLM, within its server: 0, 1, ..."""
 PLACED = "placed.json"

@@ -1,12 +1,16 @@
 """Why a process ended before the server was ready for the first time, and whether another start could help.
 
-Finds the cause in exit codes and in the last lines of logs, those of skyrl's own processes and of vLLM.
+The engine keeps what it runs now in a file (`skyrl.engine.crash_ledger` writes it), so that the launcher can
+say what it ran when it died.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 CANNOT_START = 78
 """Exit code of an engine or API process that cannot start, however often it is tried (EX_CONFIG of sysexits.h)."""
@@ -104,3 +108,23 @@ class FirstStarts:
 
 def _without_numbers(text: str) -> str:
     return re.sub(r"\d+", "#", text)
+
+
+def read_running_file(file: Path) -> dict[str, Any]:
+    """`running`: the keys that ran when the file was written; `deaths`: the engine's deaths, by key.
+
+    Raises FileNotFoundError, and ValueError for a damaged file. After the first line the file may hold the rest of a
+    longer one.
+    """
+    found = json.loads(file.read_text().partition("\n")[0])
+    if not isinstance(found, dict) or not {"running", "deaths"} <= found.keys():
+        raise ValueError(f"{file} has other content")
+    return found
+
+
+def running_now(file: Path) -> list[str]:
+    """The keys that ran when the file was last written; none if it is missing or damaged."""
+    try:
+        return [str(key) for key in read_running_file(file)["running"]]
+    except (OSError, ValueError):
+        return []

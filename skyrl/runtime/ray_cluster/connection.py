@@ -1,20 +1,25 @@
 """The connection of this process, a driver, to a Ray cluster, and sentences for what keeps it from connecting.
 
-Knows addresses and Ray's errors. Does not know what the process runs on the cluster, and imports Ray only to connect.
+Run as a program, it says what kind of cluster it is, and ends. `ask` runs it once before a server starts. So the
+launcher does not import Ray, and a cluster that cannot be used is known before anything was started.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from skyrl.base.config.server import ConfigError
-from skyrl.runtime.processes.startup import NotLoaded
+from skyrl.runtime.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded, cause_of_own
 
 CONNECT_S = 5.0
 """How long the cluster's head may take to accept a connection. Ray itself tries for 80 s."""
@@ -145,3 +150,47 @@ def _explained(address: str, error: RuntimeError) -> Exception:
             f"`ray start --address={address}` here, or start this server on a node of the cluster"
         )
     return NoCluster(f"ray_address: cannot connect to the Ray cluster at {address}: {' '.join(text.split())[:300]}")
+
+
+WITHIN_S = 90.0
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """`gpus` of all living nodes, and the number of these nodes."""
+
+    nodes: int
+    gpus: float
+
+
+def ask(address: str) -> ClusterFacts:
+    """Raises ConfigError and NoCluster, as `connect` does."""
+    check_installed()
+    command = [sys.executable, "-m", "skyrl.runtime.ray_cluster.connection", address]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NoCluster(f"ray_address: the Ray cluster at {address} gave no answer in {WITHIN_S:.0f} s") from error
+    if asked.returncode == 0:
+        return ClusterFacts(**json.loads(asked.stdout.splitlines()[-1]))
+    cause = cause_of_own(asked.returncode, asked.stderr)
+    if cause is None:
+        last_line = (asked.stderr.strip() or f"exit code {asked.returncode}").splitlines()[-1]
+        raise NoCluster(f"ray_address: cannot connect to the Ray cluster at {address}: {last_line[:300]}")
+    raise ConfigError(cause.sentence) if cause.final else NoCluster(cause.sentence)
+
+
+def main() -> None:
+    try:
+        connect(sys.argv[1], namespace="skyrl-facts")
+    except (ConfigError, NoCluster) as error:
+        print(f"{MARK}{' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(CANNOT_START if isinstance(error, ConfigError) else MAY_START)
+    from skyrl.runtime.ray_cluster.capacity import nodes
+
+    living = nodes()
+    print(json.dumps({"nodes": len(living), "gpus": sum(node.total.get("GPU", 0.0) for node in living)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,21 +1,19 @@
 """The interface of a checkpoint store. A store has directories of files under store keys. Each directory is complete or
 does not exist.
 
-Knows nothing of models, tenants or the database: its caller knows what a store key stands for, and which are still
-needed. All methods block; call them from a thread.
-
-A store key is `<group>/<name>`, both made by `safe_name`. Local directories and object stores have the same layout:
-`<key>/<file>` and the manifest `<key>/checkpoint_complete`. To turn one kind of store into the other, copy all files.
+A program calls a store on the threads of `in_store`: a store that hangs then blocks no thread that other work needs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 MANIFEST = "checkpoint_complete"
 OWNER = "skyrl-owner"
@@ -100,3 +98,13 @@ def sizes_in(manifest: bytes) -> dict[str, int]:
     if not isinstance(sizes, dict) or not all(isinstance(size, int) for size in sizes.values()):
         raise ValueError("the manifest does not list sizes by file name")
     return sizes
+
+
+T = TypeVar("T")
+
+_THREADS = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-store")
+
+
+async def in_store(action: Callable[..., T], *arguments: Any) -> T:
+    """`asyncio.to_thread` for methods of a CheckpointStore, and for functions that call them."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, action, *arguments)

@@ -1,12 +1,12 @@
 """The checkpoint store on S3, Google Cloud Storage or Azure, by obstore: `<url>/<group>/<name>/<file>`.
 
-An object store cannot rename, so the manifest marks a directory as complete. The manifest is written after all other
-files and deleted before them. Readers read only the files that it lists.
+`readable_error` makes one line of an error of obstore, without XML and debugging output.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,33 @@ from skyrl.storage.checkpoint_store.base import (
     sizes_in,
 )
 from skyrl.storage.checkpoint_store.directories import old_scratch, remove, scratch_in, sizes_of
-from skyrl.storage.checkpoint_store.object_errors import names_no_bucket, readable_error
+
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified (?:bucket|container) does not exist", re.IGNORECASE)
+_HOST = re.compile(r"https?://[^/\s]+")
+_STATUS = re.compile(r"Error performing (?P<method>[A-Z]+) .*?non-2xx status code: (?P<status>\d+[^:<]*)", re.DOTALL)
+_CODE, _MESSAGE = (re.compile(f"<{tag}>([^<]*)</{tag}>") for tag in ("Code", "Message"))
+_MARKUP = re.compile(r"<[?!]?[A-Za-z].*", re.DOTALL)
+
+
+def names_no_bucket(text: str) -> bool:
+    """Whether an error says that the bucket itself does not exist, and not only an object in it."""
+    return _NO_BUCKET.search(text) is not None
+
+
+def readable_error(text: str, bucket: str) -> str:
+    """One line for the error `text` about a bucket of this name."""
+    text = text.partition("Debug source:")[0].strip()
+    host = _HOST.search(text)
+    at = "" if host is None else f" at {host[0]}"
+    if names_no_bucket(text):
+        return f"there is no bucket {bucket!r}{at}"
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status is not None and code is not None:
+        message = _MESSAGE.search(text)
+        error = code[1] if message is None else f"{code[1]}, {message[1]}"
+        return f"the store{at} answers {status['method']} with {status['status'].strip()}: {error}"
+    return _MARKUP.sub("", text).partition("\n")[0].rstrip(" :")
+
 
 CHUNK_BYTES = 2**20
 UPLOAD_S = 86_400.0

@@ -1,15 +1,18 @@
-"""Opens the checkpoint store of a configuration. Imports the library for object stores only if one is used."""
+"""Opens the checkpoint store of a configuration, and counts the bytes that go to it and come from it.
+
+Imports the library for object stores only if one is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.runtime.metrics.storage import TrafficMetrics
-from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
-from skyrl.storage.checkpoint_store.counting import CountingStore
+from skyrl.storage.checkpoint_store.base import CheckpointStore, StoredKey, StoreError, any_group
 from skyrl.storage.checkpoint_store.local import LocalStore
 
 
@@ -53,3 +56,55 @@ def _open(config: ServerConfig) -> CheckpointStore:
 
 def _path_of(url: str) -> Path:
     return Path(unquote(urlsplit(url).path))
+
+
+class CountingStore:
+    """As `store`. Downloads by signed URLs and copies within the store do not come through here."""
+
+    def __init__(self, store: CheckpointStore, traffic: TrafficMetrics) -> None:
+        self._store = store
+        self._traffic = traffic
+
+    @contextmanager
+    def writing(self, key: str) -> Generator[Path]:
+        size = 0
+        with self._store.writing(key) as directory:
+            yield directory
+            size = _size(directory)
+        self._traffic.written.inc(size)
+
+    @contextmanager
+    def reading(self, key: str) -> Generator[Path]:
+        with self._store.reading(key) as directory:
+            self._traffic.read.inc(_size(directory))
+            yield directory
+
+    def stream(self, key: str, file: str) -> Iterator[bytes]:
+        for piece in self._store.stream(key, file):
+            self._traffic.read.inc(len(piece))
+            yield piece
+
+    def copy(self, source: str, key: str) -> None:
+        self._store.copy(source, key)
+
+    def files(self, key: str) -> dict[str, int]:
+        return self._store.files(key)
+
+    def sign(self, key: str, expires_in_s: float) -> dict[str, str] | None:
+        return self._store.sign(key, expires_in_s)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
+
+    def stored(self) -> list[StoredKey]:
+        return self._store.stored()
+
+    def remove_leftovers(self, before: float, wanted: Callable[[str], bool] = any_group) -> None:
+        self._store.remove_leftovers(before, wanted)
+
+    def claim(self, owner: str, instead_of: str | None = None) -> str:
+        return self._store.claim(owner, instead_of)
+
+
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())

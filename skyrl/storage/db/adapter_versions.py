@@ -1,29 +1,95 @@
 """Statements about adapter versions: which are needed, which are idle, and how many bytes they take.
 
-A checkpoint, an open sampling session, a running sample or an OpenAI request (`adapter_uses`) needs its version. A
-version without a checkpoint is dropped when nobody has sampled from it for some time: its sampling session gets the
-status `dropped`, and later its files are deleted. Does not know which files exist and which versions vLLM has loaded;
-`skyrl.training.engine.sweeping` does.
+A version is also needed by requests that have no row of their own, OpenAI requests: `AdapterUses` holds it for them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, func, literal_column, select, union_all, update
+from sqlalchemy import ColumnElement, Connection, delete, func, literal_column, select, text, union_all, update
 
-from skyrl.base.types.scope import EVERYTHING, Scope
-from skyrl.base.types.weights import AdapterVersion, WeightsRef
+from skyrl.base.types.weights import EVERYTHING, AdapterVersion, Scope, WeightsRef
 from skyrl.base.wire.errors import NotFound
-from skyrl.storage.db.adapter_uses import uses
-from skyrl.storage.db.agent_sessions import pinned
+from skyrl.storage.db.agents import pinned
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.futures import MAX_NAMED, futures
 from skyrl.storage.db.scopes import in_scope
-from skyrl.storage.db.tables.sessions import ModelRow, SamplingSessionRow, SessionRow
+from skyrl.storage.db.tables import AdapterUseRow, ModelRow, SamplingSessionRow, SessionRow
+from skyrl.storage.db.writer import GroupCommitWriter
+
+uses = AdapterUseRow.__table__  # type: ignore[attr-defined]
+
+HOLD_S = 600.0
+"""How long a row holds its version. The clocks of the processes may differ by minutes."""
+RENEW_BEFORE_S = 300.0
+"""A row that ends sooner is written again by the next request. `renew` does it for running requests."""
+
+_HOLD = text(
+    "INSERT INTO adapter_uses (weights, used_until) VALUES (:weights, :until) "
+    "ON CONFLICT (weights) DO UPDATE SET used_until = excluded.used_until"
+)
+
+
+def _hold(connection: Connection, versions: Collection[AdapterVersion], until: float) -> None:
+    """Rows in a fixed order, so that two processes cannot deadlock."""
+    rows = [{"weights": name, "until": until} for name in sorted(map(str, versions))]
+    if rows:
+        connection.execute(_HOLD, rows)
+
+
+class AdapterUses:
+    """The uses of this process."""
+
+    def __init__(self, writer: GroupCommitWriter) -> None:
+        self._writer = writer
+        self._running: Counter[AdapterVersion] = Counter()
+        self._held_until: dict[AdapterVersion, float] = {}
+
+    @asynccontextmanager
+    async def using(self, weights: WeightsRef) -> AsyncIterator[None]:
+        """Hold a version for as long as the block runs. Other weights need no hold.
+
+        The caller has found the version's checkpoint just before. The engine waits `reclaim.GRACE_S` between unloading
+        a version and deleting its files, and looks for uses again before it deletes them. So a checkpoint that is
+        deleted between that look-up and this hold does no harm.
+        """
+        if not isinstance(weights, AdapterVersion):
+            yield
+            return
+        self._running[weights] += 1
+        try:
+            if self._held_until.get(weights, 0.0) < time.time() + RENEW_BEFORE_S:
+                await self._write([weights])
+            yield
+        finally:
+            self._running[weights] -= 1
+            if not self._running[weights]:
+                del self._running[weights]
+
+    async def renew(self) -> None:
+        """Hold the versions of running requests for longer, and forget ended uses. Call it about once a minute."""
+        now = time.time()
+        self._held_until = {weights: until for weights, until in self._held_until.items() if until > now}
+        ending = [w for w in self._running if self._held_until.get(w, 0.0) < now + RENEW_BEFORE_S]
+        if ending:
+            await self._write(ending)
+
+    async def _write(self, versions: Collection[AdapterVersion]) -> None:
+        now = time.time()
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(uses).where(uses.c.used_until < now - HOLD_S))
+            _hold(connection, versions, now + HOLD_S)
+
+        await self._writer.transact(write)
+        self._held_until |= dict.fromkeys(versions, now + HOLD_S)
+
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, insert, select
 
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.tables.tenants import AuditEventRow
+from skyrl.storage.db.tables import AuditEventRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 audit_events = AuditEventRow.__table__  # type: ignore[attr-defined]

@@ -7,8 +7,7 @@ from typing import Any
 from sqlalchemy import BigInteger, Dialect, Integer, Text
 from sqlalchemy.types import TypeDecorator
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import WeightsRef, parse_weights
+from skyrl.base.types.weights import LoraSpec, WeightsRef, parse_weights
 
 ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
 """SQLite numbers new rows only in a column of type INTEGER. PostgreSQL's INTEGER has 32 bits, which is too few."""

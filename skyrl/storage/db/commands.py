@@ -9,13 +9,12 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, bindparam, func, or_, select
 
-from skyrl.base.types.command import Command, ExecutedCommand
-from skyrl.base.types.kinds import ENGINE_KINDS, Kind
-from skyrl.base.types.scope import EVERYTHING, Scope
+from skyrl.base.types.requests import ENGINE_KINDS, Command, ExecutedCommand, Kind
+from skyrl.base.types.weights import EVERYTHING, Scope
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.scopes import model_in_scope
-from skyrl.storage.db.tables.sessions import ModelRow, SamplingSessionRow
+from skyrl.storage.db.tables import ModelRow, SamplingSessionRow
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
-"""Connections to the database: one engine for reads and one for writes.
+"""Connections to the database: one engine for reads and one for writes; and what its URL says.
 
 SQLite and PostgreSQL are set up so that several processes can use the same database. Other packages take `Connection`
-and `Change` from here, and import no SQLAlchemy.
+and `Change` from here, and import no SQLAlchemy. The configuration checks a URL first (`readable_url`), without
+SQLAlchemy, so that it loads quickly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from skyrl.base.config.database_url import readable_url
+from skyrl.base.config.keys import readable_url
 from skyrl.base.config.server import ConfigError
 
 T = TypeVar("T")
@@ -223,3 +224,25 @@ def _lock_writes(connection: Connection) -> None:
     if UNORDERED in connection.get_execution_options():
         return
     connection.exec_driver_sql(TAKE_WRITE_LOCK)
+
+
+_SECRETS = ("password", "sslpassword")
+"""Parameters after the `?` that are secrets of PostgreSQL's driver."""
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of a SQLite database. None for another database, and for one in memory."""
+    name = make_url(url).database if url.startswith("sqlite:") else None
+    return Path(name) if name and name != ":memory:" else None
+
+
+def shown_url(url: str) -> str:
+    """A URL from `readable_url` without its passwords, for messages and logs."""
+    parsed = make_url(url)
+    query = {name: "hidden" if name in _SECRETS else value for name, value in parsed.query.items()}
+    return parsed.set(query=query).render_as_string(hide_password=True)
+
+
+def postgres_conninfo(url: str) -> str:
+    """A PostgreSQL URL as libpq reads it, with its password: for connections that do not go through SQLAlchemy."""
+    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)

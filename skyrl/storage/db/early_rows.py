@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 from sqlalchemy import Connection, select, update
 
-from skyrl.base.types.scope import EVERYTHING, Scope
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import EVERYTHING, AdapterVersion, Scope
 from skyrl.storage.db.adapter_versions import OPEN, OPEN_ADAPTER, samplers
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.scopes import in_scope

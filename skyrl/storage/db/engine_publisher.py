@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from skyrl.storage.db import engine_state
+from skyrl.storage.db.claims import Fence
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.faults import DatabaseError, reason
-from skyrl.storage.db.fence import Fence
-from skyrl.storage.notify.doorbell import STATE, Doorbell
+from skyrl.storage.doorbell import STATE, Doorbell
 
 logger = logging.getLogger(__name__)
 

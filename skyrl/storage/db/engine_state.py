@@ -1,7 +1,7 @@
 """The table engine_state, a row for each base model: the inference endpoint, whether the engine can train, and the
 engine's heartbeat.
 
-Each row has a key (`skyrl.base.config.base_models.Role.state_keys`): empty for the only base model of a server."""
+Each row has a key (`state_keys` in `skyrl.base.config.base_models`): empty for the only base model of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from skyrl.storage.db.tables.processes import EngineStateRow
+from skyrl.storage.db.tables import EngineStateRow
 
 state = EngineStateRow.__table__  # type: ignore[attr-defined]
 

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, Text, cast, exists, select, update
 
-from skyrl.base.types.scope import EVERYTHING, Scope
-from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
+from skyrl.base.types.weights import EVERYTHING, BaseWeights, FullWeights, Scope, WeightsRef
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import sessions
-from skyrl.storage.db.tables.requests import FutureRow
-from skyrl.storage.db.tables.sessions import SamplingSessionRow
+from skyrl.storage.db.tables import FutureRow, SamplingSessionRow
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 _futures = FutureRow.__table__  # type: ignore[attr-defined]

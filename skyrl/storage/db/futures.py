@@ -1,7 +1,8 @@
-"""Statements on the futures table: record, find and settle requests. One row is one request.
+"""Statements on the futures table: record, find, list and settle requests. One row is one request.
 
-To settle a request is to store its outcome. The first outcome of a request stays. `skyrl.storage.db.commands` has the
-statements by which the engine reads its commands from the same table.
+To settle a request is to store its outcome. The first outcome of a request stays. A request ends later than all stored
+ends (`EndedAt`), so that readers can continue from an end: a poll reads the samples of its client in the order of their
+ends. `skyrl.storage.db.commands` has the statements by which the engine reads its commands from the same table.
 """
 
 from __future__ import annotations
@@ -17,20 +18,53 @@ from sqlalchemy import (
     Float,
     and_,
     bindparam,
+    func,
     insert,
     literal_column,
     null,
     select,
     update,
 )
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.scope import EVERYTHING, Scope
+from skyrl.base.types.requests import Kind
+from skyrl.base.types.weights import EVERYTHING, Scope
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.storage.db.ended_at import ENDED_AT_OF_MANY, EndedAt
-from skyrl.storage.db.row_statement import RowStatement
+from skyrl.storage.db.row_statements import RowStatement
 from skyrl.storage.db.scopes import model_in_scope
-from skyrl.storage.db.tables.requests import FutureRow
+from skyrl.storage.db.tables import FutureRow
+
+
+class EndedAt(FunctionElement[float]):
+    """When a request has ended, in seconds since the epoch: the time of the writing process, or 2 µs after the latest
+    stored end, whichever is later.
+
+    Several processes write ends, and their clocks differ. Write transactions run one at a time, so later commits have
+    later ends. A reader that has read all ends up to some time therefore misses none, and two ends never have the same
+    cursor."""
+
+    inherit_cache = True
+    type = Float()
+
+
+ENDED_AT_OF_MANY = "max(new_completed_at, (SELECT coalesce(max(completed_at), 0) FROM futures)) + 2e-6 * place"
+"""`EndedAt` on SQLite for the rows of one statement of `RowStatement`, which come in rising order of
+`new_completed_at`. SQLite reads the latest stored end once, before it changes any row, so the rows' places keep their
+ends apart."""
+
+
+@compiles(EndedAt, "sqlite")
+def _ended_at_on_sqlite(element: EndedAt, compiler: Any, **options: Any) -> str:
+    clock = compiler.process(element.clauses, **options)
+    return f"max({clock}, (SELECT coalesce(max(completed_at), 0) + 2e-6 FROM futures))"
+
+
+@compiles(EndedAt, "postgresql")
+def _ended_at_on_postgresql(element: EndedAt, compiler: Any, **options: Any) -> str:
+    clock = compiler.process(element.clauses, **options)
+    return f"greatest(CAST({clock} AS double precision), (SELECT max(completed_at) FROM futures) + 2e-6)"
+
 
 futures = FutureRow.__table__  # type: ignore[attr-defined]
 
@@ -260,3 +294,121 @@ def _settle_where(connection: Connection, where: ColumnElement[bool], outcome: O
     ids = [row.id for row in connection.execute(select(futures.c.id).where(where, futures.c.status == "pending"))]
     settle(connection, [(request_id, outcome) for request_id in ids], now)
     return ids
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSample:
+    """A sample that has ended. `size` is the size of its result in bytes, None for a sample that failed. `ended_at` is
+    in seconds since the epoch, and later than the end of every earlier sample."""
+
+    request_id: str
+    session_id: str
+    sampling_session_id: str
+    sample_seq_id: int | None
+    size: int | None
+    ended_at: float
+
+
+_ENDED = (
+    futures.c.id,
+    futures.c.session_id,
+    futures.c.sampling_session_id,
+    futures.c.sample_seq_id,
+    futures.c.status,
+    futures.c.completed_at,
+    func.length(futures.c.result).label("size"),
+)
+_ENDS_AFTER = (
+    select(*_ENDED)
+    .where(futures.c.completed_at > bindparam("after"), futures.c.sampling_session_id.is_not(None))
+    .order_by(futures.c.completed_at)
+    .limit(bindparam("most"))
+)
+_LAST_END = select(func.max(futures.c.completed_at))
+
+
+def _ended(row: Any) -> EndedSample:
+    size = None if row.status == "failed" else row.size or 0
+    return EndedSample(row.id, row.session_id, row.sampling_session_id, row.sample_seq_id, size, row.completed_at)
+
+
+def last_end(connection: Connection) -> float:
+    """The end of the stored request that ended last, in seconds since the epoch; 0 if none has ended."""
+    return connection.execute(_LAST_END).scalar() or 0.0
+
+
+def ends_after(connection: Connection, after: float, most: int) -> list[EndedSample]:
+    """The first `most` samples of all clients that ended after `after`, in the order of their ends."""
+    return [_ended(row) for row in connection.execute(_ENDS_AFTER, {"after": after, "most": most})]
+
+
+def _of_sampler(sampling_session_id: str, first_seq: int | None, end_seq: int) -> ColumnElement[bool]:
+    """The condition that a sample belongs to this sampling session and has a number in [first_seq, end_seq). If
+    `first_seq` is None: in [0, end_seq), or no number."""
+    number = futures.c.sample_seq_id
+    in_block = number < end_seq
+    in_block &= number >= first_seq if first_seq is not None else number >= 0
+    if first_seq is None:
+        in_block |= number.is_(None)
+    return and_(futures.c.sampling_session_id == sampling_session_id, in_block)
+
+
+def ended_of_sampler(
+    connection: Connection,
+    sampling_session_id: str,
+    first_seq: int | None,
+    end_seq: int,
+    after: float,
+    most: int,
+) -> list[EndedSample]:
+    """The first `most` samples of one sampling client that ended after `after`, in the order of their ends."""
+    of_client = _of_sampler(sampling_session_id, first_seq, end_seq)
+    query = select(*_ENDED).where(of_client, futures.c.completed_at > after)
+    query = query.order_by(futures.c.completed_at, futures.c.n).limit(most)
+    return [_ended(row) for row in connection.execute(query)]
+
+
+def pending_of_sampler(
+    connection: Connection, sampling_session_id: str, first_seq: int | None, end_seq: int
+) -> list[StoredFuture]:
+    """A sampling client's samples that have not ended."""
+    of_client = _of_sampler(sampling_session_id, first_seq, end_seq)
+    rows = connection.execute(select(*REQUEST).where(of_client, futures.c.status == "pending"))
+    return [StoredFuture(*row, outcome=None) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request of a session. `status` is pending, done or failed. Times are in seconds since the epoch;
+    `completed_at` is None while the request is pending."""
+
+    id: str
+    kind: str
+    model_id: str | None
+    seq_id: int | None
+    sampling_session_id: str | None
+    sample_seq_id: int | None
+    status: str
+    error: str | None
+    created_at: float
+    completed_at: float | None
+
+
+_COLUMNS = (
+    futures.c.id,
+    futures.c.kind,
+    futures.c.model_id,
+    futures.c.seq_id,
+    futures.c.sampling_session_id,
+    futures.c.sample_seq_id,
+    futures.c.status,
+    futures.c.error,
+    futures.c.created_at,
+    futures.c.completed_at,
+)
+
+
+def requests_of_session(connection: Connection, session_id: str, newest: int) -> list[RecordedRequest]:
+    """A session's `newest` requests, in order of arrival."""
+    query = select(*_COLUMNS).where(futures.c.session_id == session_id).order_by(futures.c.n.desc()).limit(newest)
+    return [RecordedRequest(*row) for row in reversed(connection.execute(query).all())]

@@ -17,9 +17,7 @@ from sqlalchemy import Connection, bindparam, func, insert, select, union_all, u
 
 from skyrl.storage.db import audit
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.tables.checkpoints import CheckpointRow
-from skyrl.storage.db.tables.sessions import SessionRow
-from skyrl.storage.db.tables.tenants import ApiKeyRow
+from skyrl.storage.db.tables import ApiKeyRow, CheckpointRow, SessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 api_keys = ApiKeyRow.__table__  # type: ignore[attr-defined]

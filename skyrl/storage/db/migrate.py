@@ -15,9 +15,8 @@ from alembic.util.exc import CommandError
 from sqlalchemy.exc import DBAPIError
 
 from alembic import command
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, shown_url
 from skyrl.storage.db.faults import is_transient
-from skyrl.storage.db.urls import shown_url
 
 logger = logging.getLogger(__name__)
 

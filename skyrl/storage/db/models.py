@@ -9,16 +9,15 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, select, update
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.scope import EVERYTHING, Scope
+from skyrl.base.types.weights import EVERYTHING, LoraSpec, Scope
 from skyrl.storage.db.columns import lora_of, lora_values
 from skyrl.storage.db.commands import highest_seq
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import RECORD
+from skyrl.storage.db.row_caches import SessionCache
 from skyrl.storage.db.scopes import in_scope
-from skyrl.storage.db.session_cache import SessionCache
 from skyrl.storage.db.sessions import in_project, sessions
-from skyrl.storage.db.tables.sessions import ModelRow
+from skyrl.storage.db.tables import ModelRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
@@ -46,7 +45,7 @@ class Model:
 @dataclass(frozen=True, slots=True)
 class ModelRecord(Model):
     """A model's row as it is now. Times are in seconds since the epoch; the other fields are explained in
-    `skyrl.storage.db.tables.sessions`."""
+    `skyrl.storage.db.tables`."""
 
     status: str
     sampler_version: int

@@ -1,24 +1,26 @@
 """Pictures of requests: each file is stored once for a tenant, however many requests refer to it.
 
-A picture is kept while a request refers to it that has not ended, or that recovery would repeat, and for KEEP_S after
-its last use. If the files reach their bound, pictures without such a request are deleted earlier.
+`PictureFiles` reads the files. Those that were read last stay in memory, with a bound in bytes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Mapping
+from threading import Lock
 from typing import Any
 
 import msgspec
+from cachetools import LRUCache
 from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, text
 
 from skyrl.base.pictures.picture import PictureFormat
-from skyrl.base.pictures.placing import KnownPicture
+from skyrl.base.pictures.places import KnownPicture
 from skyrl.base.wire.errors import RequestError
+from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import MAX_NAMED, futures
-from skyrl.storage.db.tables.requests import PictureRow, PictureUseRow
-from skyrl.storage.db.tables.sessions import ModelRow
+from skyrl.storage.db.tables import ModelRow, PictureRow, PictureUseRow
 
 pictures = PictureRow.__table__  # type: ignore[attr-defined]
 uses = PictureUseRow.__table__  # type: ignore[attr-defined]
@@ -157,3 +159,45 @@ def _delete_unused(connection: Connection, used_before: float, most: int) -> int
 def _in_groups(digests: Collection[str]) -> list[list[str]]:
     named = list(digests)
     return [named[start : start + MAX_NAMED] for start in range(0, len(named), MAX_NAMED)]
+
+
+KEPT_BYTES = 256 * 2**20
+"""The most bytes of files that a process keeps in memory."""
+
+
+class PictureFiles:
+    """The files of one process. Threads may share it."""
+
+    def __init__(self, database: Database, kept_bytes: int = KEPT_BYTES) -> None:
+        self._database = database
+        self._kept: LRUCache[tuple[str, str], bytes] = LRUCache(kept_bytes, getsizeof=len)
+        self._lock = Lock()
+
+    def put(self, tenant: str, digest: str, data: bytes) -> None:
+        """Keep a file in memory. One that is larger than all that may be kept is read from the database again."""
+        with self._lock:
+            if len(data) <= self._kept.maxsize:
+                self._kept[tenant, digest] = data
+
+    def read(self, tenant: str, digests: Collection[str]) -> dict[str, bytes]:
+        """The files of those of a tenant's pictures that are stored, by digest."""
+        found, missing = self._in_memory(tenant, digests)
+        if missing:
+            stored = self._database.read(lambda c: files(c, tenant, missing))
+            for digest, data in stored.items():
+                self.put(tenant, digest, data)
+            found |= stored
+        return found
+
+    async def read_async(self, tenant: str, digests: Collection[str]) -> dict[str, bytes]:
+        """`read`, on a thread if a file is not in memory."""
+        found, missing = self._in_memory(tenant, digests)
+        return found if not missing else await asyncio.to_thread(self.read, tenant, digests)
+
+    def _in_memory(self, tenant: str, digests: Collection[str]) -> tuple[dict[str, bytes], list[str]]:
+        found: dict[str, bytes] = {}
+        with self._lock:
+            for digest in digests:
+                if (data := self._kept.get((tenant, digest))) is not None:
+                    found[digest] = data
+        return found, [digest for digest in digests if digest not in found]

@@ -1,7 +1,5 @@
-"""Statements about quotas: the exceptions of single tenants, and the amounts that tenants use now.
-
-Does not know the quotas of the configuration.
-"""
+"""Statements about amounts in use: of one tenant, with its exceptions from the quotas, and for operators of all tenants
+(`sizes`)."""
 
 from __future__ import annotations
 
@@ -12,15 +10,16 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
 
-from skyrl.base.types.kinds import SAMPLES
+from skyrl.base.types.requests import SAMPLES
+from skyrl.base.types.weights import EVERYTHING, Scope
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.storage.db.adapter_versions import unsaved_bytes
+from skyrl.storage.db.adapter_versions import OPEN_ADAPTER, unsaved_bytes
 from skyrl.storage.db.checkpoints import checkpoints
-from skyrl.storage.db.models import models
+from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.samplers import samplers
+from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import active_sessions_of, sessions
-from skyrl.storage.db.tables.requests import FutureRow
-from skyrl.storage.db.tables.tenants import QuotaRow
+from skyrl.storage.db.tables import FutureRow, QuotaRow
 
 quotas = QuotaRow.__table__  # type: ignore[attr-defined]
 futures = FutureRow.__table__  # type: ignore[attr-defined]
@@ -139,3 +138,30 @@ def held(connection: Connection) -> dict[str, Held]:
 def _by_tenant(connection: Connection, table: Any, aggregate: Any, where: Any) -> dict[str, Any]:
     query = select(table.c.tenant, aggregate.label("amount")).where(where).group_by(table.c.tenant)
     return {row.tenant: row.amount for row in connection.execute(query)}
+
+
+ACTIVE_S = 300.0
+"""A tenant is active if one of its sessions was heard of within this time. Clients send a heartbeat every 10 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """`models` are in training, `sessions` are active, `adapters` are versions that open sampling sessions need."""
+
+    models: int
+    sessions: int
+    tenants: int
+    adapters: int
+
+
+def sizes(connection: Connection, now: float, scope: Scope = EVERYTHING) -> Sizes:
+    """The models and adapters are those in the scope."""
+    training = models.c.status.in_(LIVING)
+    living = select(func.count()).select_from(models).where(training, in_scope(models.c.base_model, scope))
+    active = sessions.c.status == "active"
+    open_sessions = select(func.count()).select_from(sessions).where(active)
+    tenants = select(func.count(sessions.c.tenant.distinct())).where(active, sessions.c.heartbeat_at > now - ACTIVE_S)
+    versions = select(func.count(samplers.c.weights.distinct())).where(
+        OPEN_ADAPTER, in_scope(samplers.c.base_model, scope)
+    )
+    return Sizes(*(connection.execute(query).scalar_one() for query in (living, open_sessions, tenants, versions)))

@@ -13,11 +13,11 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, func, select
 
-from skyrl.storage.db import agent_sessions, pictures, run_steps
+from skyrl.storage.db import agents, pictures, run_steps
 from skyrl.storage.db.adapter_versions import forget_closed
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
-from skyrl.storage.db.tables.sessions import ModelRow
+from skyrl.storage.db.tables import ModelRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 FORGET_ROWS, FORGET_BYTES = 250, 4 * 2**20
@@ -129,7 +129,7 @@ class Retention:
         await self._in_steps(lambda c: forget(c, now - self._retention_s, FORGET_ROWS), 1)
         await self._in_steps(lambda c: forget_closed(c, now - SAMPLING_SESSIONS_S, FORGET_ROWS), FORGET_ROWS)
         await self._in_steps(lambda c: pictures.forget(c, now), 1)
-        await self._in_steps(lambda c: agent_sessions.forget(c, now - self._agent_retention_s), 1)
+        await self._in_steps(lambda c: agents.forget(c, now - self._agent_retention_s), 1)
         await self._in_steps(lambda c: run_steps.forget(c, now - HISTORY_S), run_steps.FORGET_STEPS)
 
     async def _in_steps(self, forget_some: Callable[[Connection], int], full_step: int) -> None:

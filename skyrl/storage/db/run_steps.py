@@ -18,7 +18,7 @@ from typing import Any, Self
 from sqlalchemy import Connection, bindparam, delete, func, select, text, update
 
 from skyrl.storage.db.database import Change
-from skyrl.storage.db.tables.sessions import ModelRow, RunStepRow
+from skyrl.storage.db.tables import ModelRow, RunStepRow
 
 steps = RunStepRow.__table__  # type: ignore[attr-defined]
 _models = ModelRow.__table__  # type: ignore[attr-defined]

@@ -12,14 +12,14 @@ from typing import Any
 
 from sqlalchemy import Connection, String, func, null, select, type_coerce
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import BaseWeights, WeightsRef
 from skyrl.storage.db.adapter_versions import OPEN
 from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.run_steps import Step, last_steps
 from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.sessions import active_sessions_of, sessions
-from skyrl.storage.db.tables.requests import FutureRow
+from skyrl.storage.db.tables import FutureRow
 
 _futures = FutureRow.__table__  # type: ignore[attr-defined]
 

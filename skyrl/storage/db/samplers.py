@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select, update
 
-from skyrl.base.types.scope import EVERYTHING, Scope
-from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
+from skyrl.base.types.weights import EVERYTHING, BaseWeights, FullWeights, Scope, WeightsRef
 from skyrl.storage.db import adapter_versions, audit, full_weights
 from skyrl.storage.db.adapter_versions import SamplerDropped, samplers
 from skyrl.storage.db.checkpoints import Checkpoint
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.full_weights import WeightsReplaced, replaced_sentence
-from skyrl.storage.db.session_cache import SessionCache
-from skyrl.storage.db.tables.sessions import SessionRow
+from skyrl.storage.db.row_caches import SessionCache
+from skyrl.storage.db.tables import SessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
@@ -43,7 +42,7 @@ def sampler_exists(connection: Connection, sampling_session_id: str) -> bool:
 
 
 ScopeOf = Callable[[str], Scope]
-"""The names of a base model (`skyrl.base.config.base_models.Role.own`), by one of them."""
+"""The names of a base model (`skyrl.base.config.base_models.BaseModelSlot.own`), by one of them."""
 
 
 def _everything(_: str) -> Scope:

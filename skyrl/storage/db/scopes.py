@@ -8,8 +8,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, select, true
 
-from skyrl.base.types.scope import Scope
-from skyrl.storage.db.tables.sessions import ModelRow
+from skyrl.base.types.weights import Scope
+from skyrl.storage.db.tables import ModelRow
 
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
 _MAX_NAMED = 500

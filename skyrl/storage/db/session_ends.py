@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, and_, select, union, update
 
-from skyrl.base.types.scope import EVERYTHING, Scope
+from skyrl.base.types.weights import EVERYTHING, Scope
 from skyrl.storage.db.adapter_versions import OPEN, samplers
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import MAX_NAMED, end_requests_of_sessions

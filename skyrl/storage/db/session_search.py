@@ -15,8 +15,7 @@ from sqlalchemy import ColumnElement, Connection, and_, false, func, or_, select
 
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.sessions import in_project, sessions
-from skyrl.storage.db.tables.checkpoints import CheckpointRow
-from skyrl.storage.db.tables.sessions import ModelRow
+from skyrl.storage.db.tables import CheckpointRow, ModelRow
 
 _models = ModelRow.__table__  # type: ignore[attr-defined]
 _checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
@@ -33,7 +32,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class SessionQuery:
     """The conditions on a session. A field that is None or empty is no condition, except that empty `project_ids` or
     `statuses` match no session. With both `session_id` and `words`, one of them is enough.
 
@@ -75,7 +74,7 @@ class SessionSearch:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, tenant: str, query: Query, limit: int) -> tuple[list[FoundSession], bool]:
+    async def page(self, tenant: str, query: SessionQuery, limit: int) -> tuple[list[FoundSession], bool]:
         """Up to `limit` sessions, newest first, and whether there are more."""
 
         def read(connection: Connection) -> tuple[list[FoundSession], bool]:
@@ -89,7 +88,7 @@ class SessionSearch:
         return await self._database.read_async(read)
 
 
-def _candidates(connection: Connection, tenant: str, query: Query) -> Iterator[Any]:
+def _candidates(connection: Connection, tenant: str, query: SessionQuery) -> Iterator[Any]:
     wanted = [sessions.c.tenant == tenant]
     if query.project_ids is not None:
         wanted.append(or_(false(), *(in_project(project_id) for project_id in query.project_ids)))
@@ -116,7 +115,7 @@ def _has(status: Status) -> ColumnElement[bool]:
     return same_status if status.status == "active" else and_(same_status, sessions.c.finish_reason.is_not(None))
 
 
-def _matches(row: Any, query: Query) -> bool:
+def _matches(row: Any, query: SessionQuery) -> bool:
     if query.words:
         name = (row.display_name or "").casefold()
         named = bool(name) and all(word.casefold() in name for word in query.words)

@@ -15,7 +15,7 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.storage.checkpoint_store.base import OWNER, StoreError
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.tables.checkpoints import StoreRow
+from skyrl.storage.db.tables import StoreRow
 
 stores = StoreRow.__table__  # type: ignore[attr-defined]
 

@@ -16,12 +16,10 @@ from sqlalchemy import Connection, Executable
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError
 
-from skyrl.runtime.metrics.database import CommitMetrics
+from skyrl.runtime.metrics.storage import CommitMetrics
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import is_transient
-from skyrl.storage.db.pipelined_rows import PipelinedRows
-from skyrl.storage.db.row_connection import RowConnection, Write
-from skyrl.storage.db.row_statement import RowStatement
+from skyrl.storage.db.row_statements import PipelinedRows, RowConnection, RowStatement, Write
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

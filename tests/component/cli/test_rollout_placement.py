@@ -17,7 +17,7 @@ from fake_upstream import FakeUpstream, Received, Reply, fake_upstream, hang_up,
 
 from skyrl.cli.ray_placement import rollout_plane as plane
 from skyrl.cli.ray_placement.rollout_plane import REGISTERED, UPDATED, Workers
-from skyrl.inference.remote.placement_route import PATH
+from skyrl.inference.remote.sidecar import PATH
 from tests.component.router_world import RunningRouter, running_router
 
 PROBED = {"health_check_interval_s": 0.05, "health_check_failure_threshold": 1}

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import moe
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
-from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.component.inference.test_routed_experts import KEY, chosen_experts, prompt_of, rows_of
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 

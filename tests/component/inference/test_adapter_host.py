@@ -21,10 +21,9 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, SharedDirectory
 from skyrl.storage.checkpoint_store import directories
-from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_in, adapter_location
-from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
+from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError, in_store
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.threads import in_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_in, adapter_location
 
 ADAPTER = AdapterVersion.of("s1:train:0", 7)
 KEY = "s1=3Atrain=3A0/named-1"

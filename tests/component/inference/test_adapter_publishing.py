@@ -13,11 +13,11 @@ from engine_harness import Harness, Trainer, files_in, until
 from fake_upstream import LOAD, Received, Reply, after, error, hang_up
 from replicas import GONE, UNLOAD, WELL, set_replies
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.engine import sweeping
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.storage.db.samplers import find_sampler
-from skyrl.training.engine import reclaim
 
 
 async def in_no_checkpoint(_: AdapterVersion) -> None:
@@ -95,7 +95,7 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM reads the directory of an evicted adapter again, and dies if the directory is gone."""
-    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # so that no file is too young to be deleted
+    monkeypatch.setattr(sweeping, "GRACE_S", -60.0)  # so that no file is too young to be deleted
     async with world_in(tmp_path / "state", shared_directory) as here:
         saved = await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
         sampler = here.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
@@ -127,7 +127,7 @@ async def test_a_silent_server_gets_one_unload_call_per_sweep(
 ) -> None:
     """An unload call may wait a minute for its answer. With hundreds of adapters to unload, the sweep would do nothing
     else."""
-    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)
+    monkeypatch.setattr(sweeping, "GRACE_S", -60.0)
     async with world_in(tmp_path / "state", shared_directory) as here:
         for number in range(3):
             await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=number)

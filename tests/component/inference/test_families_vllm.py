@@ -19,14 +19,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.pictures.sight import Blind, Sight
+from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.base.tiny import model_path
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.weights import LoraSpec
 from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
-from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.architectures.figures import record
 from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 
@@ -188,8 +188,8 @@ async def test_vllm_and_the_trainer_agree_on_base_model_and_adapters(tmp_path: P
 
 def _sees(path: str) -> bool:
     try:
-        Sight.of(path)
-    except Blind:
+        VisionConfig.of(path)
+    except NoVision:
         return False
     return True
 

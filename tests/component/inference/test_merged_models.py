@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch_lora_support import make_backend, ok, sft, spec, train
 from transformers import AutoModelForCausalLM
 
-from skyrl.training.backends.base import AdamParams, TrainingPass
+from skyrl.trainer.protocol import AdamParams, TrainingPass
 from tests.families import make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]

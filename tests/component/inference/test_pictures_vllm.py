@@ -24,7 +24,7 @@ from tinker.proto.response_conv import deserialize_sample_response
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.picture import PictureFormat, PlacedPicture, digest_of
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import Distribution
@@ -32,10 +32,10 @@ from skyrl.base.wire.tensors import WireTensor
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import Pictures, SampleJob
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import Pictures, SampleJob
+from skyrl.sampling.servers import FixedEndpoint
 from tests.component.inference.test_families_vllm import MODELS, as_released
 from tests.families import IMAGE_TOKEN, VOCAB
 from tests.sample_jobs import JOB
@@ -94,7 +94,7 @@ class Served:
 
     def job(self, *parts: int | bytes, **changes: Any) -> SampleJob:
         """A job whose prompt has these token ids and pictures."""
-        sight, prompt, placed = Sight.of(self.path), list[int](), list[PlacedPicture]()
+        sight, prompt, placed = VisionConfig.of(self.path), list[int](), list[PlacedPicture]()
         for part in parts:
             if isinstance(part, int):
                 prompt.append(part)

@@ -14,14 +14,15 @@ from aiohttp import ClientResponse
 from replicas import Server, group_of, replica_at, running, servers
 from test_router_members import KEY, ROUTER, until, used
 
-from skyrl.base.config.modes import Modes
+from skyrl.api.readiness import EngineWatch
+from skyrl.base.config.base_models import Modes
+from skyrl.base.types.placed_server import PlacedServer
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.placed_replicas import PlacedReplicas
 from skyrl.inference.router_members import RouterMembers
-from skyrl.server.api.readiness import EngineWatch
-from skyrl.server.sampling.placed_replicas import PlacedReplicas
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState
-from skyrl.storage.db.inference_servers import PlacedServer, read_servers, write_servers
+from skyrl.storage.db.processes import follow_servers, read_servers, write_servers
 from tests.component.router_world import RunningRouter, running_router
 from tests.databases import make_tables
 
@@ -44,10 +45,12 @@ def rows(tmp_path: Path) -> Iterator[Database]:
 
 
 @asynccontextmanager
-async def following_rows(replicas: PlacedReplicas) -> AsyncIterator[None]:
-    task = asyncio.create_task(replicas.run())
+async def following_rows(database: Database, replicas: PlacedReplicas) -> AsyncIterator[asyncio.Event]:
+    """The event says that the rows have changed."""
+    rung = asyncio.Event()
+    task = asyncio.create_task(follow_servers(database, OWNER, rung, replicas.follow))
     try:
-        yield
+        yield rung
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -56,13 +59,13 @@ async def following_rows(replicas: PlacedReplicas) -> AsyncIterator[None]:
 @asynccontextmanager
 async def following(
     database: Database, router: RunningRouter, behind: list[Server]
-) -> AsyncIterator[tuple[EngineGroup, PlacedReplicas]]:
-    """What an engine process runs of the replicas."""
+) -> AsyncIterator[tuple[EngineGroup, asyncio.Event]]:
+    """What an engine process runs of the replicas, and the event that says that the rows have changed."""
     group, _ = group_of(proxy_url=router.url, members=RouterMembers(router.url, KEY), has_all=False)
     by_url = {server.url: server for server in behind}
-    replicas = PlacedReplicas(database, OWNER, group, lambda at: by_url[at.data].replica(sidecar=at.sidecar))
-    async with running(group), following_rows(replicas):
-        yield group, replicas
+    replicas = PlacedReplicas(group, lambda at: by_url[at.data].replica(sidecar=at.sidecar))
+    async with running(group), following_rows(database, replicas) as rung:
+        yield group, rung
 
 
 def workers(router: RunningRouter) -> list[dict[str, Any]]:
@@ -90,13 +93,13 @@ async def test_replicas_come_go_and_move_with_the_rows(tmp_path: Path) -> None:
         async with (
             servers(3) as behind,
             running_router(**ROUTER) as router,
-            following(database, router, behind) as (group, replicas),
+            following(database, router, behind) as (group, rung),
         ):
 
             def write(*rows: PlacedServer) -> None:
                 database.write(lambda c: write_servers(c, OWNER, rows))
                 database.write(lambda c: write_servers(c, "another", [placed(9, behind[2])]))
-                replicas.ring()
+                rung.set()
 
             write(placed(0, behind[0]), placed(1, None, WAITS))
             await until(lambda: used(router) == {behind[0].url})
@@ -115,12 +118,12 @@ async def test_a_server_whose_sidecar_has_moved_is_another_replica(tmp_path: Pat
         async with (
             servers(1) as behind,
             running_router(**ROUTER) as router,
-            following(database, router, behind) as (group, replicas),
+            following(database, router, behind) as (group, rung),
         ):
             for sidecar in (None, "http://10.0.0.1:12001", "http://10.0.0.1:12002"):
                 row = replace(placed(0, behind[0]), sidecar_url=sidecar)
                 database.write(lambda c, row=row: write_servers(c, OWNER, [row]))
-                replicas.ring()
+                rung.set()
                 await until(lambda at=sidecar: [each.addresses.sidecar for each in group.replicas] == [at])
                 await until(lambda: used(router) == {behind[0].url})
 
@@ -130,14 +133,14 @@ async def test_requests_at_a_server_that_has_ended_are_broken_off_at_once(tmp_pa
         async with (
             servers(1) as behind,
             running_router(**SLOW) as router,
-            following(database, router, behind) as (_, replicas),
+            following(database, router, behind) as (_, rung),
         ):
             database.write(lambda c: write_servers(c, OWNER, [placed(0, behind[0])]))
-            replicas.ring()
+            rung.set()
             await until(lambda: used(router) == {behind[0].url})
             asked = await hanging_sample(router, behind[0])
             database.write(lambda c: write_servers(c, OWNER, [placed(0, None, "was lost")]))
-            replicas.ring()
+            rung.set()
             await assert_broken_off(asked)
             await until(lambda: router.app.status()["workers"] == [])
             behind[0].restart()
@@ -174,12 +177,12 @@ async def test_no_server_counts_as_ended_before_the_rows_were_read(tmp_path: Pat
     members = Recorded()
     group, _ = group_of(proxy_url="http://router", members=members, has_all=False)
     with closing(Database(f"sqlite:///{tmp_path / 'db'}")) as database:
-        replicas = PlacedReplicas(database, OWNER, group, lambda at: replica_at(at.data))
-        async with running(group), following_rows(replicas):
+        replicas = PlacedReplicas(group, lambda at: replica_at(at.data))
+        async with running(group), following_rows(database, replicas) as rung:
             await until(lambda: len(members.running) > 3)
             assert members.running == [None] * len(members.running), "the database has no tables yet"
             make_tables(database)
-            replicas.ring()
+            rung.set()
             await until(lambda: members.running[-1] == set())
 
 

@@ -19,15 +19,15 @@ from engine_harness import until
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.inference import load_route
+from skyrl.inference import vllm_client
 from skyrl.inference.remote import middleware
 from skyrl.inference.remote.cache import NodeCache
 from skyrl.inference.remote.middleware import MAX_BODY, StoredAdapterLoads
 from skyrl.inference.remote.references import key_in, reference_to
 from skyrl.inference.remote.settings import NodeSettings, node_environment
-from skyrl.storage.checkpoint_store.adapters import adapter_at, adapter_key, is_adapter
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.registry import store_at
+from skyrl.storage.checkpoint_store.versions import adapter_at, adapter_key, is_adapter
 
 ADAPTER = AdapterVersion.of("s1:train:0", 7)
 KEY = "s1=3Atrain=3A0/named-1"
@@ -133,7 +133,7 @@ class Vllm:
             return await client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
 
     async def load(self, key: str, name: str = "a") -> httpx.Response:
-        return await self.ask(LOAD, load_route.load_request(name, reference_to(key)))
+        return await self.ask(LOAD, vllm_client.load_request(name, reference_to(key)))
 
     async def unload(self, name: str = "a") -> httpx.Response:
         return await self.ask(UNLOAD, {"lora_name": name})
@@ -196,11 +196,11 @@ async def test_vllm_loads_the_files_of_a_reference_from_a_directory_of_its_own(n
     node.put(key)
     vllm = node.vllm()
     answer = await vllm.load(key)
-    assert load_route.is_loaded(answer.status_code, answer.content)
+    assert vllm_client.is_loaded(answer.status_code, answer.content)
     assert vllm.app.files_of("a") == FILES
     assert node.settings.cache / "replicas" in vllm.app.loaded["a"].parents
     again = await vllm.load(key)
-    assert load_route.is_loaded(again.status_code, again.content)
+    assert vllm_client.is_loaded(again.status_code, again.content)
     assert vllm.app.files_of("a") == FILES
 
 
@@ -287,7 +287,7 @@ async def test_a_store_without_the_adapter_gives_an_answer_that_clients_take_for
     vllm = node.vllm()
     for key in ("s1=3Atrain=3A0/deleted-2", KEY):
         answer = await vllm.load(key)
-        assert load_route.is_missing(answer.status_code, answer.content), answer.text
+        assert vllm_client.is_missing(answer.status_code, answer.content), answer.text
     assert not vllm.app.seen
     assert node.stored() == node.locks() == []
 
@@ -300,7 +300,7 @@ async def test_a_store_that_is_away_gives_503_without_the_reason_and_the_next_lo
     store.error = StoreError("no route to 10.0.0.7")
     vllm = local_node.vllm()
     answer = await vllm.load(KEY)
-    assert load_route.is_to_repeat(answer.status_code, answer.content)
+    assert vllm_client.is_to_repeat(answer.status_code, answer.content)
     assert "10.0.0.7" not in answer.text
     assert "StoreError: no route to 10.0.0.7" in caplog.text
     store.error = None
@@ -352,7 +352,7 @@ async def test_a_request_without_the_key_goes_to_vllm_and_fetches_nothing(
     local_node.put(KEY)
     store = counted(monkeypatch, local_node)
     vllm = local_node.vllm()
-    body = load_route.load_request("a", reference_to(KEY))
+    body = vllm_client.load_request("a", reference_to(KEY))
     for key in ("", "wrong", f"{API_KEY} "):
         assert (await vllm.ask(LOAD, body, key)).status_code == 401
     assert store.reads == 0

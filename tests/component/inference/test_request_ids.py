@@ -8,7 +8,7 @@ import pytest
 from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream
 
-from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
+from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 
 GIVEN = {"X-Request-Id": "mine-7"}
 

@@ -24,7 +24,7 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams
 from skyrl.runtime.processes.ports import free_port
-from skyrl.training.backends.torch_lora.routing import own_experts
+from skyrl.trainer.experts.routing import own_experts
 from tests.component.router_world import running_router
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 

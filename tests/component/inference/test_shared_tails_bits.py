@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROGRAM = """
 import json, random, sys
-from skyrl.inference.vllm_plugin import shared_tails
+from skyrl.inference.vllm_plugin import prefix_cache
 model, shares, lengths = sys.argv[1], sys.argv[2] == "True", json.loads(sys.argv[3])
 if not shares:
-    shared_tails.can_share = lambda scheduler: False
+    prefix_cache.can_share = lambda scheduler: False
 from vllm import LLM, SamplingParams
 llm = LLM(
     model, dtype="float32", enforce_eager=True, max_model_len=512, block_size=32, enable_chunked_prefill=False,

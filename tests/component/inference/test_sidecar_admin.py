@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl.inference.remote.placement_route import PATH, PlacementRoute
+from skyrl.http.admin_key import AdminKey
+from skyrl.inference.remote.sidecar import PATH, PlacementRoute
 from skyrl.inference.sidecar.updates import FIRST_WEIGHTS
-from skyrl.runtime.web.admin import AdminKey
 from tests.component.router_world import Exchange, running_router, until
 from tests.component.sidecar_world import FakeVllm, RunningSidecar, answers, choice, completion, sidecar_before
 

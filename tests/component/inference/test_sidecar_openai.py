@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 from vllm_sources import annotated
 
-from skyrl.inference.sidecar.openai_fields import CHAT, COMPLETIONS, OF_VLLM, REFUSED, SERVED, WITHOUT_EFFECT
+from skyrl.inference.sidecar.openai_request import (
+    CHAT,
+    COMPLETIONS,
+    OF_VLLM,
+    REFUSED,
+    SERVED,
+    WITHOUT_EFFECT,
+)
 from tests.component.router_world import Exchange
 from tests.component.sglang_server import sglang_source
 from tests.component.sidecar_world import CONTEXT, FakeVllm, answers, events, sidecar_before

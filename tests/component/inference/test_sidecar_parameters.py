@@ -9,8 +9,8 @@ from urllib.parse import urlencode
 
 import pytest
 
-from skyrl.inference.sidecar.parameters import QUERIES
-from skyrl.inference.sidecar.pause import PauseMode
+from skyrl.inference.sidecar.call import QUERIES
+from skyrl.inference.sidecar.in_flight import PauseMode
 from tests.component.router_world import running_router
 from tests.component.sidecar_world import sidecar_before
 from tests.component.updated_vllm import DISK, GROUP, Trainer, UpdatedVllm, in_flight

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from skyrl.inference.sidecar.pause import PauseMode
+from skyrl.inference.sidecar.in_flight import PauseMode
 from tests.component.router_world import Exchange, until
 from tests.component.sidecar_world import FakeVllm, RunningSidecar, answers, choice, completion, sidecar_before
 

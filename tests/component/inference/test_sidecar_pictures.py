@@ -13,8 +13,7 @@ from PIL import Image
 
 from skyrl.base.pictures.picture import digest_of
 from skyrl.inference.sidecar.errors import BadRequest, VllmBroke
-from skyrl.inference.sidecar.picture_request import as_completion, generate_body
-from skyrl.inference.sidecar.pictures import Pictures, PlacedPictures
+from skyrl.inference.sidecar.pictures import Pictures, PlacedPictures, as_completion, generate_body
 from tests.families import PROCESSOR
 
 IMAGE = 9

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from seeing_model import END, START, Reference, make_seeing_model
 
-from skyrl.server.sampling.job import SampleJob
+from skyrl.sampling.job import SampleJob
 from tests.component.inference.test_pictures_vllm import EXACT, FILES, KEY, TALL, WIDE, Served, serving, until_running
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 from tests.families import IMAGE_TOKEN, PICTURE_TOKENS

@@ -15,14 +15,12 @@ from test_remote import CountedStore
 
 from skyrl.base.types.weights import FullWeights
 from skyrl.inference.remote.asgi import answer_json, body_of, fields_of
-from skyrl.inference.remote.cache import NodeCache
-from skyrl.inference.remote.files import NodeFiles
+from skyrl.inference.remote.cache import NodeCache, NodeFiles
 from skyrl.inference.remote.references import BASE_MODEL, reference_to
-from skyrl.inference.remote.sidecar import KeyNeeded
-from skyrl.inference.remote.versions import MAX_BODY, UPDATE, StoredVersions
+from skyrl.inference.remote.sidecar import MAX_BODY, UPDATE, KeyNeeded, StoredVersions
 from skyrl.storage.checkpoint_store.base import StoreError
-from skyrl.storage.checkpoint_store.full_weights import full_key, is_full_version
 from skyrl.storage.checkpoint_store.registry import store_at
+from skyrl.storage.checkpoint_store.versions import full_key, is_full_version
 
 ONE, TWO, THREE, FOUR = (full_key(FullWeights.of("s1:train:0", number)) for number in (1, 2, 3, 4))
 

@@ -16,20 +16,20 @@ from replicas import UNLOAD, WELL, group_of, servers
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.engine import sweeping
+from skyrl.engine.publishing import adopt_adapters
+from skyrl.engine.sweeping import FileSweeper
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
 from skyrl.inference.remote.references import reference_to
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
-from skyrl.storage.checkpoint_store.adapters import ADAPTER_FILES, adapter_key
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.versions import ADAPTER_FILES, adapter_key
 from skyrl.storage.db import checkpoints
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.models import set_model
 from skyrl.storage.db.samplers import find_sampler
-from skyrl.training.engine import reclaim
-from skyrl.training.engine.adoption import adopt_adapters
-from skyrl.training.engine.reclaim import FileSweeper
 
 
 class TravellingWorld(World):
@@ -66,7 +66,7 @@ async def world(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[TravellingWorld]:
     for name in ("GRACE_S", "LISTING_S"):
-        monkeypatch.setattr(reclaim, name, -60.0)  # so that no file is too young to be deleted
+        monkeypatch.setattr(sweeping, name, -60.0)  # so that no file is too young to be deleted
     flags = request.getfixturevalue("on_s3") if request.param == "s3" else {}
     async with world_in(tmp_path / "state", stored_adapters, ray_address="local", **flags) as world:
         yield TravellingWorld(world.harness, world.upstream, world.group, world.trainer)
@@ -208,7 +208,7 @@ async def test_adapters_of_a_server_without_ray_are_stored_when_it_starts_with_r
 async def test_an_engine_on_another_host_with_an_empty_state_directory_has_the_adapters(
     tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)
+    monkeypatch.setattr(sweeping, "GRACE_S", -60.0)
     shared = {
         "ray_address": "local",
         "database_url": migrated_url,

@@ -39,22 +39,23 @@ from skyrl.inference.remote.settings import CACHE, node_environment
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
-from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
+from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.router.broadcast import Broadcasts
-from skyrl.router.control import ControlClient
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
+from skyrl.router.worker import ControlClient
 from skyrl.runtime.processes.ports import free_port
-from skyrl.server.sampling import completion, prompt_apart
-from skyrl.server.sampling.answer_bound import answer_bound
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import SampleJob
-from skyrl.storage.checkpoint_store.adapters import adapter_key
+from skyrl.sampling import client as prompt_apart
+from skyrl.sampling import completion
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.exchanges import answer_bound
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import SampleJob
+from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.weights.adapters import AdapterFiles
+from skyrl.storage.checkpoint_store.versions import adapter_key
+from skyrl.weights.protocol import AdapterFiles
 from tests.weight_media import World, check
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -31,7 +31,7 @@ from skyrl.rollout import (
 )
 from skyrl.rollout.client import ROUTING_KEY
 from skyrl.rollout.strategies import PlainStrategy
-from skyrl.router.context import RouterContext
+from skyrl.router.middleware import RouterContext
 from tests.component.router_world import Exchange, FakeWorker, running_router, until
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "text_rollouts.py"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from skyrl.base.tiny import model_path
-from skyrl.router.context import RouterContext
 from skyrl.router.messages import Message, Receive, Scope, Send
+from skyrl.router.middleware import RouterContext
 from skyrl.router.radix import RadixTreeMiddleware
 
 EOS = 2  # <|im_end|>

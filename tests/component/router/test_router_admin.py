@@ -589,7 +589,7 @@ async def test_workers_learn_that_a_client_is_not_on_this_machine(
     async with running_router(worker, short_way=short_way) as router:
         assert await sampled(router, 1) == {"only"}
         assert worker.received[-1].header("x-forwarded-for") == []
-    monkeypatch.setattr("skyrl.runtime.web.admin.is_on_this_machine", lambda _: False)
+    monkeypatch.setattr("skyrl.http.admin_key.is_on_this_machine", lambda _: False)
     worker = Trained("only")
     async with running_router(worker, short_way=short_way) as router:
         for headers, seen in (({}, "127.0.0.1"), ({"x-forwarded-for": "10.0.0.1"}, "10.0.0.1")):

@@ -12,10 +12,10 @@ from small_workers import SmallWorker, small_workers
 
 from skyrl.router import broadcast
 from skyrl.router.broadcast import Broadcasts
-from skyrl.router.control import ControlClient
+from skyrl.router.messages import Reply
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
-from skyrl.router.reply import Reply
+from skyrl.router.worker import ControlClient
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ALREADY = (400, b'{"error":{"message":"The lora adapter \'a\' has already been loaded. If you want to load it again"}}')

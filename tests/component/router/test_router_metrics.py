@@ -12,16 +12,14 @@ from router_world import FakeWorker, running_router
 from sidecar_world import FakeVllm, answers, choice, completion, running_sidecar, sidecar_before
 
 from skyrl.base.tiny import model_path
-from skyrl.router.connections import Connections
-from skyrl.router.context import RouterContext
+from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.router.metrics import EVENTS, RouterMetrics
-from skyrl.router.plugins import Chain
+from skyrl.router.middleware import Chain, RouterContext
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
-from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.runtime.metrics.processes import LauncherMetrics
-from skyrl.runtime.metrics.text import rendered
+from skyrl.router.upstream import Connections
+from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter, rendered
 from tests.unit.runtime.test_metrics import VLLM
 
 

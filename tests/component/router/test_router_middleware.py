@@ -15,10 +15,8 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import JSONResponse
 
 from skyrl.base.tiny import model_path
-from skyrl.router.context import RouterContext
 from skyrl.router.messages import Request, Response
-from skyrl.router.middleware import CallNext, RouterMiddleware
-from skyrl.router.plugins import ALIASES, RADIX, PluginError, load
+from skyrl.router.middleware import ALIASES, RADIX, CallNext, PluginError, RouterContext, RouterMiddleware, load
 from skyrl.router.testing import MiddlewareBench
 from tests.component.router_world import Exchange, FakeWorker, running_router, until
 

@@ -13,8 +13,8 @@ import pytest
 
 from skyrl.router.messages import Request, Response
 from skyrl.router.middleware import CallNext, RouterMiddleware
+from skyrl.router.pool import Slots
 from skyrl.router.proxy import Limits, RequestHead
-from skyrl.router.slots import Slots
 from tests.component import router_world
 from tests.component.router_world import Exchange, FakeWorker, RunningRouter, until
 

@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 from small_workers import small_workers
 
-from skyrl.router.control import ControlClient, Refused, Unreachable
+from skyrl.router.health import HealthProber
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import Change, WorkerPool
-from skyrl.router.probes import HealthProber
-from skyrl.router.worker import Worker, WorkerState
+from skyrl.router.worker import ControlClient, Refused, Unreachable, Worker, WorkerState
 
 SOON_S = 0.01
 NEVER_S = 3600.0

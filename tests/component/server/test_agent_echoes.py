@@ -10,8 +10,7 @@ from agent_world import CHAT, MESSAGES, RESPONSES, agent_server, user
 from api_harness import Serve
 from fake_upstream import FakeUpstream
 
-from skyrl.server.openai.fields import WITHOUT_EFFECT
-from skyrl.server.openai.nested import ECHOED
+from skyrl.chat.openai.fields import ECHOED, WITHOUT_EFFECT
 from skyrl.storage.db.database import Database
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

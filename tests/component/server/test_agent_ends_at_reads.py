@@ -12,9 +12,9 @@ import pytest
 from api_harness import BASE, Api
 from router_world import until
 
+from skyrl.api.access import tenant_of_key
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.agents.live import LiveSession
-from skyrl.server.api.tokens import tenant_of_key
+from skyrl.chat.agents.live_sessions import LiveSession
 from tests.postgres_server import ON_BOTH, ON_POSTGRES
 
 TENANT = tenant_of_key("tml-one")

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from api_harness import BASE, Api, Serve
 
+from skyrl.api.access import AgentKeys, tenant_of_key
+from skyrl.api.app import create_app
+from skyrl.api.routes.chats import PREFIXES
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.api.agent_keys import AgentKeys
-from skyrl.server.api.app import create_app
-from skyrl.server.api.openai import PREFIXES
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.keys import ALL_SCOPES, SCOPES
 
 ASKED = {

@@ -12,7 +12,7 @@ from agent_world import CHAT, RESPONSES, Agent, Server, agent_server, user
 from api_harness import Serve
 from fake_upstream import FakeUpstream
 
-from skyrl.server.api.agent_chats import RETRY_COUNT
+from skyrl.api.routes.chats import RETRY_COUNT
 from skyrl.storage.db.database import Database
 
 NOON = {"role": "system", "content": "It is noon."}

@@ -12,13 +12,12 @@ from api_harness import BASE, LONG_S, Api, Serve
 from one_turn import turn
 from sqlalchemy import insert, update
 
+from skyrl.api.access import tenant_of_key
 from skyrl.base.types.agents import VersionSpan
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.requests import MAX_METADATA_BYTES, MAX_METADATA_DEPTH
-from skyrl.server.agents import pages
-from skyrl.server.api.tokens import tenant_of_key
-from skyrl.storage.db import agent_sessions
+from skyrl.chat.agents import export
+from skyrl.storage.db import agents
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database
@@ -306,15 +305,15 @@ async def test_a_session_of_which_a_part_is_deleted_has_no_trajectory(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention deletes in steps, and its steps end at any turn."""
-    monkeypatch.setattr(agent_sessions, "FORGET_TURNS", 2)
+    monkeypatch.setattr(agents, "FORGET_TURNS", 2)
     async with serve(agents={"retention_s": LONG_S}) as api:
         kept, gone = await forked(api), await forked(api)
         for session in (kept, gone):
             await api.post(f"agent_sessions/{session}/end", {})
-        own = agent_sessions.sessions.c.id == gone
-        over = update(agent_sessions.sessions).where(own).values(ended_at=time.time() - 2 * LONG_S)
+        own = agents.sessions.c.id == gone
+        over = update(agents.sessions).where(own).values(ended_at=time.time() - 2 * LONG_S)
         database.write(lambda c: c.execute(over))
-        assert database.write(lambda c: agent_sessions.forget(c, time.time() - LONG_S)) == 2
+        assert database.write(lambda c: agents.forget(c, time.time() - LONG_S)) == 2
         for path in ("/trajectory", "/turns", "/trajectory?format=jsonl", ""):
             await get(api, f"/{gone}{path}", 404)
             await get(api, f"/{kept}{path}")
@@ -324,7 +323,7 @@ async def test_a_page_gives_fewer_rows_than_asked_for_if_they_are_long(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await forked(api)
-    monkeypatch.setattr(pages, "MAX_PAGE_BYTES", 1)
+    monkeypatch.setattr(export, "MAX_PAGE_BYTES", 1)
     for path in ("trajectory", "trajectory?format=jsonl", "turns"):
         page = await get(api, f"/{session}/{path}")
         assert len(page["rows"]) == 1, "at least one: a reader must get on"

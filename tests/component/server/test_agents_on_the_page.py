@@ -13,10 +13,10 @@ from api_harness import BASE, Api, Serve
 from one_turn import turn
 from tokenizers import Tokenizer
 
+from skyrl.api.ui import agent_sessions
+from skyrl.api.ui.agent_sessions import MAX_PARTS, MAX_TEXT, MAX_TURNS, shown_turns
 from skyrl.base.tiny import model_path
-from skyrl.base.types.agent_reasons import EndReason, ForkReason
-from skyrl.server.api import agent_view
-from skyrl.server.api.agent_view import MAX_PARTS, MAX_TEXT, MAX_TURNS, shown_turns
+from skyrl.base.types.agents import EndReason, ForkReason
 from tests.postgres_server import ON_BOTH
 
 OTHER = {"X-API-Key": "tml-two"}
@@ -117,7 +117,7 @@ async def test_the_turns_of_a_long_session_come_piece_by_piece_and_unchanged_one
 
 @pytest.mark.parametrize(("table", "reasons"), [("ENDS", EndReason), ("FORKS", ForkReason)])
 def test_the_page_has_words_for_every_reason(table: str, reasons: Any) -> None:
-    text = files("skyrl.server.ui").joinpath("agents.js").read_text()
+    text = files("skyrl.api.ui").joinpath("agents.js").read_text()
     block = text.partition(f"const {table} = {{")[2].partition("};")[0]
     assert re.findall(r"^  (\w+):", block, flags=re.M) == [*get_args(reasons)]
 
@@ -148,7 +148,7 @@ def test_long_texts_and_many_messages_are_cut_and_counted() -> None:
 def test_an_answer_of_the_page_has_at_least_one_turn_and_no_more_text_than_it_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_view, "MAX_ANSWER", 25)
+    monkeypatch.setattr(agent_sessions, "MAX_ANSWER", 25)
     turns = [
         turn(1, id=f"t{n}", messages=[{"role": "user", "content": "x" * size}]) for n, size in enumerate((30, 1, 1))
     ]

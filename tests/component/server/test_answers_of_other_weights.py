@@ -15,10 +15,10 @@ from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.results import to_json
-from skyrl.server.sampling import waits
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
+from skyrl.sampling import retries
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.full_weights import replaced_sentence
 
@@ -58,7 +58,7 @@ def current() -> Current:
 async def client(
     upstream: FakeUpstream, current: Current, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ForwardingClient]:
-    monkeypatch.setattr(waits, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.001)
     made: Any = ForwardingClient(
         HttpTransport(),
         FixedEndpoint(upstream.url),

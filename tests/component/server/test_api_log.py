@@ -11,8 +11,8 @@ from api_harness import BASE, Api, Serve, sample_body, session_of
 from fake_upstream import FakeUpstream, error
 from sqlalchemy import update
 
+from skyrl.api.access import tenant_of_key
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import keys
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome, futures
@@ -28,7 +28,7 @@ def log_at_info(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def log_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    names = ("skyrl.server.api.refusals", "skyrl.server.futures.settling")
+    names = ("skyrl.api.error_answers", "skyrl.storage.futures.store")
     return [(record.levelname, record.getMessage()) for record in caplog.records if record.name in names]
 
 

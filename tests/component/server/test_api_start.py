@@ -13,9 +13,9 @@ import pytest
 from api_harness import BASE
 from sqlalchemy import text
 
+from skyrl.api.server import open_services
 from skyrl.base.config.loading import load_config
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.server import open_services
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import DatabaseError
 from tests.postgres_server import ON_BOTH
@@ -24,7 +24,7 @@ BUILD = """
 import sys
 from pathlib import Path
 
-from skyrl.server.api.build import Secrets, build
+from skyrl.api.build import Secrets, build
 from skyrl.base.config.server import ServerConfig
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.processes.runtime import Runtime

@@ -13,9 +13,9 @@ import jwt
 import pytest
 from api_harness import Api, Serve
 
-from skyrl.server.api import tokens
-from skyrl.server.api.hooks import MAX_KEY
-from skyrl.server.api.tokens import Tokens, tenant_of_key, user_urn
+from skyrl.api import access
+from skyrl.api.access import Tokens, tenant_of_key, user_urn
+from skyrl.api.hooks import MAX_KEY
 
 
 def claims(token: str) -> dict[str, object]:
@@ -83,7 +83,7 @@ async def test_a_refused_token_makes_the_client_get_a_new_one(
         assert answer.status_code == 401, token
         assert answer.headers["WWW-Authenticate"] == 'Bearer error="invalid_token"'
         assert "token" in answer.json()["detail"]
-    monkeypatch.setattr(tokens, "LIFETIME_S", -1)
+    monkeypatch.setattr(access, "LIFETIME_S", -1)
     assert "expired" in (await my_sessions(api, await token_of(api))).json()["detail"]
 
 

@@ -18,9 +18,9 @@ from api_harness import BASE, Serve
 from fake_upstream import FakeUpstream, complete, never
 from router_world import PromptServer, until
 
+from skyrl.api.app import create_app
+from skyrl.api.direct_http import protocol_with
 from skyrl.runtime.processes.ports import free_port
-from skyrl.server.api.app import create_app
-from skyrl.server.api.whole_request import protocol_with
 from tests.environments import ROOT, environment
 from tests.nginx import NEEDS_NGINX, PROXY_PAGE, running_nginx
 from tests.pages import blocks_of

@@ -11,11 +11,11 @@ from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path
 from engine_harness import Trainer, files_in
 from sqlalchemy import select
 
-from skyrl.base.types.kinds import Kind
+from skyrl.api.access import tenant_of_key
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.server.api.tokens import tenant_of_key
+from skyrl.engine import sweeping
 from skyrl.storage.db.futures import futures
-from skyrl.training.engine import reclaim
 
 SOON_S = -3600.0
 """Files count as old at once. S3 gives times in whole seconds, so a file may seem younger than it is."""
@@ -133,8 +133,8 @@ async def test_the_scope_decides_whether_other_tenants_published_checkpoints_are
 
 
 async def test_a_copy_outlives_its_source(each_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", SOON_S)
-    monkeypatch.setattr(reclaim, "LISTING_S", SOON_S)
+    monkeypatch.setattr(sweeping, "GRACE_S", SOON_S)
+    monkeypatch.setattr(sweeping, "LISTING_S", SOON_S)
     trainer = await each_world.trainer()
     await trainer.step(1)
     before = await trainer.state()

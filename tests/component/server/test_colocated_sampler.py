@@ -13,10 +13,10 @@ from sqlalchemy import select
 from test_forwarding_pictures import IMAGE, generated, requests
 
 from skyrl.base.pictures.picture import digest_of
-from skyrl.base.pictures.placing import KnownPicture
-from skyrl.base.pictures.sight import Sight
-from skyrl.server.sampling import generation
-from skyrl.server.sampling.service import CANCELLED
+from skyrl.base.pictures.places import KnownPicture
+from skyrl.base.pictures.vision import VisionConfig
+from skyrl.sampling import pictures as generation
+from skyrl.sampling.service import CANCELLED
 from skyrl.storage.db import pictures
 from skyrl.storage.db.pictures import CheckedFile
 from skyrl.storage.db.usage import usage
@@ -49,7 +49,7 @@ async def test_cancelled_samples_are_not_run_and_the_others_are_counted(tmp_path
 
 
 async def test_a_sample_about_a_picture_has_its_file_from_the_database(tmp_path: Path) -> None:
-    sight = Sight("qwen3_vl", IMAGE, patch=16, merge=2, min_pixels=32 * 32, max_pixels=256 * 256)
+    sight = VisionConfig("qwen3_vl", IMAGE, patch=16, merge=2, min_pixels=32 * 32, max_pixels=256 * 256)
     async with world(tmp_path / "state", sight=sight) as here:
         here.vllm.upstream.controls[generation.PATH] = generated(6)
         digest = digest_of(FILE)

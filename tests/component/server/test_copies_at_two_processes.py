@@ -16,11 +16,11 @@ import pytest
 from api_harness import BASE, Api
 from sqlalchemy import insert, select
 
+from skyrl.api.access import tenant_of_key
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models

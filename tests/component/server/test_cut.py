@@ -11,7 +11,7 @@ from api_harness import Api, sample_body
 from fake_upstream import FakeUpstream
 from tinker._base_client import _log_deprecation_note
 
-from skyrl.server.sampling import cut
+from skyrl.sampling import service
 
 NOTE = "x-deprecation-note"
 CONTEXT, PROMPT = 100, [5, 6, 7]
@@ -56,7 +56,7 @@ async def test_a_sample_that_fits_carries_no_note(api: Api, max_tokens: int | No
 async def test_the_server_remembers_a_limited_number_of_told_sessions(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cut, "MAX_REMEMBERED", 1)
+    monkeypatch.setattr(service, "MAX_REMEMBERED", 1)
     first, second = await api.sampler(), await api.sampler()
     has_note = [
         NOTE in (await sample(api, sampler, i, 1000)).headers for i, sampler in enumerate([first, first, second, first])

@@ -17,12 +17,11 @@ from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from skyrl.api.app import HttpTable, create_app
+from skyrl.api.call import Call
+from skyrl.api.hooks import RequestIds
+from skyrl.api.route import Body
 from skyrl.base.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
-from skyrl.server.api.app import create_app
-from skyrl.server.api.call import Call
-from skyrl.server.api.hooks import RequestIds
-from skyrl.server.api.http_table import HttpTable
-from skyrl.server.api.route import Body
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.database import Database

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.openai.json_schema import ALONE, ANNOTATIONS, MAX_COUNT, OF_TYPE, check_schema
+from skyrl.chat.openai.answer_shape import ALONE, ANNOTATIONS, MAX_COUNT, OF_TYPE, check_schema
 
 xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar, which comes with vLLM (make setup)")
 

@@ -18,7 +18,7 @@ import pytest
 from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path, world_in
 from safetensors.torch import load_file, save_file
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.storage.checkpoint_store.base import MANIFEST
 
 age: Any = pyrage
@@ -84,7 +84,7 @@ async def test_a_link_is_valid_for_one_save_of_one_path_and_expires(
         assert set(answer.json()) == {"detail", "field", "request_id"}
     with monkeypatch.context() as later:
         now = time.time()
-        later.setattr("skyrl.server.api.signing.time.time", lambda: now + 3601)
+        later.setattr("skyrl.api.signed_links.time.time", lambda: now + 3601)
         assert (await world.follow_link(url)).json()["field"] == "expires"
     await trainer.do(Kind.SAVE_WEIGHTS, path="final", overwrite=True)
     assert (await world.follow_link(url)).status_code == 404

@@ -11,13 +11,13 @@ from api_harness import Api, Serve, sample_body
 from fake_upstream import FakeUpstream, Received, after, complete, completion, never, reply
 from sqlalchemy import select
 
-import skyrl.server.api.background
+import skyrl.api.server
+from skyrl.api.access import tenant_of_key
+from skyrl.api.server import open_services
 from skyrl.base.wire.results import encode_json
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.server import open_services
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.sample_clocks import clocks
+from skyrl.storage.db.processes import clocks
 from tests.postgres_server import ON_POSTGRES
 
 FIRST, SECOND = "tml-one", "tml-two"
@@ -129,7 +129,7 @@ async def test_a_new_process_continues_at_the_virtual_time_of_the_others(
     serve: Serve, upstream: FakeUpstream, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise all samples of the new process would run before those of the older process."""
-    monkeypatch.setattr(skyrl.server.api.background, "BEAT_S", 0.02)
+    monkeypatch.setattr(skyrl.api.server, "BEAT_S", 0.02)
     go = asyncio.Event()
     upstream.default = after(go, complete())
     async with serve(api_processes=2) as api:

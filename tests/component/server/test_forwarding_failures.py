@@ -36,12 +36,12 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
-from skyrl.server.sampling import waits
-from skyrl.server.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
-from skyrl.server.sampling.completion import SampleAnswer
-from skyrl.server.sampling.endpoint import EngineEndpoint, FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import MAX_SAMPLED, SampleJob
+from skyrl.sampling import retries
+from skyrl.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
+from skyrl.sampling.completion import SampleAnswer
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import MAX_SAMPLED, SampleJob
+from skyrl.sampling.servers import EngineEndpoint, FixedEndpoint
 from skyrl.storage.db.engine_state import EngineState
 from tests.sample_jobs import JOB
 
@@ -121,7 +121,7 @@ async def clock() -> LoopClock:
 @pytest.fixture
 def no_time_for_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first back-off is longer than the deadline of a sample."""
-    monkeypatch.setattr(waits, "FIRST_BACKOFF_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 10 * DEADLINE_S)
 
 
 def decoded(answer: SampleAnswer) -> list[tuple[str, list[int], list[float]]]:
@@ -613,7 +613,7 @@ async def test_a_sample_that_killed_the_engine_twice_alone_fails_by_name(
     client: ForwardingClient, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each completion the server fails some health probes, then is healthy again."""
-    monkeypatch.setattr(waits, "MAX_BACKOFF_S", waits.FIRST_BACKOFF_S)
+    monkeypatch.setattr(retries, "MAX_BACKOFF_S", retries.FIRST_BACKOFF_S)
     probes: Counter[int] = Counter()
 
     async def dies_and_returns(request: Received, writer: asyncio.StreamWriter) -> None:
@@ -674,9 +674,9 @@ async def test_a_sample_waits_while_the_server_is_temporarily_unavailable(
     client: ForwardingClient, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch, status: int, health: int
 ) -> None:
     """The client also waits if a load balancer has no /health, or answers 503 there."""
-    monkeypatch.setattr(waits, "FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(waits, "MAX_BACKOFF_S", 0.01)
-    monkeypatch.setattr(waits, "MAX_GATEWAY_BACKOFF_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(retries, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(retries, "MAX_GATEWAY_BACKOFF_S", 0.01)
     upstream.on_get = reply(health, "")
     upstream.script += [reply(status, "<html>restarting", "text/html")] * 12
     assert decoded(await client.sample(JOB)) == WHOLE
@@ -990,7 +990,7 @@ async def test_a_long_list_of_models_is_read(client: ForwardingClient, upstream:
 async def test_the_context_length_is_asked_until_the_server_behind_the_proxy_answers(
     client: ForwardingClient, upstream: FakeUpstream, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.001)
     upstream.controls["/v1/models"] = reply(status, "<html>", "text/html")
     sample = asyncio.create_task(client.sample(OPEN))
     await upstream.until(lambda server: len(server.requests) > 2 * MAX_INTERRUPTIONS)

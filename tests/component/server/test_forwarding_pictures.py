@@ -22,13 +22,13 @@ from skyrl.base.pictures.picture import PlacedPicture, digest_of
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.server.sampling import generation
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.completion import SampleAnswer
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import Pictures, SampleJob
-from skyrl.server.sampling.picture_exchange import MAX_FILES_BYTES, MAX_SENDS
+from skyrl.sampling import pictures as generation
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.completion import SampleAnswer
+from skyrl.sampling.exchanges import MAX_FILES_BYTES, MAX_SENDS
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import Pictures, SampleJob
+from skyrl.sampling.servers import FixedEndpoint
 from tests.sample_jobs import JOB as TEXT_JOB
 
 IMAGE = 99

@@ -12,8 +12,8 @@ from api_harness import BASE, LONG_S, Api, Serve, sample_body, session_of, token
 from fake_upstream import FakeUpstream, after, complete, error, hang_up, never, reply
 from sqlalchemy import delete, select, update
 
-import skyrl.server.api.futures
-import skyrl.server.api.server
+import skyrl.api.routes.futures
+import skyrl.api.server
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training, publish_url
 from skyrl.storage.db.futures import futures
@@ -70,7 +70,7 @@ async def test_a_poll_before_the_result_gets_408(
 ) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
-    monkeypatch.setattr(skyrl.server.api.futures, "HOLD_S", 0.02)
+    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", 0.02)
     request_id = (await api.sample(await api.sampler(), 1))["request_id"]
     early = await api.result(request_id)
     assert early.status_code == 408
@@ -80,7 +80,7 @@ async def test_a_poll_before_the_result_gets_408(
         "queue_state": "active",
         "queue_state_reason": "the inference server has had the sample for 1 s",
     }
-    monkeypatch.setattr(skyrl.server.api.futures, "HOLD_S", LONG_S)
+    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", LONG_S)
     go.set()
     assert tokens(await api.result(request_id)) == [[0, 1, 2]]
 
@@ -122,11 +122,11 @@ async def test_sample_waits_for_the_engine_to_publish(
 ) -> None:
     database.write(lambda c: publish_url(c, None))
     request_id = (await api.sample(await api.sampler(), 1))["request_id"]
-    monkeypatch.setattr(skyrl.server.api.futures, "HOLD_S", 0.1)
+    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", 0.1)
     assert (await api.result(request_id)).status_code == 408
     assert not upstream.requests
     database.write(lambda c: publish_url(c, upstream.url))
-    monkeypatch.setattr(skyrl.server.api.futures, "HOLD_S", LONG_S)
+    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", LONG_S)
     assert tokens(await api.result(request_id)) == [[0, 1, 2]]
 
 

@@ -14,11 +14,11 @@ from replicas import Server, servers
 from test_forwarding_failures import ADAPTER, JOB, WHOLE, decoded
 
 from skyrl.base.wire.errors import FailedRequest
-from skyrl.server.sampling import waits
-from skyrl.server.sampling.client import MAX_INTERRUPTIONS, ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import SampleJob
+from skyrl.sampling import retries
+from skyrl.sampling.client import MAX_INTERRUPTIONS, ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import SampleJob
+from skyrl.sampling.servers import FixedEndpoint
 from tests.component.router_world import RunningRouter, running_router, until
 
 KEY = "key"
@@ -27,8 +27,8 @@ DYING = {"/health": reply(503, b"")}
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(waits, "MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(retries, "MAX_BACKOFF_S", 0.02)
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ from fake_upstream import FakeUpstream
 from sqlalchemy import insert, select
 
 from skyrl import __version__
-from skyrl.server.api import readiness
-from skyrl.server.api.readiness import Readiness
+from skyrl.api import readiness
+from skyrl.api.readiness import Readiness
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models

@@ -11,12 +11,11 @@ import pytest
 from api_harness import Api
 from starlette.requests import Request
 
-from skyrl.runtime.processes.log_format import LineFormat
-from skyrl.server.api.app import create_app
-from skyrl.server.api.call import Call, Hook
-from skyrl.server.api.hooks import MAX_REQUEST_ID
-from skyrl.server.api.http_table import HttpTable
-from skyrl.server.api.route import Route
+from skyrl.api.app import HttpTable, create_app
+from skyrl.api.call import Call, Hook
+from skyrl.api.hooks import MAX_REQUEST_ID
+from skyrl.api.route import Route
+from skyrl.runtime.processes.logs import LineFormat
 
 KEY = {"X-API-Key": "tml-one"}
 NAMES = {
@@ -182,7 +181,7 @@ async def test_hooks_end_when_the_client_has_disconnected(app: HttpTable) -> Non
 async def test_log_lines_of_refused_and_failed_requests_contain_the_request_id(
     api: Api, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO, "skyrl.server.api")
+    caplog.set_level(logging.INFO, "skyrl.api")
     monkeypatch.setattr(caplog.handler, "formatter", LineFormat())
 
     async def fail(*_: object, **__: object) -> None:

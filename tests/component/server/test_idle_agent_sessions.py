@@ -7,11 +7,10 @@ import time
 
 from api_harness import BASE, Api, scrape
 
+from skyrl.api.access import tenant_of_key
 from skyrl.base.types.agents import AgentLimits, AgentSession
 from skyrl.base.types.weights import BaseWeights
-from skyrl.server.agents.live import LiveSession
-from skyrl.server.agents.running import RunningTurn
-from skyrl.server.api.tokens import tenant_of_key
+from skyrl.chat.agents.live_sessions import LiveSession, RunningTurn
 from skyrl.storage.db.futures import MAX_NAMED
 from tests.postgres_server import ON_BOTH, ON_POSTGRES
 

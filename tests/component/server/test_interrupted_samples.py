@@ -15,11 +15,11 @@ from loop_clock import LoopClock
 from test_forwarding_failures import JOB, WHOLE, decoded
 
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.server.sampling import waits
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.completion import SampleAnswer
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
+from skyrl.sampling import retries
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.completion import SampleAnswer
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.servers import FixedEndpoint
 
 POISON = 499
 """The first token of the prompt that kills the server."""
@@ -80,7 +80,7 @@ async def mortal(upstream: FakeUpstream) -> MortalUpstream:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "MAX_BACKOFF_S", waits.FIRST_BACKOFF_S)
+    monkeypatch.setattr(retries, "MAX_BACKOFF_S", retries.FIRST_BACKOFF_S)
 
 
 @pytest.fixture

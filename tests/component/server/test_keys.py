@@ -12,8 +12,8 @@ from api_harness import BASE, Api, Serve, sample_body
 from fake_upstream import FakeUpstream
 from sqlalchemy import event, select
 
-import skyrl.server.api.background
-from skyrl.server.api.tokens import tenant_of_key, user_urn
+import skyrl.api.server
+from skyrl.api.access import tenant_of_key, user_urn
 from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.keys import SCOPES, ApiKey, Keys, Scope, api_keys
@@ -78,7 +78,7 @@ async def test_keys_of_one_tenant_share_its_sessions(serve: Serve, database: Dat
 async def test_a_running_server_soon_learns_of_created_and_revoked_keys(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skyrl.server.api.background, "KEYS_S", 0.01)
+    monkeypatch.setattr(skyrl.api.server, "KEYS_S", 0.01)
     read, refresh = asyncio.Event(), Keys.refresh
 
     async def refresh_and_notify(keys: Keys) -> None:

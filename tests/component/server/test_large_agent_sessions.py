@@ -20,8 +20,8 @@ from chatting_upstream import SAMPLED
 from fake_upstream import FakeUpstream
 from growth import bytes_held, lines_run
 
-from skyrl.server.agents import live as live_sessions
-from skyrl.server.api.body import SAMPLE_BYTES
+from skyrl.api.bodies import SAMPLE_BYTES
+from skyrl.chat.agents import live_sessions
 from skyrl.storage.db.database import Database
 
 TURNS, EARLY = 400, 20
@@ -59,7 +59,7 @@ async def test_a_long_session_is_one_row_and_its_turns_do_not_get_heavier(server
     work: dict[int, Counter[str]] = {}
     for number in range(TURNS):
         if number in (EARLY, TURNS - 1):
-            with lines_run("server/agents", "server/openai", "storage/db") as work[number]:
+            with lines_run("chat/agents", "chat/openai", "storage/db") as work[number]:
                 answer = await agent.say(messages)
         else:
             answer = await agent.say(messages)

@@ -22,14 +22,14 @@ from test_forwarding_failures import JOB, WHOLE, decoded
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import Distribution
-from skyrl.server.sampling import http as http_module
-from skyrl.server.sampling.answer_bound import answer_bound
-from skyrl.server.sampling.answer_memory import LARGE_ANSWER_BYTES, AnswerMemory
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.completion import decode_answer
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import SampleJob
+from skyrl.sampling import http as http_module
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.completion import decode_answer
+from skyrl.sampling.exchanges import answer_bound
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.http_connection import LARGE_ANSWER_BYTES, AnswerMemory
+from skyrl.sampling.job import SampleJob
+from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training
 

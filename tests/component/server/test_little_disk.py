@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from api_harness import Api
 
-from skyrl.server.api.body import SMALL_BYTES
-from skyrl.storage.checkpoint_store.space import SPARE_DISK_BYTES
+from skyrl.api.bodies import SMALL_BYTES
+from skyrl.runtime.processes.host_resources import SPARE_DISK_BYTES
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from two_models import JUDGE, STUDENT, TEACHER
 
 from skyrl import __version__
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.runtime.metrics.samples import EVENTS
+from skyrl.sampling.metrics import EVENTS
 from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import beat, publish_training
@@ -131,7 +131,7 @@ async def test_readiness_and_the_age_of_the_engines_heartbeat_are_shown(api: Api
 
 async def test_every_kind_of_trouble_that_the_client_counts_is_a_known_event() -> None:
     """An event that is not in the list would not be shown."""
-    package = Path(__file__).parents[3] / "skyrl/server/sampling"
+    package = Path(__file__).parents[3] / "skyrl/sampling"
     counted = {name for file in package.glob("*.py") for name in re.findall(r'counts\["(\w+)"', file.read_text())}
     counted |= {"upstream_away"}  # chosen in the same expression as upstream_busy
     assert counted == set(EVENTS)

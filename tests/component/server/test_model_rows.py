@@ -13,7 +13,7 @@ import pytest
 from api_harness import BASE, Api, Serve, session_of
 from sqlalchemy import insert, select, text
 
-from skyrl.server.api.tokens import tenant_of_key
+from skyrl.api.access import tenant_of_key
 from skyrl.storage.db import models as model_rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
@@ -25,8 +25,8 @@ import asyncio, contextvars, os, signal, sys
 from pathlib import Path
 import httpx
 from sqlalchemy import event
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.runtime.processes.runtime import Runtime

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 from engine_harness import until
 
-from skyrl.storage.db.urls import postgres_conninfo
-from skyrl.storage.notify.notifier import Notifier
-from skyrl.storage.notify.peers import PeerNotices
-from skyrl.storage.notify.postgres import MAX_PAYLOAD, PostgresNotify
+from skyrl.storage.db.database import postgres_conninfo
+from skyrl.storage.notices import MAX_PAYLOAD, Notifier, PeerNotices, PostgresNotify
 from tests.postgres_server import ON_POSTGRES, PostgresServer
 
 pytestmark = ON_POSTGRES

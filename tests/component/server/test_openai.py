@@ -33,10 +33,10 @@ from openai_requests import (
 )
 from sqlalchemy import delete, select
 
+from skyrl.api.hooks import BodyMemoryHook
 from skyrl.base.tiny import tools
 from skyrl.inference import features
-from skyrl.inference.vllm_plugin.tokens_header import TOKENS_ONLY
-from skyrl.server.api.hooks import BodyMemoryHook
+from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.storage.db import keys
 from skyrl.storage.db import quotas as quota_rows
 from skyrl.storage.db.checkpoints import checkpoints

@@ -36,11 +36,11 @@ from openai_requests import (
 )
 from sqlalchemy import delete, select, update
 
-import skyrl.server.api.background
-import skyrl.server.api.server
+import skyrl.api.server
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.openai.in_flight import InFlight
-from skyrl.storage.db import adapter_uses, adapter_versions
+from skyrl.chat.openai.service import InFlight
+from skyrl.storage.db import adapter_versions
+from skyrl.storage.db import adapter_versions as adapter_uses
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.usage import UsageKind
@@ -256,14 +256,14 @@ async def test_a_process_that_ends_tells_the_clients_of_running_requests(
     async def wait(_: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(skyrl.server.api.server, "DRAIN_S", 0.05)
+    monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)
     upstream.default = events(piece("a", 1), done=False, then=wait) if stream else never
     async with serve() as api, Connection(api, PROMPT | {"stream": stream}) as connection:
         if stream:
             await connection.began.wait()
         else:
             await upstream.until(lambda server: server.busy == 1)
-        await skyrl.server.api.server.drain(api.services)
+        await skyrl.api.server.drain(api.services)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LONG_S):
                 await asyncio.shield(connection.task)
@@ -367,9 +367,9 @@ async def test_the_process_renews_the_hold_on_adapters_of_running_requests(
     def used_until() -> float:
         return database.read(lambda c: c.execute(select(adapter_uses.uses.c.used_until)).scalar_one())
 
-    monkeypatch.setattr(skyrl.server.api.background, "ADAPTER_USES_S", 0.01)
+    monkeypatch.setattr(skyrl.api.server, "ADAPTER_USES_S", 0.01)
     monkeypatch.setattr(adapter_uses, "RENEW_BEFORE_S", adapter_uses.HOLD_S + 1)
-    monkeypatch.setattr(skyrl.server.api.server, "DRAIN_S", 0.05)
+    monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)
     save(database)
     upstream.default = never
     async with serve() as api, Connection(api, PROMPT | {"model": PATH}):

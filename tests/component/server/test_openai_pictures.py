@@ -16,7 +16,7 @@ from openai_requests import ONE, ask, complete, counted, data_of, events, piece,
 from test_pictures import OTHER, PICTURE, PROCESSOR, SEES
 
 from skyrl.runtime.pictures import checker
-from skyrl.server.quotas.tenants import Quotas
+from skyrl.sampling.quotas import Quotas
 from skyrl.storage.db import quotas as quota_rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.usage import UsageKind

@@ -15,19 +15,18 @@ from engine_harness import WAIT_S, Harness, Trainer, asleep, harness_in, until
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
-import skyrl.server.api.futures
+import skyrl.api.routes.futures
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
+from skyrl.api.services import Services
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
-from skyrl.base.types.scope import Scope
+from skyrl.base.types.requests import Kind, NewRequest
+from skyrl.base.types.weights import Scope
+from skyrl.engine import model_ends
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
-from skyrl.server.api.services import Services
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models
-from skyrl.training.engine import model_ends
 from tests.databases import make_tables
 
 BASE = "acme/base"
@@ -158,7 +157,7 @@ async def test_a_poll_that_ends_with_500_is_held_for_a_while(
         raise OSError("the database is away")
 
     monkeypatch.setattr(services.futures, "wait", away)
-    monkeypatch.setattr(skyrl.server.api.futures, "ERROR_HOLD_S", 0.2)
+    monkeypatch.setattr(skyrl.api.routes.futures, "ERROR_HOLD_S", 0.2)
     started = time.monotonic()
     answer = await http.post("retrieve_future", json={"request_id": "r"})
     assert answer.status_code == 500

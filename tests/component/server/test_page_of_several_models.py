@@ -12,9 +12,9 @@ from typing import Any
 from api_harness import BASE, Api
 from two_models import JUDGE, STUDENT, TEACHER
 
-from skyrl.runtime.processes.listening import listen
-from skyrl.runtime.web.server import Server
-from skyrl.server.api.app import create_app
+from skyrl.api.app import create_app
+from skyrl.http.server import Server
+from skyrl.runtime.processes.ports import listen
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import clear
 from tests.e2e.browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser

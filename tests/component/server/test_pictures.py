@@ -17,14 +17,14 @@ from test_forwarding_pictures import generated, requests, script
 from test_forwarding_pictures import next_reply as next_generation
 
 from skyrl.base.pictures.picture import digest_of
-from skyrl.base.pictures.placing import KnownPicture
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.places import KnownPicture
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.training import decode_forward_backward
-from skyrl.server.sampling import generation
+from skyrl.engine.passes import PassPictures
+from skyrl.sampling import pictures as generation
 from skyrl.storage.db import pictures as picture_rows
 from skyrl.storage.db.database import Connection, Database
-from skyrl.training.engine.pictures import PassPictures
 from tests.unit.picture_files import png
 
 IMAGE = 99
@@ -279,7 +279,7 @@ async def test_a_training_command_with_a_wrong_image_is_recorded_and_fails_in_it
     model = await trained_model(seeing_api)
     for seq_id, file in enumerate((PICTURE[:-40], b"GIF89a"), 1):
         assert (await seeing_api.post("forward_backward", pass_about(model, seq_id, file))).status_code == 200
-    pictures = PassPictures(database, Sight.of(seeing["base_model"]))
+    pictures = PassPictures(database, VisionConfig.of(seeing["base_model"]))
     messages = []
     for body in bodies(database)[-2:]:
         with pytest.raises(RequestError) as refused:

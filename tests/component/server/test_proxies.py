@@ -12,10 +12,10 @@ from adapter_hosts import HostWithAllAdapters
 from fake_upstream import COMPLETIONS, FakeUpstream, closed_port, fake_upstream, hang_up, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
-from skyrl.server.sampling import waits
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import FixedEndpoint
-from skyrl.server.sampling.http import HttpTransport
+from skyrl.sampling import retries
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.servers import FixedEndpoint
 
 BAD_GATEWAY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>"
 AWAY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 0.05\r\nContent-Length: 0\r\n\r\n"
@@ -183,9 +183,9 @@ async def test_a_sample_that_kills_a_server_behind_a_proxy_is_repeated_rarely(
 
     async with fake_upstream(default=hang_up) as server:
         balancer.replicas = [server.url]
-        monkeypatch.setattr(waits.asyncio, "sleep", note)
+        monkeypatch.setattr(retries.asyncio, "sleep", note)
         with pytest.raises(Exception, match="enough"):
             await forwarding.sample(msgspec.structs.replace(JOB))
     assert max(slept) > 3
-    assert max(slept) <= 1.25 * waits.MAX_GATEWAY_BACKOFF_S
+    assert max(slept) <= 1.25 * retries.MAX_GATEWAY_BACKOFF_S
     assert len([request for request in server.requests if request.path == COMPLETIONS]) == 13

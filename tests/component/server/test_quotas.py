@@ -15,10 +15,10 @@ from engine_harness import data, until
 from fake_upstream import FakeUpstream, after, complete, error
 from sqlalchemy import Connection, event, select, update
 
-import skyrl.server.api.background
-import skyrl.server.api.futures
-from skyrl.server.api.tokens import tenant_of_key
-from skyrl.server.quotas import account
+import skyrl.api.routes.futures
+import skyrl.api.server
+from skyrl.api.access import tenant_of_key
+from skyrl.sampling import quota_account
 from skyrl.storage.db import quotas as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
@@ -34,7 +34,7 @@ ONE, TWO = tenant_of_key("tml-one"), tenant_of_key("tml-two")
 
 @pytest.fixture(autouse=True)
 def polls_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skyrl.server.api.futures, "HOLD_S", 0.02)
+    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", 0.02)
 
 
 async def change(api: Api, database: Database, tenant: str = ONE, **values: int | None) -> None:
@@ -209,7 +209,7 @@ async def test_unused_tokens_are_returned(serve: Serve, upstream: FakeUpstream, 
 async def test_samples_that_would_wait_too_long_are_refused(
     serve: Serve, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(account, "MAX_PAUSE_S", 90.0)
+    monkeypatch.setattr(quota_account, "MAX_PAUSE_S", 90.0)
     upstream.default = after(asyncio.Event(), complete())
     async with serve(quota_tokens_per_minute=6) as api:
         sampler = await api.sampler()
@@ -274,7 +274,7 @@ async def test_the_default_quota_holds_for_tenants_without_their_own(
 async def test_a_running_server_soon_learns_of_changed_quotas(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skyrl.server.api.background, "QUOTAS_S", 0.01)
+    monkeypatch.setattr(skyrl.api.server, "QUOTAS_S", 0.01)
     async with serve() as api:
         database.write(lambda c: rows.change(c, ONE, {"models": 0}))
         await until(lambda: api.services.quotas.of(ONE).models == 0)

@@ -15,11 +15,11 @@ from api_harness import Api, Serve
 from engine_harness import data
 from fake_upstream import FakeUpstream, after, complete
 
-import skyrl.server.api.futures
+import skyrl.api.routes.futures
+from skyrl.api.app import create_app
 from skyrl.base.types.activity import EngineActivity, ModelActivity, RecoveryProgress, WaitsFor, encode_activity
-from skyrl.base.types.kinds import Kind
-from skyrl.runtime.web.server import Server
-from skyrl.server.api.app import create_app
+from skyrl.base.types.requests import Kind
+from skyrl.http.server import Server
 from skyrl.storage.db import engine_state
 from skyrl.storage.db.database import Database
 from tests.e2e.sdk.matrix import isolated, versions
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("drain_at_once")
 
 @pytest.fixture(autouse=True)
 def polls_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skyrl.server.api.futures, "HOLD_S", 0.02)
+    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", 0.02)
 
 
 async def told(api: Api, database: Database, activity: EngineActivity, *, trains: bool = True) -> None:

@@ -24,11 +24,11 @@ from sidecar_world import FakeVllm, answers, sidecar_before
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from skyrl.api.app import create_app
+from skyrl.api.direct_http import protocol_with
+from skyrl.http import server as connections
+from skyrl.http.server import Server
 from skyrl.router.proxy import Limits
-from skyrl.runtime.web import connections
-from skyrl.runtime.web.server import Server
-from skyrl.server.api.app import create_app
-from skyrl.server.api.whole_request import protocol_with
 from tests.garbage import skyrl_garbage
 
 LARGE = 60 * 10**6

@@ -14,10 +14,10 @@ from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, error, never
 from sqlalchemy import select
 
-import skyrl.server.api.futures
-from skyrl.server.futures.completions import CLONE_BLOCK
+import skyrl.api.routes.futures
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
+from skyrl.storage.futures.completion_feed import CLONE_BLOCK
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
@@ -97,9 +97,9 @@ async def test_a_poll_with_timeout_zero_answers_at_once_and_a_long_timeout_is_cu
     upstream.default = never
     sampler = await api.sampler()
     await api.sample(sampler, 1)
-    monkeypatch.setattr(skyrl.server.api.futures, "HOLD_S", 600)
+    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", 600)
     assert await asyncio.wait_for(poll(api, sampler, timeout=0), LONG_S) == (0, [])
-    monkeypatch.setattr(skyrl.server.api.futures, "HOLD_S", 0.05)
+    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", 0.05)
     assert await asyncio.wait_for(poll(api, sampler, timeout=600), LONG_S) == (0, [])
     assert await asyncio.wait_for(poll(api, sampler, 7), LONG_S) == (7, [])
 

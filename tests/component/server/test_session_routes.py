@@ -11,9 +11,9 @@ from api_harness import BASE, Api, Serve, session_of
 from fake_upstream import FakeUpstream, error, never
 from sqlalchemy import insert, select, update
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.server.api.tokens import tenant_of_key, user_urn
-from skyrl.server.futures import trace as timelines
+from skyrl.api import timeline as timelines
+from skyrl.api.access import tenant_of_key, user_urn
+from skyrl.base.types.weights import LoraSpec
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database

@@ -12,10 +12,9 @@ from api_harness import Api, sample_body, tokens
 from fake_upstream import FakeUpstream
 from two_models import ENTRIES, JUDGE, STUDENT, TEACHER, serving
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.api.access import tenant_of_key
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.paths import CheckpointKind, parse_path
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.checkpoints import Checkpoint, put
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training, publish_url

@@ -9,9 +9,9 @@ from typing import Any
 from api_harness import Api
 from two_models import JUDGE, STUDENT, TEACHER
 
+from skyrl.api.access import tenant_of_key
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
-from skyrl.runtime.metrics.vllm import shown
-from skyrl.server.api.tokens import tenant_of_key
+from skyrl.inference.metrics import shown
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import beat, publish_training, publish_url
 from skyrl.storage.db.futures import futures

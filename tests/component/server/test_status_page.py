@@ -17,12 +17,11 @@ from api_harness import BASE, Api, Serve, session_of
 from sqlalchemy import insert, update
 
 from skyrl import __version__
+from skyrl.api.access import tenant_of_key
+from skyrl.api.ui import overview
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.server.api import overview
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import keys
 from skyrl.storage.db.checkpoints import Checkpoint, put
 from skyrl.storage.db.database import Connection, Database
@@ -381,7 +380,7 @@ async def test_browsers_are_led_to_the_page_and_programs_are_not(api: Api) -> No
 
 
 PAGE_FILES = sorted(
-    file.name for file in files("skyrl.server.ui").iterdir() if file.name.endswith((".html", ".js", ".css"))
+    file.name for file in files("skyrl.api.ui").iterdir() if file.name.endswith((".html", ".js", ".css"))
 )
 
 
@@ -418,14 +417,14 @@ VENDORED = {
 
 @pytest.mark.parametrize("name", VENDORED)
 def test_a_file_of_uplot_is_the_published_one_and_its_licence_is_beside_it(name: str) -> None:
-    directory = files("skyrl.server.ui")
+    directory = files("skyrl.api.ui")
     assert hashlib.sha256(directory.joinpath(name).read_bytes()).hexdigest() == VENDORED[name]
     assert directory.joinpath("uPlot.LICENSE").read_text().startswith("The MIT License (MIT)")
 
 
 @pytest.mark.parametrize("name", [name for name in PAGE_FILES if name not in VENDORED])
 def test_a_file_of_the_page_writes_text_only_as_text(name: str) -> None:
-    text = files("skyrl.server.ui").joinpath(name).read_text()
+    text = files("skyrl.api.ui").joinpath(name).read_text()
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|localStorage|document\.cookie"
     )

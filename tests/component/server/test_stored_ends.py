@@ -12,17 +12,16 @@ import pytest
 from engine_harness import until
 from sqlalchemy import select
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
-from skyrl.server.futures import settling, stored_ends
-from skyrl.server.futures.completions import CLONE_BLOCK, Completion, Target, TargetGone
-from skyrl.server.futures.store import FutureStore
-from skyrl.server.futures.stored_ends import StoredEnds
+from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.storage.notify.peers import PeerNotifier
+from skyrl.storage.futures import completion_feed
+from skyrl.storage.futures import store as settling
+from skyrl.storage.futures.completion_feed import CLONE_BLOCK, Completion, CompletionFeed, Target, TargetGone
+from skyrl.storage.futures.store import FutureStore
+from skyrl.storage.notices import PeerNotifier
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
@@ -77,7 +76,7 @@ def names(reported: list[Completion]) -> list[str]:
     return [end.request_id for end in reported]
 
 
-async def poll_until_empty(ends: StoredEnds, cursor: int = 0, target: Target = TARGET) -> tuple[int, list[str]]:
+async def poll_until_empty(ends: CompletionFeed, cursor: int = 0, target: Target = TARGET) -> tuple[int, list[str]]:
     """Poll again and again, from the last cursor, until the poll reports nothing."""
     ids: list[str] = []
     while True:
@@ -115,7 +114,7 @@ async def test_each_end_is_later_than_the_one_before_even_if_clocks_differ(world
 async def test_samples_that_end_at_the_same_moment_come_in_pages_from_both_processes(
     world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_ends, "MAX_COMPLETIONS", 7)
+    monkeypatch.setattr(completion_feed, "MAX_COMPLETIONS", 7)
     ids = await world.record(world.here, 50)
     await asyncio.gather(*(world.here.settle(request_id, OK) for request_id in ids))
     cursor, reported = 0, []
@@ -130,7 +129,7 @@ async def test_samples_that_end_at_the_same_moment_come_in_pages_from_both_proce
 async def test_a_held_poll_reports_an_end_of_the_other_process_with_or_without_notice(
     world: TwoProcesses, monkeypatch: pytest.MonkeyPatch, notified: bool
 ) -> None:
-    monkeypatch.setattr(stored_ends, "SAFETY_READ_S", 1000.0 if notified else 0.01)
+    monkeypatch.setattr(completion_feed, "SAFETY_READ_S", 1000.0 if notified else 0.01)
     held = asyncio.create_task(world.there.ends.poll(TARGET, 0, LONG_S))
     await until(lambda: world.there.ends.held == 1)
     if notified:
@@ -149,7 +148,7 @@ async def test_a_held_poll_reports_an_end_of_the_other_process_with_or_without_n
 async def test_a_held_poll_does_not_read_the_database_if_its_process_is_alone(
     world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_ends, "SAFETY_READ_S", 0.001)
+    monkeypatch.setattr(completion_feed, "SAFETY_READ_S", 0.001)
     world.peers.living = frozenset()
     await world.here.ends.poll(TARGET, 5, 0)
     reads = world.count_reads(monkeypatch)
@@ -250,7 +249,7 @@ async def test_many_ends_between_two_polls_cost_one_read(world: TwoProcesses, mo
 async def test_ends_that_no_client_polls_leave_memory_and_are_not_lost(
     world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_ends, "MAX_KEPT", 10)
+    monkeypatch.setattr(completion_feed, "MAX_KEPT", 10)
     silent, asking = TARGET, Target("s1", "s1:sample:1", 0)
     seen = await world.end(1, target=silent)
     cursor, ids = await poll_until_empty(world.here.ends, 0, silent)
@@ -268,8 +267,8 @@ async def test_ends_that_no_client_polls_leave_memory_and_are_not_lost(
 async def test_a_reader_that_is_far_behind_starts_anew_and_loses_nothing(
     world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_ends, "MAX_READ", 10)
-    monkeypatch.setattr(stored_ends, "MAX_COMPLETIONS", 7)
+    monkeypatch.setattr(completion_feed, "MAX_READ", 10)
+    monkeypatch.setattr(completion_feed, "MAX_COMPLETIONS", 7)
     seen = await world.end(1)
     cursor, ids = await poll_until_empty(world.here.ends)
     assert ids == seen
@@ -280,7 +279,7 @@ async def test_a_reader_that_is_far_behind_starts_anew_and_loses_nothing(
 async def test_the_number_of_remembered_idle_clients_is_bounded_and_they_lose_nothing(
     world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_ends, "MAX_CLIENTS", 3)
+    monkeypatch.setattr(completion_feed, "MAX_CLIENTS", 3)
     targets = [Target("s1", "s1:sample:0", clone) for clone in range(10)]
     cursors = [(await poll_until_empty(world.here.ends, 0, target))[0] for target in targets]
     assert len(world.here.ends) <= 3

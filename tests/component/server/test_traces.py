@@ -13,11 +13,9 @@ from engine_harness import Harness, Trainer, harness_in
 from fake_upstream import FakeUpstream, error
 from openai_requests import DEAD, PROMPT, ask, events, piece
 
-from skyrl.base.types.kinds import Kind
-from skyrl.runtime.tracing.context import SpanContext
-from skyrl.runtime.tracing.current import current_trace
-from skyrl.runtime.tracing.spans import OtlpSpans, RequestTrace
-from skyrl.training.engine.tracing import CommandTracing
+from skyrl.base.types.requests import Kind
+from skyrl.engine.telemetry import CommandTracing
+from skyrl.runtime.tracing import OtlpSpans, RequestTrace, SpanContext, current_trace
 from tests.otlp_receiver import Collector, collector
 
 CALLER = SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)

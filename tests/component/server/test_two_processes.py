@@ -19,22 +19,19 @@ from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import event, insert, select, text, update
 
-import skyrl.server.api.background
-import skyrl.server.api.build
+import skyrl.api.build
+import skyrl.api.server
 import skyrl.storage.db.sessions
-import skyrl.storage.db.silence
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.server.api.app import create_app
-from skyrl.server.api.server import open_services
-from skyrl.server.sampling.ownership import MISSES, SampleOwnership
-from skyrl.storage.db.api_processes import processes
+from skyrl.sampling.service import MISSES, SampleOwnership
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
-from skyrl.storage.db.sessions import sessions
-from skyrl.storage.db.silence import LONG_LOOK_S
+from skyrl.storage.db.processes import processes
+from skyrl.storage.db.sessions import LONG_LOOK_S, sessions
 from tests.postgres_server import ON_BOTH
 
 pytestmark = [ON_BOTH, pytest.mark.usefixtures("drain_at_once")]
@@ -46,8 +43,8 @@ TIMEOUT_S = 300.0
 @pytest.fixture(autouse=True)
 def no_periodic_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests call the periodic work themselves."""
-    monkeypatch.setattr(skyrl.server.api.background, "BEAT_S", NEVER_S)
-    monkeypatch.setattr(skyrl.server.api.background, "SESSION_CHECK_S", NEVER_S)
+    monkeypatch.setattr(skyrl.api.server, "BEAT_S", NEVER_S)
+    monkeypatch.setattr(skyrl.api.server, "SESSION_CHECK_S", NEVER_S)
 
 
 @pytest.fixture
@@ -60,7 +57,7 @@ def ownerships(monkeypatch: pytest.MonkeyPatch) -> list[SampleOwnership]:
             super().__init__(*parts, **options)
             instances.append(self)
 
-    monkeypatch.setattr(skyrl.server.api.build, "SampleOwnership", RecordedOwnership)
+    monkeypatch.setattr(skyrl.api.build, "SampleOwnership", RecordedOwnership)
     return instances
 
 
@@ -139,7 +136,7 @@ async def test_a_process_hears_of_an_end_without_reading_the_database(
 ) -> None:
     if database.is_sqlite:
         pytest.skip("SQLite tells nobody; make test-postgres runs it")
-    monkeypatch.setattr(skyrl.server.api.background, "SAFETY_POLL_S", NEVER_S)
+    monkeypatch.setattr(skyrl.api.server, "SAFETY_POLL_S", NEVER_S)
     go = asyncio.Event()
     upstream.default = after(go, complete())
     listening = text(
@@ -264,7 +261,7 @@ def periodic_work(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any
     async def kept(name: str, _: float, action: Callable[[], Any]) -> None:
         actions[name] = action
 
-    monkeypatch.setattr(skyrl.server.api.background, "repeat", kept)
+    monkeypatch.setattr(skyrl.api.server, "repeat", kept)
     return actions
 
 
@@ -385,7 +382,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     clocks = SimpleNamespace(monotonic=clock.monotonic, time=clock.time)
-    for module in (skyrl.storage.db.sessions, skyrl.storage.db.silence):
+    for module in (skyrl.storage.db.sessions, skyrl.storage.db.sessions):
         monkeypatch.setattr(module, "time", clocks)
     return clock
 

@@ -15,16 +15,15 @@ from fake_upstream import FakeUpstream, complete, error
 from sqlalchemy import insert, select
 from sqlalchemy.exc import OperationalError
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
-from skyrl.server.api.tokens import tenant_of_key, user_urn
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.api.access import tenant_of_key, user_urn
+from skyrl.base.types.requests import Kind
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db import audit
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.tables.tenants import MeterRow
+from skyrl.storage.db.tables import MeterRow
 from skyrl.storage.db.usage import (
     HOUR_S,
     UsageCounter,

@@ -13,9 +13,9 @@ from engine_harness import files_in
 from fake_upstream import FakeUpstream
 from sqlalchemy import update
 
-from skyrl.base.types.kinds import Kind
+from skyrl.api.access import tenant_of_key
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion, FullWeights
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.futures import Outcome

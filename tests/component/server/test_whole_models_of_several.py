@@ -14,10 +14,10 @@ from api_harness import Api, sample_body
 from sqlalchemy import select, update
 from two_models import STUDENT, TEACHER, serving
 
+from skyrl.api import session_life
+from skyrl.api.access import tenant_of_key
 from skyrl.base.types.weights import FullWeights
 from skyrl.base.wire.paths import model_id_of
-from skyrl.server.api import full_place
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
@@ -72,7 +72,7 @@ async def held(api: Api, shared: Database, monkeypatch: pytest.MonkeyPatch) -> s
     """The session of a model that has the place. Its requests have ended, and its client sends no heartbeat. Clients
     count as gone after a short time."""
     for name, seconds in {"SILENT_S": 1.0, "WATCHED_S": 0.3, "LOOK_S": 0.05, "WAIT_S": 20.0}.items():
-        monkeypatch.setattr(full_place, name, seconds)
+        monkeypatch.setattr(session_life, name, seconds)
     session = (await api.post("create_session", {})).json()["session_id"]
     assert (await create(api, session, 0, STUDENT)).status_code == 200
     shared.write(lambda c: c.execute(update(futures).values(status="done")))

@@ -18,12 +18,12 @@ from api_harness import Api, Serve, sample_body, scrape
 from fake_upstream import FakeUpstream, after, complete
 from router_world import PromptServer, until
 
+from skyrl.api import app as http_table
+from skyrl.api.app import create_app
+from skyrl.api.call import IncomingHeaders
+from skyrl.api.direct_http import DirectHttp, DirectRequest, protocol_with
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.runtime.web.connections import HEAD_BYTES
-from skyrl.server.api import http_table
-from skyrl.server.api.app import create_app
-from skyrl.server.api.incoming import IncomingHeaders
-from skyrl.server.api.whole_request import DirectHttp, WholeRequest, protocol_with
+from skyrl.http.server import HEAD_BYTES
 from tests.garbage import skyrl_garbage
 
 ANSWER_S = 60
@@ -98,13 +98,13 @@ class Front:
 @contextlib.asynccontextmanager
 async def on_a_port(api: Api, monkeypatch: pytest.MonkeyPatch, drain_s: float = 0) -> AsyncIterator[Front]:
     short: list[str] = []
-    make = WholeRequest.__init__
+    make = DirectRequest.__init__
 
-    def counted(self: WholeRequest, connection: DirectHttp, body: bytes) -> None:
+    def counted(self: DirectRequest, connection: DirectHttp, body: bytes) -> None:
         short.append(connection.url.decode())
         make(self, connection, body)
 
-    monkeypatch.setattr(WholeRequest, "__init__", counted)
+    monkeypatch.setattr(DirectRequest, "__init__", counted)
     app = create_app(api.services)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = DatedServer(app, drain_s=drain_s, http=protocol_with(app))

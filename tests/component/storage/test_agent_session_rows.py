@@ -14,9 +14,8 @@ from one_turn import LIMITS, NOW, session, turn
 from sqlalchemy import func, select
 
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.storage.db import agent_sessions as rows
-from skyrl.storage.db.agent_sessions import AgentSessions, Counts
-from skyrl.storage.db.agent_turns import AgentTurns, turns
+from skyrl.storage.db import agents as rows
+from skyrl.storage.db.agents import AgentSessions, AgentTurns, Counts, turns
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.retention import Retention

@@ -14,8 +14,7 @@ from one_turn import session, turn
 from sqlalchemy import func, select, update
 
 from skyrl.base.types.agents import AgentTurn, VersionSpan
-from skyrl.storage.db.agent_sessions import AgentSessions
-from skyrl.storage.db.agent_turns import COMPRESSED_BYTES, AgentTurns, turns
+from skyrl.storage.db.agents import COMPRESSED_BYTES, AgentSessions, AgentTurns, turns
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH

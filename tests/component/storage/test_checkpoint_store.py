@@ -18,14 +18,14 @@ from sqlalchemy import select, update
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.kinds import Kind
-from skyrl.storage.checkpoint_store.adapters import adapter_location
+from skyrl.base.types.requests import Kind
+from skyrl.engine import sweeping
+from skyrl.engine.publishing import adopt_adapters
 from skyrl.storage.checkpoint_store.base import OWNER, StoreError
+from skyrl.storage.checkpoint_store.versions import adapter_location
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.store_ownership import claim_store, stores
-from skyrl.training.engine import reclaim
-from skyrl.training.engine.adoption import adopt_adapters
 from tests.databases import make_tables
 from tests.log_lines import logged_lines
 from tests.postgres_server import ON_SQLITE, PostgresServer
@@ -232,7 +232,7 @@ async def test_the_sweep_of_an_object_store_deletes_expired_and_unknown_files(
         assert names() == ["deleted", "kept", "left"], (
             "expired checkpoints go at once; other files are too young to be deleted"
         )
-        monkeypatch.setattr(reclaim, "LISTING_S", -60.0)
+        monkeypatch.setattr(sweeping, "LISTING_S", -60.0)
         await world.harness.sweep()
         assert names() == ["deleted", "kept", "left"]
         assert len(listed) == 1, "the store is listed once, because listing costs requests"

@@ -20,26 +20,23 @@ from fake_upstream import FakeUpstream, after, complete, hang_up
 from sqlalchemy import Engine, event, func, make_url, select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.server.sampling.client import ForwardingClient
-from skyrl.server.sampling.endpoint import EndpointUnknown, EngineEndpoint
-from skyrl.server.sampling.http import HttpTransport
+from skyrl.engine.settlement import failed
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.servers import EndpointUnknown, EngineEndpoint
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db import futures as rows
-from skyrl.storage.db.claims import claim, read_claim
+from skyrl.storage.db.claims import Fence, claim, read_claim
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import EngineState, read_state
-from skyrl.storage.db.fence import Fence
 from skyrl.storage.db.futures import Outcome
-from skyrl.storage.db.pipelined_rows import PipelinedRows
-from skyrl.storage.db.retrying_database import RetryingDatabase
-from skyrl.storage.db.row_connection import Write
+from skyrl.storage.db.repeats import RetryingDatabase
+from skyrl.storage.db.row_statements import PipelinedRows, Write
 from skyrl.storage.db.sessions import sessions
-from skyrl.storage.notify.doorbell import Doorbell
-from skyrl.training.engine.failures import failed
+from skyrl.storage.doorbell import Doorbell
 from tests.component.server.test_forwarding_failures import JOB
 from tests.databases import hold_records
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer

@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
-from skyrl.storage.db.retrying_database import RetryingDatabase
+from skyrl.storage.db.repeats import RetryingDatabase
 from skyrl.storage.db.usage import usage
 from tests.postgres_server import ON_BOTH
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_harness import Trainer, harness_in
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.storage.db.database import Database
 
 AFTER_EVERY_STEP_S = 0.000_001

@@ -10,15 +10,14 @@ import pytest
 from sqlalchemy import delete, update
 
 from skyrl.base.pictures.picture import digest_of
-from skyrl.base.pictures.placing import KnownPicture
+from skyrl.base.pictures.places import KnownPicture
 from skyrl.base.wire.errors import RequestError
 from skyrl.storage.db import futures as future_rows
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.futures import Outcome
-from skyrl.storage.db.picture_files import PictureFiles
-from skyrl.storage.db.pictures import CheckedFile
-from skyrl.storage.db.tables.sessions import ModelRow
+from skyrl.storage.db.pictures import CheckedFile, PictureFiles
+from skyrl.storage.db.tables import ModelRow
 
 MOST = 1000
 models: Any = ModelRow.__table__  # type: ignore[attr-defined]

@@ -14,11 +14,11 @@ import pytest
 from engine_harness import WAIT_S, Harness, Killed, Trainer, harness_in, until
 from sqlalchemy import update
 
-from skyrl.base.types.kinds import Kind
-from skyrl.storage.db.periodic import repeat
+from skyrl.base.types.requests import Kind
+from skyrl.engine import recovery
+from skyrl.engine.build import EngineParts
+from skyrl.storage.db.repeats import repeat
 from skyrl.storage.db.sessions import sessions
-from skyrl.training.engine import recovery
-from skyrl.training.engine.build import EngineParts
 
 LONG_AGO_S = 10 * recovery.GONE_S
 

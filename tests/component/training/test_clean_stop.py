@@ -11,9 +11,9 @@ import pytest
 from engine_harness import Harness, Killed, Trainer, harness_in, until
 from sqlalchemy.exc import OperationalError
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
+from skyrl.engine import execution, loop
 from skyrl.storage.db import commands as rows
-from skyrl.training.engine import execution, loop
 from tests.engine_process import claim_for_tests
 
 

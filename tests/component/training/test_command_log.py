@@ -33,12 +33,14 @@ from mortal_engine import ALL, NOT_FINITE, REFUSED, MortalEngine, State, add_pas
 from sqlalchemy import func, select
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.requests import Kind
+from skyrl.base.types.weights import LoraSpec
 from skyrl.base.wire.errors import ErrorCategory, RequestError
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import encode_forward_backward, encode_json
-from skyrl.server.futures.store import FutureStore, NewRequest
+from skyrl.engine import loop as engine_loop
+from skyrl.engine.crash_ledger import DEATHS_TO_BLAME
+from skyrl.engine.recovery import SKIPPED
 from skyrl.storage.db import commands
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
@@ -46,11 +48,9 @@ from skyrl.storage.db.futures import SESSION_ENDED, Outcome
 from skyrl.storage.db.models import Model, models
 from skyrl.storage.db.sessions import Session, Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.storage.notify.doorbell import SESSIONS
-from skyrl.training.backends.base import InvalidRequest
-from skyrl.training.engine import loop as engine_loop
-from skyrl.training.engine.crash_ledger import DEATHS_TO_BLAME
-from skyrl.training.engine.recovery import SKIPPED
+from skyrl.storage.doorbell import SESSIONS
+from skyrl.storage.futures.store import FutureStore, NewRequest
+from skyrl.trainer.protocol import InvalidRequest
 from tests.databases import StateDatabases
 from tests.postgres_server import ON_BOTH
 

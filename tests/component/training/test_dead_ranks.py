@@ -16,11 +16,11 @@ import pytest
 from engine_harness import Harness, Trainer, harness_in, until
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.training.backends.base import RankDied
-from skyrl.training.backends.torch_full.rank import FullRank
-from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
-from skyrl.training.backends.torch_lora.over_ranks import rank_settings
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from skyrl.trainer.protocol import RankDied
+from skyrl.trainer.ranks.full_backend import ShardedFullBackend
+from skyrl.trainer.ranks.full_rank import FullRank
+from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
 
 LONG = (200,) * 30

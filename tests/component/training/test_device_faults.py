@@ -13,11 +13,12 @@ import torch
 from engine_harness import Harness, Trainer, harness_in
 from torch import Tensor
 
-from skyrl.base.types.kinds import Kind
-from skyrl.training.backends.base import DeviceFault, OutOfMemory
-from skyrl.training.backends.torch_lora import device, state
-from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
-from skyrl.training.engine import main
+from skyrl.base.types.requests import Kind
+from skyrl.engine import main
+from skyrl.trainer import device
+from skyrl.trainer.lora import files
+from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
+from skyrl.trainer.protocol import DeviceFault, OutOfMemory
 
 POISON = 666.0
 
@@ -116,11 +117,11 @@ async def test_a_device_fault_in_a_pass_ends_the_engine_and_loses_nothing(
     states = [await trainer.state() for trainer in (other, culprit)]
     async with harness_in(tmp_path / "steady") as steady:
         await steady.start()
-        for seed, state in ((1, states[0]), (2, states[1])):
+        for seed, files in ((1, states[0]), (2, states[1])):
             trainer = await Trainer.create(steady, seed=seed)
             await trainer.step(1)
             await trainer.step(2)
-            assert await trainer.state() == state
+            assert await trainer.state() == files
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ async def test_a_device_fault_in_a_pass_ends_the_engine_and_loses_nothing(
         (Kind.SAVE_WEIGHTS, "save_state", {"path": "name"}),
     ],
 )
-async def test_a_barrier_that_met_a_device_fault_runs_after_the_restart(
+async def test_an_exclusive_command_that_met_a_device_fault_runs_after_the_restart(
     harness: Harness, gpu: Device, kind: Kind, method: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await Trainer.create(harness)
@@ -144,7 +145,7 @@ async def test_a_barrier_that_met_a_device_fault_runs_after_the_restart(
     break_at(harness, gpu, method)
     with monkeypatch.context() as patch:
         # a step synchronizes with the device at its end, a save only after an error
-        patch.setattr(state, "save_file", fail)
+        patch.setattr(files, "save_file", fail)
         request_id = await trainer.send(kind, **body)
         await harness.wait_until_killed(DeviceFault)
     assert commands_blamed(harness) == [request_id]

@@ -10,7 +10,7 @@ from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_location
+from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_location
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_state_dir

@@ -16,8 +16,9 @@ import pytest
 from engine_harness import Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, update
 
-from skyrl.base.types.kinds import SAVES, Kind
+from skyrl.base.types.requests import SAVES, Kind
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.engine import sweeping
 from skyrl.storage.checkpoint_store.directories import safe_name, scratch_in
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
@@ -25,9 +26,8 @@ from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.models import models
 from skyrl.storage.db.samplers import find_sampler, samplers
 from skyrl.storage.db.sessions import sessions
-from skyrl.storage.notify.doorbell import SESSIONS
-from skyrl.training.backends.base import TrainingPass
-from skyrl.training.engine import reclaim
+from skyrl.storage.doorbell import SESSIONS
+from skyrl.trainer.protocol import TrainingPass
 from tests.families import make_family
 
 
@@ -373,7 +373,7 @@ async def test_an_ended_session_frees_its_models_and_files(harness: Harness, mon
     adapters = harness.config.adapters_dir / safe_name(trainer.model_id)
     await harness.sweep()
     assert len(list(adapters.iterdir())) == 2, "both versions are too young to be deleted"
-    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     await harness.sweep()
     await harness.sweep()
     assert [path.name for path in adapters.iterdir()] == ["v000001"], "only the named version stays"
@@ -385,7 +385,7 @@ async def test_an_ended_session_frees_its_models_and_files(harness: Harness, mon
 async def test_adapter_files_are_kept_while_samples_from_them_run(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     trainer = await Trainer.create(harness)
     saved = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     sampler = harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
@@ -417,7 +417,7 @@ async def test_the_files_of_replaced_and_expired_checkpoints_are_deleted(
     assert len(list(directory.iterdir())) == 3
     await harness.sweep()
     assert len(list(directory.iterdir())) == 2, "a client may still be loading the replaced checkpoint"
-    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     await harness.sweep()
     (row,) = harness.checkpoint_rows(trainer.model_id)
     assert [f"{directory.name}/{path.name}" for path in directory.iterdir()] == [row.store_key]
@@ -426,7 +426,7 @@ async def test_the_files_of_replaced_and_expired_checkpoints_are_deleted(
 async def test_the_sweep_keeps_files_being_written_and_deletes_those_of_dead_engines(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     trainer = await Trainer.create(harness)
     roots = (harness.config.adapters_dir, harness.config.checkpoints_dir, harness.config.snapshots_dir)
     ours, dead = [], []

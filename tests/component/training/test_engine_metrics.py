@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from engine_harness import Harness, Trainer, asleep, data, harness_in, until
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.runtime.metrics.commands import CommandMetrics
-from skyrl.runtime.metrics.text import rendered
-from skyrl.storage.db.sizes import ACTIVE_S, sizes
+from skyrl.engine.metrics import CommandMetrics
+from skyrl.runtime.metrics.files import rendered
+from skyrl.storage.db.quotas import ACTIVE_S, sizes
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import pytest
 import torch
 from engine_harness import Harness, Trainer, data, harness_in
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
+from skyrl.engine import recovery
+from skyrl.engine.settlement import OUT_OF_MEMORY
 from skyrl.storage.db.futures import Outcome
-from skyrl.training.backends.base import OutOfMemory
-from skyrl.training.backends.torch_lora import state as state_module
-from skyrl.training.engine import recovery
-from skyrl.training.engine.failures import OUT_OF_MEMORY
+from skyrl.trainer.lora import files as state_module
+from skyrl.trainer.protocol import OutOfMemory
 from tests.failures import FailingLine, FailingOperation
 
 HUGE = {"data": [3e36] * 4, "dtype": "float32", "shape": [4]}

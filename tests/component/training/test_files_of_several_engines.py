@@ -14,23 +14,20 @@ from sqlalchemy import insert, select, update
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.several import base_models_of
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
+from skyrl.base.types.weights import AdapterVersion, FullWeights, LoraSpec, WeightsRef
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.storage.checkpoint_store.adapters import adapter_directory, adapter_key
+from skyrl.engine import sweeping
+from skyrl.engine.publishing import adopt_adapters
+from skyrl.engine.sweeping import FileScope, FileSweeper, new_probe
 from skyrl.storage.checkpoint_store.directories import safe_name
-from skyrl.storage.checkpoint_store.full_weights import full_directory, full_key
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key, full_directory, full_key
 from skyrl.storage.db.adapter_versions import NEWEST, samplers
 from skyrl.storage.db.checkpoints import Checkpoint, put, store_keys
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import Model, model_values, models
 from skyrl.storage.db.samplers import Sampler, add_sampler
-from skyrl.storage.db.tables.sessions import SessionRow
-from skyrl.training.engine import reclaim
-from skyrl.training.engine.adoption import adopt_adapters
-from skyrl.training.engine.file_scope import FileScope, new_probe
-from skyrl.training.engine.reclaim import FileSweeper
+from skyrl.storage.db.tables import SessionRow
 from tests.databases import make_tables
 
 LONG_AGO = time.time() - 3600
@@ -132,7 +129,7 @@ def test_stored_keys_without_a_row_are_deleted_by_the_engine_of_their_model(worl
 def test_versions_in_an_object_store_belong_to_the_engine_of_their_model(
     tmp_path: Path, new_bucket: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaim, "LISTING_S", -60.0)  # so that no file is too young to be deleted
+    monkeypatch.setattr(sweeping, "LISTING_S", -60.0)  # so that no file is too young to be deleted
     bucket = new_bucket()
     world = World(tmp_path, checkpoint_store=bucket.url, checkpoint_store_options=bucket.options)
     adapters = {name: AdapterVersion.of(name, 1) for name in (FIRST, SECOND)}

@@ -18,17 +18,17 @@ from full_servers import Server
 from replicas import group_of, replica_at
 from sqlalchemy import select
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import BaseWeights, FullWeights
 from skyrl.base.wire.errors import RequestError
+from skyrl.engine import sweeping
+from skyrl.engine.publishing import version_files
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.storage.checkpoint_store.directories import safe_name
-from skyrl.storage.checkpoint_store.full_weights import full_directory
+from skyrl.storage.checkpoint_store.versions import full_directory
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.samplers import find_sampler
-from skyrl.training.engine import reclaim
-from skyrl.training.engine.publishing import version_files
 
 FULL = {"trainer.full_finetuning": True}
 
@@ -100,7 +100,7 @@ async def test_a_save_brings_its_version_to_the_replicas_before_it_is_settled(wo
 async def test_a_new_version_replaces_the_one_before_and_its_files_go(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # so that no file is too young to be deleted
+    monkeypatch.setattr(sweeping, "GRACE_S", -60.0)  # so that no file is too young to be deleted
     trainer = await whole_model(world)
     first = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     named = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="kept")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine_harness import NEVER_S, Trainer, harness_in
 
-from skyrl.training.engine import loop
+from skyrl.engine import loop
 
 
 async def test_memory_is_given_back_once_after_a_while_without_work(

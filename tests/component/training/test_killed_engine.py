@@ -20,7 +20,7 @@ from sqlalchemy import func, select
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.several import base_models_of
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.wire.results import to_json
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime

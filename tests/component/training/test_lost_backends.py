@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from engine_harness import Harness, Trainer, data, harness_in
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
+from skyrl.engine import main
 from skyrl.storage.checkpoint_store.base import StoreError
-from skyrl.training.backends.base import RankDied
-from skyrl.training.engine import main
+from skyrl.trainer.protocol import RankDied
 
 PASS = {"forward_backward_input": {"data": data(7), "loss_fn": "cross_entropy"}}
 STEP = {"adam_params": {"learning_rate": 0.01, "grad_clip_norm": 1.0}}

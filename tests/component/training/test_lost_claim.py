@@ -17,18 +17,18 @@ from engine_harness import SERVER, WAIT_S, Harness, Trainer, files_in, harness_i
 from sqlalchemy import Table, select, update
 from sqlmodel import SQLModel
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.engine.publishing import adopt_adapters
 from skyrl.storage.db import claims
 from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.claims import Displaced, Fence, FencedDatabase
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
-from skyrl.storage.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import set_model
 from skyrl.storage.db.sessions import sessions
-from skyrl.storage.notify.doorbell import SESSIONS, Doorbell
-from skyrl.training.engine.adoption import adopt_adapters
+from skyrl.storage.doorbell import SESSIONS, Doorbell
 from tests.engine_process import claim_for_tests
 from tests.postgres_server import ON_BOTH
 

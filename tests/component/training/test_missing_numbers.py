@@ -10,8 +10,8 @@ import pytest
 from engine_harness import Harness, Trainer, harness_in
 from test_unload import unload
 
-from skyrl.base.types.kinds import Kind
-from skyrl.training.engine import loop
+from skyrl.base.types.requests import Kind
+from skyrl.engine import loop
 
 TIMEOUT_S = 0.1
 NEVER_CAME = "command 2 of this model has not arrived within 0.1 s"

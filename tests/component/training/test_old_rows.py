@@ -18,8 +18,9 @@ from sqlalchemy import Connection, event, func, insert, select, text
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db import adapter_versions, retention
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
@@ -28,7 +29,6 @@ from skyrl.storage.db.retention import SAMPLING_SESSIONS_S, Retention
 from skyrl.storage.db.session_ends import end_sessions
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.training.engine.reclaim import FileSweeper
 from tests.postgres_server import ON_BOTH
 
 SESSIONS = 3000

@@ -12,8 +12,8 @@ from pathlib import Path
 from engine_harness import Harness, Trainer, files_in, harness_in
 from sqlalchemy import update
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.requests import Kind
+from skyrl.base.types.weights import LoraSpec
 from skyrl.base.wire.paths import model_id_of
 from skyrl.storage.db.models import Model, models
 

@@ -12,12 +12,11 @@ import pytest
 from engine_harness import NEVER_S, Harness, Killed, Trainer, data, files_in, harness_in, until
 from sqlalchemy import select
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import Kind, NewRequest
+from skyrl.engine import snapshots as engine_snapshots
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
-from skyrl.training.engine import snapshots as engine_snapshots
 from tests.postgres_server import ON_BOTH
 
 AT_ONCE_S = 1e-9

@@ -16,20 +16,18 @@ from PIL import Image
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.picture import digest_of
-from skyrl.base.pictures.placing import KnownPicture
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.places import KnownPicture
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.tiny.vision import make
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.requests import NewRequest
-from skyrl.base.wire.images import take_out
+from skyrl.base.types.requests import Kind, NewRequest
+from skyrl.base.types.weights import LoraSpec
+from skyrl.base.wire.sample_request import take_out
+from skyrl.engine.trainer_probes import BASE_FLOOR, TrainerProbes, median_size
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.pictures import CheckedFile
-from skyrl.training.backends.base import PassResult, TrainingPass
-from skyrl.training.backends.registry import create_backend
-from skyrl.training.engine.agreement import BASE_FLOOR, size
-from skyrl.training.engine.trainer_probes import TrainerProbes
+from skyrl.trainer import create_backend
+from skyrl.trainer.protocol import PassResult, TrainingPass
 from tests.unit.picture_files import png
 
 PICTURES = [png(64, 96, seed=seed) for seed in range(3)]
@@ -42,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def datum(sight: Sight, file: bytes, answer: list[int], **more: Any) -> dict[str, Any]:
+def datum(sight: VisionConfig, file: bytes, answer: list[int], **more: Any) -> dict[str, Any]:
     """A picture between two tokens of text, and an answer that is trained."""
     prompt_length = 2 + sight.tokens(64, 96)
     length = prompt_length + len(answer) - 1
@@ -59,7 +57,7 @@ def datum(sight: Sight, file: bytes, answer: list[int], **more: Any) -> dict[str
 class PictureTrainer:
     """Records passes as the API does: the files in their own table, the body without them."""
 
-    def __init__(self, trainer: Trainer, sight: Sight) -> None:
+    def __init__(self, trainer: Trainer, sight: VisionConfig) -> None:
         self.trainer = trainer
         self.sight = sight
 
@@ -95,13 +93,15 @@ class PictureTrainer:
         return metrics
 
 
-def group(sight: Sight, number: int) -> list[dict[str, Any]]:
+def group(sight: VisionConfig, number: int) -> list[dict[str, Any]]:
     """Four answers about one picture, and one about another."""
     about = [datum(sight, PICTURES[number], [10 + answer, 11, 12]) for answer in range(4)]
     return [*about, datum(sight, PICTURES[number - 1], [20, 21])]
 
 
-async def _learn(harness: Harness, sight: Sight, *, dies: bool) -> tuple[list[dict[str, float]], dict[str, bytes]]:
+async def _learn(
+    harness: Harness, sight: VisionConfig, *, dies: bool
+) -> tuple[list[dict[str, float]], dict[str, bytes]]:
     """Three steps; with `dies`, the engine dies after the second pass, before its outcome is stored."""
     await harness.start()
     pictures = PictureTrainer(await Trainer.create(harness), sight)
@@ -123,7 +123,7 @@ async def _learn(harness: Harness, sight: Sight, *, dies: bool) -> tuple[list[di
 
 
 async def test_losses_and_weights_are_bit_equal_after_the_death_of_the_engine(model: Path, tmp_path: Path) -> None:
-    sight = Sight.of(str(model))
+    sight = VisionConfig.of(str(model))
     async with harness_in(tmp_path / "one", base_model=str(model)) as harness:
         expected = await _learn(harness, sight, dies=False)
     async with harness_in(tmp_path / "two", base_model=str(model)) as harness:
@@ -133,7 +133,7 @@ async def test_losses_and_weights_are_bit_equal_after_the_death_of_the_engine(mo
 
 
 async def test_a_faulty_image_fails_its_command_alone_and_names_its_chunk(model: Path, tmp_path: Path) -> None:
-    sight = Sight.of(str(model))
+    sight = VisionConfig.of(str(model))
     async with harness_in(tmp_path / "state", base_model=str(model)) as harness:
         await harness.start()
         pictures = PictureTrainer(await Trainer.create(harness), sight)
@@ -160,7 +160,7 @@ async def test_a_faulty_image_fails_its_command_alone_and_names_its_chunk(model:
 
 
 async def test_the_files_of_unfinished_commands_outlive_the_engine(model: Path, tmp_path: Path) -> None:
-    sight = Sight.of(str(model))
+    sight = VisionConfig.of(str(model))
     async with harness_in(tmp_path / "state", base_model=str(model)) as harness:
         await harness.start()
         pictures = PictureTrainer(await Trainer.create(harness), sight)
@@ -195,4 +195,4 @@ def test_the_picture_of_the_start_check_changes_what_the_trainer_expects(model: 
     run = TrainingPass("m", [other.datum], "cross_entropy", backward=False, files={picture.digest: data})
     (result,) = backend.run([run])
     assert isinstance(result, PassResult)
-    assert size(result.logprobs[0][-len(seen.seen) :] - seen.seen) > 2 * BASE_FLOOR
+    assert median_size(result.logprobs[0][-len(seen.seen) :] - seen.seen) > 2 * BASE_FLOOR

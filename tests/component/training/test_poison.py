@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from engine_harness import Harness, Killed, Trainer, harness_in
 
-from skyrl.base.types.kinds import Kind
-from skyrl.training.backends.base import TrainingPass
+from skyrl.base.types.requests import Kind
+from skyrl.trainer.protocol import TrainingPass
 
 
 async def start_and_die_of(harness: Harness, poison: str) -> None:
@@ -74,7 +74,7 @@ async def test_a_poison_pass_fails_no_other_pass(tmp_path: Path, merged: bool) -
         (Kind.SAVE_WEIGHTS_FOR_SAMPLER, {"path": "name"}),
     ],
 )
-async def test_a_skipped_poison_barrier_leaves_its_model_unchanged(
+async def test_a_skipped_poison_exclusive_command_leaves_its_model_unchanged(
     tmp_path: Path, kind: Kind, body: dict[str, Any]
 ) -> None:
     async with harness_in(tmp_path / "state") as harness:

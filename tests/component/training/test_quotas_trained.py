@@ -14,8 +14,8 @@ from checkpoint_world import KEY, OTHER, World, rest_path, world_in
 from engine_harness import Trainer, data, until
 from sqlalchemy import select
 
-from skyrl.base.types.kinds import Kind
-from skyrl.server.api.tokens import tenant_of_key
+from skyrl.api.access import tenant_of_key
+from skyrl.base.types.requests import Kind
 from skyrl.storage.db import quotas as rows
 from skyrl.storage.db.futures import futures
 

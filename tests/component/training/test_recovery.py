@@ -14,15 +14,14 @@ import pytest
 from engine_harness import NEVER_S, WAIT_S, Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, select, update
 
-from skyrl.base.types.kinds import SAVES, Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import SAVES, Kind, NewRequest
+from skyrl.engine import sweeping
+from skyrl.engine.snapshots import Snapshots
 from skyrl.storage.checkpoint_store.base import StoreError
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
 from skyrl.storage.db.checkpoints import checkpoints
-from skyrl.training.engine import reclaim
-from skyrl.training.engine.snapshots import Snapshots
 from tests.postgres_server import ON_BOTH
 
 AT_ONCE_S = 1e-9
@@ -312,7 +311,7 @@ async def test_a_save_that_was_written_but_not_recorded_is_repeated(
     (row,) = harness.checkpoint_rows(trainer.model_id)
     assert harness.stored(row)
     assert len(harness.checkpoint_store.stored()) == 2
-    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # so that no file is too young to be deleted
+    monkeypatch.setattr(sweeping, "GRACE_S", -60.0)  # so that no file is too young to be deleted
     harness.parts.sweeper._sweep_store(())
     assert [found.key for found in harness.checkpoint_store.stored()] == [row.store_key]
     if kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:

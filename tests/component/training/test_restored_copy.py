@@ -14,16 +14,16 @@ from fake_upstream import FakeUpstream
 from sqlalchemy import select, text, update
 
 from alembic import command
-from skyrl.base.types.kinds import Kind
+from skyrl.api.access import tenant_of_key
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.server.api.tokens import tenant_of_key
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.engine import sweeping
+from skyrl.engine.publishing import adopt_adapters
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import _config
-from skyrl.training.engine import reclaim
-from skyrl.training.engine.adoption import adopt_adapters
 from tests.postgres_server import ON_SQLITE
 
 pytestmark = ON_SQLITE
@@ -78,7 +78,7 @@ def downgrade_to_absolute_paths(state_dir: Path, written_in: Path) -> None:
 async def test_serving_a_copy_leaves_the_original_unchanged(
     tmp_path: Path, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch, original: str, rows: str
 ) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     here, copy = tmp_path / "live one", tmp_path / "restored"
     options: dict[str, Any] = {"external_inference_url": upstream.url}
     async with world_in(here, **options) as world:

@@ -12,8 +12,8 @@ import pytest
 from engine_harness import Harness, Trainer, data, harness_in
 from sqlalchemy import update
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
+from skyrl.base.types.requests import Kind
+from skyrl.base.types.weights import LoraSpec
 from skyrl.storage.db import run_steps
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.models import Model, add_model

@@ -14,13 +14,12 @@ import pytest
 from adapter_hosts import HostWithAllAdapters, UnreachableHost
 
 from skyrl.base.config.server import ConfigError
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.engine.sampler_check import SamplerCheck
+from skyrl.engine.trainer_probes import Expected, PicturePrompt, Probe
 from skyrl.inference.vllm_client import VllmError
 from skyrl.runtime.processes.startup import FirstStarts, NotLoaded, cause_of_own
-from skyrl.training.engine.picture_probe import PicturePrompt
-from skyrl.training.engine.sampler_check import SamplerCheck
-from skyrl.training.engine.trainer_probes import Expected, Probe
 
 KINDS = ("self_attn.q_proj", "mlp.experts.down_proj", "lm_head")
 BASE = np.random.default_rng(0).normal(-6, 1.5, 63).astype(np.float32)
@@ -28,7 +27,7 @@ CHANGES = {kind: np.random.default_rng(n + 1).normal(0, 1, 63).astype(np.float32
 
 
 IMAGE = 99
-PICTURE = PicturePrompt.of(Sight("qwen3_vl", IMAGE, 16, 2, 32 * 32, 256 * 256), np.arange(64), max_context=100)
+PICTURE = PicturePrompt.of(VisionConfig("qwen3_vl", IMAGE, 16, 2, 32 * 32, 256 * 256), np.arange(64), max_context=100)
 SEEN = np.random.default_rng(5).normal(-6, 1.5, 32).astype(np.float32)
 
 
@@ -136,7 +135,7 @@ async def test_a_sampler_that_refuses_a_picture_is_a_reason_not_to_start() -> No
 
 
 def test_a_picture_that_does_not_fit_the_context_is_not_compared() -> None:
-    sight = Sight("qwen3_vl", IMAGE, 16, 2, 1024 * 1024, 2048 * 2048)
+    sight = VisionConfig("qwen3_vl", IMAGE, 16, 2, 1024 * 1024, 2048 * 2048)
     assert PicturePrompt.of(sight, np.arange(64), max_context=1024) is None
     assert PicturePrompt.of(sight, np.arange(64), max_context=4096) is not None
 

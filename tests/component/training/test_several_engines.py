@@ -16,10 +16,10 @@ from engine_harness import Harness, Trainer, until
 from several_engines import ENTRIES, FIRST, SECOND, two_harnesses
 from sqlalchemy import insert, select
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import BaseWeights, FullWeights
-from skyrl.storage.checkpoint_store.full_weights import full_directory
+from skyrl.base.types.requests import Kind
+from skyrl.base.types.weights import BaseWeights, FullWeights, LoraSpec
+from skyrl.engine import sweeping
+from skyrl.storage.checkpoint_store.versions import full_directory
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
@@ -27,8 +27,7 @@ from skyrl.storage.db.futures import futures
 from skyrl.storage.db.models import Model, model_values, models
 from skyrl.storage.db.samplers import Sampler, add_sampler, find_sampler
 from skyrl.storage.db.session_ends import Ended, end_sessions
-from skyrl.storage.db.tables.sessions import SessionRow
-from skyrl.training.engine import reclaim
+from skyrl.storage.db.tables import SessionRow
 from tests.postgres_server import ON_BOTH
 
 
@@ -196,7 +195,7 @@ async def test_a_checkpoint_of_another_base_model_is_not_loaded_although_its_sha
 async def test_each_base_model_trains_a_whole_model_and_keeps_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # so that no file is too young to be deleted
+    monkeypatch.setattr(sweeping, "GRACE_S", -60.0)  # so that no file is too young to be deleted
     whole = {"backend_config": {"trainer.full_finetuning": True}}
     async with two_harnesses(tmp_path / "state", **whole) as both:
         trainers = []

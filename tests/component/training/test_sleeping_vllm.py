@@ -13,7 +13,7 @@ from engine_harness import until
 from fake_upstream import COMPLETIONS
 from replicas import SOON_S, group_of
 
-from skyrl.training.engine.sampling import ColocatedSampler
+from skyrl.engine.colocated_sampling import ColocatedSampler
 
 
 @pytest.mark.parametrize("watching_s", [SOON_S, NEVER_S], ids=["noticed by the watch", "noticed by the wake-up"])
@@ -61,7 +61,7 @@ async def test_samples_fail_with_a_reason_if_vllm_stays_down(tmp_path: Path) -> 
 
 def test_each_absence_is_measured_from_its_own_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now, group = 0.0, SimpleNamespace(ready=False, reason="gone")
-    monkeypatch.setattr("skyrl.training.engine.sampling.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("skyrl.engine.colocated_sampling.time", SimpleNamespace(monotonic=lambda: now))
     unused: Any = None
     options: Any = {"sight": unused, "sleeps": True, "give_up_after_s": 10.0}
     sampler = ColocatedSampler(unused, unused, cast(Any, group), LIMITS, "tiny", **options)

@@ -14,13 +14,12 @@ from full_servers import Server
 from test_full_training import FULL, World, group_on, whole_model
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import BaseWeights, FullWeights
+from skyrl.engine import sweeping
+from skyrl.engine.publishing import adopt_full_weights, version_files
 from skyrl.inference.remote.references import BASE_MODEL, reference_to
-from skyrl.storage.checkpoint_store.full_weights import full_at, full_directory, full_key, is_full_version
-from skyrl.training.engine import reclaim
-from skyrl.training.engine.adoption import adopt_full_weights
-from skyrl.training.engine.publishing import version_files
+from skyrl.storage.checkpoint_store.versions import full_at, full_directory, full_key, is_full_version
 
 SAVE = Kind.SAVE_WEIGHTS_FOR_SAMPLER
 
@@ -38,7 +37,7 @@ class Travelling(World):
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Travelling]:
-    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # so that no file is too young to be deleted
+    monkeypatch.setattr(sweeping, "GRACE_S", -60.0)  # so that no file is too young to be deleted
     flags = {"backend_config": FULL, "ray_address": "local"}
     async with fake_upstream() as upstream, harness_in(tmp_path / "state", **flags) as harness:
         server = Server(upstream)

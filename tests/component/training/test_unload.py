@@ -11,9 +11,8 @@ import pytest
 from api_harness import BASE, Api
 from engine_harness import Harness, Trainer, harness_in, until
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
-from skyrl.training.backends.base import InvalidRequest
+from skyrl.base.types.requests import Kind, NewRequest
+from skyrl.trainer.protocol import InvalidRequest
 
 GONE = "is not there any more"
 

@@ -18,8 +18,10 @@ from engine_harness import Harness, Trainer, files_in, harness_in
 from safetensors.torch import load
 from sqlalchemy import select, update
 
-from skyrl.base.types.kinds import Kind
+from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.engine import save_limits
+from skyrl.engine.sweeping import GRACE_S
 from skyrl.storage.checkpoint_store import directories
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db import adapter_versions, quotas
@@ -27,8 +29,6 @@ from skyrl.storage.db import futures as rows
 from skyrl.storage.db.adapter_versions import NEWEST, NOTICE_S, SamplerDropped, samplers
 from skyrl.storage.db.checkpoints import checkpoint_of, checkpoints
 from skyrl.storage.db.samplers import Sampler, Samplers, find_sampler
-from skyrl.training.engine import save_limits
-from skyrl.training.engine.reclaim import GRACE_S
 
 HOUR_S = 3600.0
 IDLE_S = 6 * HOUR_S

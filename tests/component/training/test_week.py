@@ -17,13 +17,13 @@ from sqlalchemy import func, insert, select, update
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.requests import Kind
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.paths import TinkerPath
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db import checkpoints as checkpoint_rows
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.checkpoints import Checkpoint
@@ -35,7 +35,6 @@ from skyrl.storage.db.samplers import Sampler, add_sampler
 from skyrl.storage.db.session_ends import end_sessions
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.db.writer import GroupCommitWriter
-from skyrl.training.engine.reclaim import FileSweeper
 from tests.postgres_server import ON_SQLITE
 
 HOUR_S = 3600.0

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl.runtime.processes.listening import listen
+from skyrl.runtime.processes.ports import listen
 from skyrl.weights.changes_on_disk import ChangesOnDisk
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import TrainerGroup
 from skyrl.weights.protocol import WeightUpdate, publish
 from skyrl.weights.shared_memory import NotShared, SharedMemory
-from skyrl.weights.version_on_disk import VersionOnDisk
-from skyrl.weights.workers import NotStaged, PauseMode, Workers, WorkersFailed
+from skyrl.weights.workers import NotStaged, PauseMode, VersionOnDisk, Workers, WorkersFailed
 from tests.component.router_world import PromptServer, running_router
 from tests.component.sglang_server import SglangServer
 from tests.component.sidecar_world import RunningSidecar, sidecar_before

@@ -24,16 +24,13 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
 from skyrl.weights import process_group
-from skyrl.weights.adapters import AdapterFiles
 from skyrl.weights.changes_on_disk import ChangesOnDisk
-from skyrl.weights.digests import digest, dtype_name
 from skyrl.weights.disk import CheckpointOnDisk
-from skyrl.weights.dtypes import FLOATS, INTEGERS
 from skyrl.weights.group import NotApplied, TrainerGroup
 from skyrl.weights.process_group import Group, GroupError
-from skyrl.weights.protocol import WeightUpdate, publish, push
+from skyrl.weights.protocol import AdapterFiles, WeightUpdate, publish, push
 from skyrl.weights.shared_memory import SharedMemory
-from skyrl.weights.tensors import Part, in_buckets
+from skyrl.weights.tensors import FLOATS, INTEGERS, Part, digest, dtype_name, in_buckets
 from skyrl.weights.workers import Workers, WorkersFailed
 from tests.component.weight_worker import SHAPES
 from tests.weight_media import World, check

@@ -1,5 +1,5 @@
 """Where the cookbook's renderers make other prompts than the templates of the released models, as docs/howto/openai.md
-and `skyrl.server.openai.renderers` say."""
+and `skyrl.chat.openai.chat_templates` say."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.server.agents.rendering.chat_template import ChatTemplate
-from skyrl.server.agents.rendering.renderer import Setting
-from skyrl.server.openai.renderers import GPT_OSS, LLAMA, QWEN3, difference
+from skyrl.chat.agents.rendering.renderer import ChatTemplate, Setting
+from skyrl.chat.openai.chat_templates import GPT_OSS, LLAMA, QWEN3, difference
 from tests.environments import ROOT, environment
 from tests.released_templates import CannotFetch, released_templates
 

@@ -17,7 +17,7 @@ import tinker
 from tinker import types
 from transformers import AutoTokenizer
 
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.cli.demo.server import DemoServer
 from tests.environments import ROOT, environment
 
@@ -91,7 +91,7 @@ def prompt(model: Path, colour: str, rng: Random) -> types.ModelInput:
     chunks: list[types.ModelInputChunk] = [
         types.EncodedTextChunk(tokens=before),
         types.ImageChunk(
-            data=file.getvalue(), format="png", expected_tokens=Sight.of(str(model)).tokens(WIDTH, HEIGHT)
+            data=file.getvalue(), format="png", expected_tokens=VisionConfig.of(str(model)).tokens(WIDTH, HEIGHT)
         ),
         types.EncodedTextChunk(tokens=tokenizer.encode(f"{asked}The subject in this photo is:")),
     ]

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from skyrl.server.dialects.arguments import as_object
+from skyrl.chat.dialects.parts import as_object
 from tests.environments import ROOT, environment
 
 from .conftest import KEY

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl.agents import BadAnswer, Group, Trajectory, advantages, collect
-from skyrl.agents.rows import rows_of
+from skyrl.agents.trajectories import rows_of
 
 TOKENS = [5, 6, 7, 8, 9]
 INPUTS: dict[str, list[int] | list[float]] = {

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from skyrl.agents import AgentServer, BadAnswer, RequestRefused, ServerUnavailable
-from skyrl.agents.blame import is_servers
+from skyrl.agents.runs import is_servers
 
 CREATED = {"session_id": "s1", "key": "ska-s1", "base_url": "http://127.0.0.1"}
 

@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from skyrl.base.config.backend import BackendConfig, ConfigError, parse_backend_config
+from skyrl.base.config.base_models import Modes
 from skyrl.base.config.loading import dump_config, load_config, restore_config
-from skyrl.base.config.modes import Modes
 from skyrl.base.config.server import ServerConfig
 from tests.postgres_server import ON_SQLITE
 

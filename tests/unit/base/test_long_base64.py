@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from skyrl.base.wire import long_base64
-from skyrl.base.wire.long_base64 import decode_base64
+from skyrl.base.wire import decoding
+from skyrl.base.wire.decoding import decode_base64
 
 
 @pytest.mark.parametrize("piece", [4, 8, 2**20])
 def test_pieces_are_the_same_as_the_whole(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_base64, "PIECE", piece)
+    monkeypatch.setattr(decoding, "PIECE", piece)
     for length in range(60):
         data = Random(length).randbytes(length)
         assert decode_base64(base64.b64encode(data).decode()) == data
@@ -21,7 +21,7 @@ def test_pieces_are_the_same_as_the_whole(piece: int, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("piece", [4, 2**20])
 def test_what_python_refuses_is_refused_in_pieces_too(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_base64, "PIECE", piece)
+    monkeypatch.setattr(decoding, "PIECE", piece)
     whole, rng, refused = base64.b64encode(bytes(range(40))).decode(), Random(1), 0
     for _ in range(3000):
         at = rng.randrange(len(whole))

@@ -22,8 +22,7 @@ from picture_files import (
 )
 from PIL import ImageFile
 
-from skyrl.base.pictures.decoding import MAX_BYTES, MAX_PIXELS, opened, size_of
-from skyrl.base.pictures.jpeg_scans import MAX_SCANS
+from skyrl.base.pictures.decoding import MAX_BYTES, MAX_PIXELS, MAX_SCANS, opened, size_of
 from skyrl.base.pictures.picture import BadPicture, PictureFormat
 
 # Pillow warns of what it forgives, as vLLM does, and the worker process pays no attention to that.

@@ -13,7 +13,7 @@ import pytest
 from transformers import Qwen2VLImageProcessor
 
 from skyrl.base.pictures.picture import BadPicture
-from skyrl.base.pictures.sight import SEES, Blind, Sight
+from skyrl.base.pictures.vision import SEES, NoVision, VisionConfig
 from skyrl.base.tiny import model_path
 
 RELEASED = {
@@ -62,7 +62,7 @@ def sizes() -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_as_many_tokens_as_transformers_processor_gives(settings: dict[str, Any], make: Make) -> None:
     model = make(preprocessor_config=settings)
-    sight, processor = Sight.of(model), Qwen2VLImageProcessor.from_pretrained(model)
+    sight, processor = VisionConfig.of(model), Qwen2VLImageProcessor.from_pretrained(model)
     counted = 0
     for width, height in sizes():
         try:
@@ -81,7 +81,7 @@ def test_pixels_go_through_the_processor_to_as_many_tokens(make: Make) -> None:
     from PIL import Image
 
     model = make(preprocessor_config=SETTINGS["tiny"])
-    sight, processor = Sight.of(model), Qwen2VLImageProcessor.from_pretrained(model)
+    sight, processor = VisionConfig.of(model), Qwen2VLImageProcessor.from_pretrained(model)
     for size in ((1, 1), (100, 30), (640, 480), (7, 900)):
         _, rows, columns = processor([Image.new("RGB", size)], return_tensors="pt")["image_grid_thw"][0].tolist()
         assert sight.tokens(*size) == rows * columns // processor.merge_size**2
@@ -90,24 +90,24 @@ def test_pixels_go_through_the_processor_to_as_many_tokens(make: Make) -> None:
 @pytest.mark.parametrize("size", [(1, 201), (10_000, 49), (10_000, 1)])
 def test_a_picture_that_the_processor_finds_too_long_is_refused(size: tuple[int, int], make: Make) -> None:
     with pytest.raises(BadPicture, match=rf"is {size[0]} x {size[1]} pixels: the longer side may be at most 200 times"):
-        Sight.of(make()).tokens(*size)
+        VisionConfig.of(make()).tokens(*size)
 
 
 @pytest.mark.parametrize("model_type", sorted(SEES))
 def test_models_that_see(model_type: str, make: Make) -> None:
-    sight = Sight.of(make({"model_type": model_type, "image_token_id": 7}))
-    assert sight == Sight(model_type, 7, patch=16, merge=2, min_pixels=65_536, max_pixels=16_777_216)
+    sight = VisionConfig.of(make({"model_type": model_type, "image_token_id": 7}))
+    assert sight == VisionConfig(model_type, 7, patch=16, merge=2, min_pixels=65_536, max_pixels=16_777_216)
 
 
 def test_settings_inside_processor_config_come_first(make: Make) -> None:
     nested = {**RELEASED, "image_processor_type": "Qwen2VLImageProcessor", "size": SETTINGS["tiny"]["size"]}
     model = make(processor_config={"processor_class": "Qwen3VLProcessor", "image_processor": nested})
-    assert Sight.of(model).max_pixels == 64 * 64
+    assert VisionConfig.of(model).max_pixels == 64 * 64
     assert Qwen2VLImageProcessor.from_pretrained(model).size["longest_edge"] == 64 * 64
 
 
 def test_a_processor_config_without_image_settings_leaves_the_other_file(make: Make) -> None:
-    assert Sight.of(make(processor_config={"processor_class": "Qwen3VLProcessor"})).max_pixels == 16_777_216
+    assert VisionConfig.of(make(processor_config={"processor_class": "Qwen3VLProcessor"})).max_pixels == 16_777_216
 
 
 BLIND = {
@@ -130,20 +130,20 @@ BLIND = {
 
 @pytest.mark.parametrize(("files", "reason"), BLIND.values(), ids=BLIND)
 def test_a_model_that_does_not_see_says_why(files: dict[str, Any], reason: str, make: Make) -> None:
-    with pytest.raises(Blind, match=reason):
-        Sight.of(make(**files))
+    with pytest.raises(NoVision, match=reason):
+        VisionConfig.of(make(**files))
 
 
 def test_a_model_that_is_not_here_is_blind() -> None:
-    with pytest.raises(Blind, match="config.json is not on this machine"):
-        Sight.of("nobody/has-this-model")
+    with pytest.raises(NoVision, match="config.json is not on this machine"):
+        VisionConfig.of("nobody/has-this-model")
 
 
 def test_the_tiny_model_of_text_is_blind() -> None:
-    with pytest.raises(Blind, match="model of text"):
-        Sight.of(str(model_path()))
+    with pytest.raises(NoVision, match="model of text"):
+        VisionConfig.of(str(model_path()))
 
 
 def test_a_directory_that_is_missing_is_no_model_of_the_hub() -> None:
-    with pytest.raises(Blind, match=r"its config\.json is not on this machine"):
-        Sight.of("/nowhere/at/all")
+    with pytest.raises(NoVision, match=r"its config\.json is not on this machine"):
+        VisionConfig.of("/nowhere/at/all")

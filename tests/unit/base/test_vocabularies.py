@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from skyrl.base.config.vocabularies import Shared, shared_ids, tokens_of
+from skyrl.base.model_files import Shared, shared_ids, tokens_of
 from skyrl.base.tiny import model_path
 
 

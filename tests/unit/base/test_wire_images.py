@@ -11,12 +11,18 @@ import pytest
 from tinker.types import Datum, EncodedTextChunk, ImageChunk, ModelInput
 
 from skyrl.base.pictures.picture import MAX_PICTURES, PlacedPicture, digest_of
-from skyrl.base.pictures.placing import KnownPicture, place
-from skyrl.base.pictures.sight import Sight
+from skyrl.base.pictures.places import KnownPicture, place
+from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import RequestError
-from skyrl.base.wire.images import ImagePart, may_have_images, take_out
-from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request, text_and_images
+from skyrl.base.wire.sample_request import (
+    ImagePart,
+    SampleRequest,
+    decode_sample_request,
+    may_have_images,
+    take_out,
+    text_and_images,
+)
 from skyrl.base.wire.training import decode_forward_backward
 from tests.unit.base.test_wire_training import as_json, sdk_body
 from tests.unit.picture_files import png
@@ -24,7 +30,7 @@ from tests.unit.picture_files import png
 PNG = png(32, 32)
 JPEG = b"\xff\xd8\xff" + b"j" * 40
 PAD = 99
-SIGHT = Sight("qwen3_vl", PAD, patch=16, merge=2, min_pixels=32 * 32, max_pixels=128 * 128)
+SIGHT = VisionConfig("qwen3_vl", PAD, patch=16, merge=2, min_pixels=32 * 32, max_pixels=128 * 128)
 KNOWN = {digest_of(PNG): KnownPicture("png", 64, 96)}
 """Six tokens."""
 

@@ -14,12 +14,12 @@ from skyrl.base.config.server import ConfigError
 from skyrl.base.config.several import base_models_of
 from skyrl.cli.launcher.base_model_parts import BaseModelParts
 from skyrl.cli.launcher.first_ready import FirstReady
+from skyrl.cli.launcher.metrics import RestartMetrics
 from skyrl.cli.launcher.only_sampled import served_limits
 from skyrl.cli.launcher.preflight import Findings, check_each, devices_of
 from skyrl.cli.launcher.skyrl_processes import OwnProcesses
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
-from skyrl.runtime.metrics.restarts import RestartMetrics
 from skyrl.runtime.processes.ports import HeldPorts
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.processes.systemd import Systemd

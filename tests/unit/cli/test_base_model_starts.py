@@ -85,7 +85,7 @@ def stop() -> asyncio.Event:
 @pytest.fixture
 def run(config: ServerConfig, stop: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> Run:
     def start(engine: str, api: str = API) -> asyncio.Task[None]:
-        programs = {"skyrl.training.engine.main": engine, "skyrl.server.api.server": api}
+        programs = {"skyrl.engine.main": engine, "skyrl.api.server": api}
         monkeypatch.setattr(skyrl_processes, "_python", lambda module: [sys.executable, "-S", "-c", programs[module]])
         return asyncio.create_task(Launcher(config, [Findings([]), Findings([])], Systemd()).run(stop))
 

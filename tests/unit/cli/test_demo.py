@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from skyrl.cli.demo.report import JUDGED_STEPS, Findings, print_report
 from skyrl.cli.demo.rl import Settings
-from skyrl.cli.demo.run import Demo
+from skyrl.cli.demo.run import JUDGED_STEPS, Demo, Findings, print_report
 from skyrl.cli.demo.tenants import Run
 
 

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import insert, select, text
 from typer.testing import CliRunner, Result
 
+from skyrl.api.access import tenant_of_key
 from skyrl.cli.main import app
-from skyrl.server.api.tokens import tenant_of_key
 from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.audit import audit_events
 from skyrl.storage.db.database import Database

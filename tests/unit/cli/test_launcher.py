@@ -62,7 +62,7 @@ def run(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     launcher."""
 
     def start(engine: str, stop: asyncio.Event, api: str = SLEEP) -> asyncio.Task[None]:
-        programs = {"skyrl.training.engine.main": engine, "skyrl.server.api.server": api}
+        programs = {"skyrl.engine.main": engine, "skyrl.api.server": api}
         monkeypatch.setattr(skyrl_processes, "_python", lambda module: [sys.executable, "-S", "-c", programs[module]])
         return asyncio.create_task(Launcher(config, [Findings([])], Systemd()).run(stop))
 

@@ -10,16 +10,15 @@ from typer.testing import CliRunner
 
 from skyrl.base.config.loading import load_config
 from skyrl.cli.launcher.preflight import Findings
-from skyrl.cli.launcher.rollout_on_ray import placed_processes
+from skyrl.cli.launcher.rollout_plane import placed_processes
 from skyrl.cli.main import app
-from skyrl.inference import plane_kind
+from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
+from skyrl.inference import engine_kinds
+from skyrl.inference.engine_kinds import RolloutVllm
 from skyrl.inference.placement import Spot
-from skyrl.inference.plane_kind import PlaneVllm
-from skyrl.inference.remote.placed_sidecar import ADMIN_KEY, CLIENT_KEY, PlacedSidecar
-from skyrl.inference.remote.settings import STORE
+from skyrl.inference.remote.settings import ADMIN_KEY, CLIENT_KEY, STORE, PlacedSidecar
 from skyrl.runtime.processes.ports import HeldPorts
 from skyrl.runtime.processes.runtime import RUNTIME_ENV
-from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +51,8 @@ def test_what_cannot_be_placed_is_refused_before_anything_starts(
 def test_an_engine_on_a_node_has_a_sidecar_with_both_keys_and_joins_groups_over_the_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plane_kind, "interface_of", {"10.0.0.3": "eth1"}.get)
-    kind = PlaneVllm(load_config({}), "of-vllm", client_key="of-clients", admin_key="of-trainers")
+    monkeypatch.setattr(engine_kinds, "interface_of", {"10.0.0.3": "eth1"}.get)
+    kind = RolloutVllm(load_config({}), "of-vllm", client_key="of-clients", admin_key="of-trainers")
     spec = kind.spec("vllm-2", Spot("10.0.0.3", 9123, None, cuda=False, sidecar_port=9124))
     assert (spec.env["GLOO_SOCKET_IFNAME"], spec.env["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
     sidecar = spec.sidecar
@@ -67,7 +66,7 @@ def test_an_engine_on_a_node_has_a_sidecar_with_both_keys_and_joins_groups_over_
 
 
 def test_an_address_without_an_interface_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    spec = PlaneVllm(load_config({}), "of-vllm").spec(
+    spec = RolloutVllm(load_config({}), "of-vllm").spec(
         "vllm-2", Spot("192.0.2.1", 9123, None, cuda=False, sidecar_port=9124)
     )
     assert spec.env["NCCL_SOCKET_IFNAME"] == "lo"

@@ -12,13 +12,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from skyrl.base.config.loading import load_config
+from skyrl.cli.launcher.inference_parts import ServerParts
+from skyrl.cli.launcher.metrics import RestartMetrics
 from skyrl.cli.launcher.parts import Part, Parts
-from skyrl.cli.launcher.server_parts import ServerParts
 from skyrl.cli.ray_placement.lifecycle import Starts, run_servers
 from skyrl.cli.ray_placement.ray_server import NOT_STARTED, RayServer
 from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.placement import ServerPlan
-from skyrl.runtime.metrics.restarts import RestartMetrics
 from tests.unit.cli.test_ray_server import FakeHost, FakeSpots
 
 REFUSAL = "on node 10.0.0.1: vLLM is not installed"

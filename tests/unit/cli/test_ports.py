@@ -20,11 +20,11 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.cli.launcher import inference_parts
 from skyrl.cli.launcher.first_ready import Supervised
 from skyrl.cli.launcher.inference_parts import InferenceParts
+from skyrl.cli.launcher.metrics import RestartMetrics
 from skyrl.cli.launcher.parts import Parts
 from skyrl.cli.launcher.preflight import Findings
 from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.placement import LocalPlacement, ServerPlan, ServerSpec, Spot
-from skyrl.runtime.metrics.restarts import RestartMetrics
 from skyrl.runtime.processes.ports import FIRST_PORT, LOOPBACK, PORTS, HeldPort, HeldPorts, check_free, free_port
 from skyrl.runtime.processes.startup import Cause, FirstStarts
 

@@ -20,9 +20,9 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.tiny import model_path
 from skyrl.cli.launcher import model_location, preflight
 from skyrl.cli.launcher.preflight import check, check_base_model, check_gpus, check_inference_port
-from skyrl.inference import vllm_version
-from skyrl.inference.vllm_plugin.versions import TESTED_VERSIONS
-from skyrl.inference.vllm_version import check_vllm
+from skyrl.inference import features
+from skyrl.inference.features import check_vllm
+from skyrl.inference.vllm_plugin.protocol import TESTED_VERSIONS
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -209,14 +209,14 @@ def test_a_hub_name_that_is_not_cached_is_refused_offline(hub: str, monkeypatch:
 
 @pytest.mark.parametrize("name", ["vllm_version", "plugin_installed"])
 def test_a_missing_vllm_or_plugin_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(vllm_version, name, lambda: "" if name == "vllm_version" else False)
+    monkeypatch.setattr(features, name, lambda: "" if name == "vllm_version" else False)
     with pytest.raises(ConfigError, match="install"):
         check_vllm(cuda=False, colocated=False)
 
 
 def test_an_untested_vllm_is_refused_where_its_samples_could_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_vllm(cuda=False, colocated=False), "the installed version is tested"
-    monkeypatch.setattr(vllm_version, "vllm_version", lambda: "0.99.0")
+    monkeypatch.setattr(features, "vllm_version", lambda: "0.99.0")
     with pytest.raises(ConfigError, match=rf"tested with vLLM {TESTED_VERSIONS[0]}\*, and 0.99.0 is .*another tenant"):
         check_vllm(cuda=False, colocated=False)
     with pytest.raises(ConfigError, match="colocate_all"):

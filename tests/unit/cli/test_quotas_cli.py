@@ -14,11 +14,10 @@ from typer.testing import CliRunner, Result
 from skyrl.cli.main import app
 from skyrl.storage.db import keys, quotas
 from skyrl.storage.db.checkpoints import checkpoints
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, shown_url
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.models import models
 from skyrl.storage.db.sessions import sessions
-from skyrl.storage.db.urls import shown_url
 from tests.databases import make_tables, url_of
 
 HEAD = ["TENANT", "REQUESTS IN FLIGHT", "TOKENS PER MINUTE", "MODELS", "STORED BYTES", "OWN QUOTAS"]

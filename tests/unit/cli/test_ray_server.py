@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from skyrl.cli.ray_placement import ray_server
-from skyrl.cli.ray_placement.choosing import actor_options, choose
 from skyrl.cli.ray_placement.ray_server import NOT_STARTED, Lost, RayServer
+from skyrl.cli.ray_placement.scheduling import actor_options, choose
 from skyrl.runtime.ray_cluster.capacity import Cancelled, NodeCapacity
 from skyrl.runtime.ray_cluster.hosts import Look, Started
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from skyrl.base.config.loading import load_config
-from skyrl.cli.launcher import threads
-from skyrl.cli.launcher.threads import MOST_THREADS, with_threads
+from skyrl.cli.launcher import main
+from skyrl.cli.launcher.main import MOST_THREADS, with_threads
 
 TWO = [{"base_model": "tiny"}, {"base_model": "tiny", "served_model_names": ["teacher"], "uses": ["sample"]}]
 
@@ -31,18 +31,18 @@ def test_vllm_and_the_trainer_get_all_cores_unless_they_are_told_or_share_them(
 ) -> None:
     monkeypatch.delenv("SKYRL_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    monkeypatch.setattr(threads, "cuda_devices", list)
+    monkeypatch.setattr(main, "cuda_devices", list)
     assert with_threads(load_config({"base_model": "tiny"} | given)).threads == expected
 
 
 def test_several_base_models_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SKYRL_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
-    monkeypatch.setattr(threads, "cuda_devices", list)
+    monkeypatch.setattr(main, "cuda_devices", list)
     assert with_threads(load_config({"base_models": TWO})).threads == 3
 
 
 def test_on_a_gpu_the_number_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SKYRL_THREADS", raising=False)
-    monkeypatch.setattr(threads, "cuda_devices", lambda: ["0"])
+    monkeypatch.setattr(main, "cuda_devices", lambda: ["0"])
     assert with_threads(load_config({"base_model": "tiny"})).threads == 1

@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.cli.launcher import preflight, tokenizer_notes
-from skyrl.cli.launcher.tokenizer_notes import notes_on
-from skyrl.training.backends.tokenizer_readings import TEXT, difference
+from skyrl.cli.launcher import preflight
+from skyrl.cli.launcher import preflight as tokenizer_notes
+from skyrl.cli.launcher.preflight import notes_on
+from skyrl.trainer.tools.tokenizer_readings import TEXT, difference
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from skyrl.base.config.server import ConfigError
-from skyrl.cli.launcher import training_claim
-from skyrl.cli.launcher.training_claim import TrainingClaim, server_id
+from skyrl.cli.launcher import skyrl_processes
+from skyrl.cli.launcher.skyrl_processes import TrainingClaim, server_id
 from skyrl.storage.db import claims, engine_state
+from skyrl.storage.db.claims import Fence
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
-from skyrl.storage.db.fence import Fence
-from skyrl.storage.notify.doorbell import Doorbell
+from skyrl.storage.doorbell import Doorbell
 from tests.postgres_server import ON_BOTH
 
 WAIT_S = 60.0
@@ -23,9 +23,9 @@ WAIT_S = 60.0
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_claim, "DEAD_AFTER_S", 0.3)
-    monkeypatch.setattr(training_claim, "LOOK_S", 0.01)
-    monkeypatch.setattr(training_claim, "HOLD_S", 0.01)
+    monkeypatch.setattr(skyrl_processes, "CLAIM_DEAD_AFTER_S", 0.3)
+    monkeypatch.setattr(skyrl_processes, "CLAIM_LOOK_S", 0.01)
+    monkeypatch.setattr(skyrl_processes, "CLAIM_HOLD_S", 0.01)
 
 
 def test_a_state_directory_keeps_its_server_name_and_a_copy_gets_another(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_state_directory_keeps_its_server_name_and_a_copy_gets_another(tmp_pat
 async def test_a_second_server_is_refused_while_the_first_gives_signs_of_life(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_claim, "DEAD_AFTER_S", WAIT_S)
+    monkeypatch.setattr(skyrl_processes, "CLAIM_DEAD_AFTER_S", WAIT_S)
     first, second = TrainingClaim(database, "first"), TrainingClaim(database, "second")
     await first.take()
     database.write(lambda c: engine_state.publish_training(c, ready=True, reason=""))
@@ -64,7 +64,7 @@ async def test_a_second_server_is_refused_while_the_first_gives_signs_of_life(
 @ON_BOTH
 async def test_an_engine_heartbeat_is_a_sign_of_life(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher of that server may be stalled."""
-    monkeypatch.setattr(training_claim, "DEAD_AFTER_S", WAIT_S)
+    monkeypatch.setattr(skyrl_processes, "CLAIM_DEAD_AFTER_S", WAIT_S)
     await TrainingClaim(database, "first").take()
     taking = asyncio.create_task(TrainingClaim(database, "second").take())
     while not taking.done():
@@ -110,7 +110,7 @@ async def test_the_engine_of_a_server_that_lost_its_claim_cannot_change_the_engi
 
 
 async def test_a_server_takes_its_own_claim_again_at_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_claim, "DEAD_AFTER_S", WAIT_S)
+    monkeypatch.setattr(skyrl_processes, "CLAIM_DEAD_AFTER_S", WAIT_S)
     for _ in range(2):  # the second round is a restart after a kill
         await asyncio.wait_for(TrainingClaim(database, "first").take(), WAIT_S / 2)
         database.write(engine_state.beat)

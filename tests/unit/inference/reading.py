@@ -30,8 +30,8 @@ TURNS = (
 
 def use_plugin() -> None:
     """Change vLLM in this process as its plugin does, as far as parsers go."""
-    import_module("skyrl.inference.vllm_plugin.parsers").add_parsers()
-    import_module("skyrl.inference.vllm_plugin.prompt_thoughts").read_prompts()
+    import_module("skyrl.inference.vllm_plugin.patches").add_parsers()
+    import_module("skyrl.inference.vllm_plugin.server_patches").read_prompts()
 
 
 def tokenizer_of(markers: Sequence[str], *, special: bool) -> Any:

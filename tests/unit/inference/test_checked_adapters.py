@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from vllm.lora.layers import FusedMoE3DWithLoRA
     from vllm.model_executor.models.utils import PPMissingLayer
 
-    from skyrl.inference.vllm_plugin.checked_adapters import check_adapter
+    from skyrl.inference.vllm_plugin.patches import check_adapter
 
 PACKED = {
     "model.layers.0.attn.qkv_proj": ["q_proj", "k_proj", "v_proj"],

@@ -11,8 +11,8 @@ import pytest
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.several import base_models_of
 from skyrl.inference import vllm_command
-from skyrl.inference.cpu_context import longest_context
 from skyrl.inference.engine_kinds import Vllm
+from skyrl.inference.model_options import longest_context
 from skyrl.inference.vllm_command import context_length, context_sentence
 
 GIB = 2.0**30

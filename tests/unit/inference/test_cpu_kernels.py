@@ -16,8 +16,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    from skyrl.inference.vllm_plugin.rotary_cpu import turn_all_heads
-    from skyrl.inference.vllm_plugin.routers_cpu import route_without_groups
+    from skyrl.inference.vllm_plugin.cpu_patches import route_without_groups, turn_all_heads
 
 TOKENS, HEADS, SIZE, EXPERTS, PER_ROW = 7, 4, 64, 6, 2
 

@@ -17,8 +17,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 
-    from skyrl.inference.vllm_plugin.expert_adapters_cpu import AdaptedExperts, BaseExperts, add_experts
-    from skyrl.inference.vllm_plugin.experts_cpu import check_kernel
+    from skyrl.inference.vllm_plugin.experts_cpu import AdaptedExperts, BaseExperts, add_experts, check_kernel
 
 EXPERTS, PER_ROW, HIDDEN, SIZE, SLOTS, RANK = 5, 2, 12, 6, 3, 4
 SLOTS_OF_ROWS = [0, 0, -1, 2, 2, -1, 0, 1]

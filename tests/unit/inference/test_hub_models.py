@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from skyrl.inference.remote.base_model import base_directory
-from skyrl.training.backends.torch_full.model_files import files_beside_weights
+from skyrl.inference.remote.references import base_directory
+from skyrl.trainer.files.model_files import files_beside_weights
 
 NAME = "maker/model"
 WEIGHTS = {"config.json", "model.safetensors"}

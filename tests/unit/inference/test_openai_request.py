@@ -11,7 +11,7 @@ import pytest
 from vllm_sources import fields_of
 
 from skyrl.inference.sidecar.errors import BadRequest
-from skyrl.inference.sidecar.openai_fields import (
+from skyrl.inference.sidecar.openai_request import (
     BATCH,
     CHAT,
     COMPLETIONS,
@@ -22,8 +22,9 @@ from skyrl.inference.sidecar.openai_fields import (
     RESPONSES,
     SERVED,
     WITHOUT_EFFECT,
+    OpenaiRequest,
+    read_openai,
 )
-from skyrl.inference.sidecar.openai_request import OpenaiRequest, read_openai
 
 IDS = [5, 6, 7]
 BY_HALF = {"bad_words"}

@@ -21,8 +21,8 @@ with warnings.catch_warnings():
     from vllm.v1.worker.gpu.sample import sampler as second_sampler
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
-    from skyrl.inference.vllm_plugin import first_runner, second_runner
-    from skyrl.inference.vllm_plugin.own_logprobs import unmasked
+    from skyrl.inference.vllm_plugin import model_runners
+    from skyrl.inference.vllm_plugin.logprobs import unmasked
 
 VOCAB = 70
 NAMES = ["free", "greedy", "warm", "open"]
@@ -58,7 +58,7 @@ def first(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         gpu_model_runner.GPUModelRunner, "_sample", gpu_model_runner.GPUModelRunner._sample
     )  # so that it is put back
-    first_runner.keep_own_logprobs()
+    model_runners.keep_own_logprobs_of_first_runner()
     sampler = Sampler("processed_logprobs")
     metadata: Any = SamplingMetadata(
         temperature=TEMPERATURES,
@@ -116,7 +116,7 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(StructuredOutputsWorker, "apply_grammar_bitmask", apply)
     monkeypatch.setattr(second_sampler.Sampler, "__call__", sample)
-    second_runner.keep_own_logprobs()
+    model_runners.keep_own_logprobs_of_second_runner()
     temperature = SimpleNamespace(gpu=torch.cat([torch.full((5,), 9.0), TEMPERATURES.flip(0)]))
     sampler: Any = SimpleNamespace(
         sampling_states=SimpleNamespace(temperature=temperature), logprobs_mode="processed_logprobs"

@@ -30,9 +30,9 @@ with warnings.catch_warnings():
     from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from skyrl.inference.vllm_plugin import first_runner, prompt_rows, punica_cuda, second_runner
-    from skyrl.inference.vllm_plugin.extra_args import PromptScores
-    from skyrl.inference.vllm_plugin.prompt_rows import PromptLogits
+    from skyrl.inference.vllm_plugin import cuda_patches, logprobs, model_runners
+    from skyrl.inference.vllm_plugin.logprobs import PromptLogits
+    from skyrl.inference.vllm_plugin.protocol import PromptScores
 
 WIDTH, VOCAB, RANK, SLOTS = 6, 40, 2, 3
 ROWS_AT_A_TIME = 4
@@ -239,11 +239,11 @@ def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(prompt_logprob, "compute_topk_scores", _top_scores)
     monkeypatch.setattr(prompt_logprob, "compute_token_logprobs", lambda x, ids: x.log_softmax(-1).gather(1, ids))
     monkeypatch.setattr(prompt_logprob, "CHUNK_SIZE", prompt_logprob.CHUNK_SIZE)
-    monkeypatch.setattr(prompt_rows, "PART_LOGITS", ROWS_AT_A_TIME * VOCAB)
+    monkeypatch.setattr(logprobs, "PART_LOGITS", ROWS_AT_A_TIME * VOCAB)
     monkeypatch.setattr(sampler_module, "batched_count_greater_than", lambda x, values: (x >= values).sum(-1))
-    for part in (first_runner, second_runner):
-        part.score_prompts()
-    punica_cuda.correct_prompt_logits()
+    model_runners.score_prompts_of_first_runner()
+    model_runners.score_prompts_of_second_runner()
+    cuda_patches.correct_prompt_logits()
     return Batches(request.param)
 
 
@@ -301,7 +301,7 @@ def test_ranks_and_best_tokens_do_not_depend_on_the_parts(batches: Batches, monk
     parts, whole = ask("x", 1, 19, wanted, top=3), ask("x", 1, 19, wanted, top=3)
     batches.add(parts)
     batches.step(x=19)
-    monkeypatch.setattr(prompt_rows, "PART_LOGITS", 19 * VOCAB)
+    monkeypatch.setattr(logprobs, "PART_LOGITS", 19 * VOCAB)
     at_once = Batches(batches.second)
     at_once.add(whole)
     at_once.step(x=19)
@@ -413,7 +413,7 @@ print(*(each.__module__ for each in patched))
 def test_on_a_gpu_the_plugin_changes_both_runners_and_the_layer_for_adapters() -> None:
     done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    names = [f"skyrl.inference.vllm_plugin.{part}" for part in ("punica_cuda", "first_runner", "second_runner")]
+    names = [f"skyrl.inference.vllm_plugin.{part}" for part in ("cuda_patches", "model_runners", "model_runners")]
     assert done.stdout.splitlines()[-1].split() == names
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl.inference.vllm_plugin.extra_args import PromptScores
-from skyrl.inference.vllm_plugin.prompt_scores import ScoredPrompt, draw, scored_prompt
+from skyrl.inference.vllm_plugin.logprobs import ScoredPrompt, draw, scored_prompt
+from skyrl.inference.vllm_plugin.protocol import PromptScores
 
 TOKENS, VOCAB = 7, 50
 

@@ -26,8 +26,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from skyrl.inference.vllm_plugin.prefix_cache import forget
-    from skyrl.inference.vllm_plugin.shared_tails import share_tails
+    from skyrl.inference.vllm_plugin.prefix_cache import forget, share_tails
 
 BLOCK = 32
 SIZES: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}

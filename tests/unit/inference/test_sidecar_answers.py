@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl.inference.sidecar.completion import Collected
+from skyrl.inference.sidecar.completion import Collected, finish_reason, logprob_lists, to_int32
 from skyrl.inference.sidecar.errors import BadRequest, VllmBroke
 from skyrl.inference.sidecar.generate_request import Logprobs, read_generate
-from skyrl.inference.sidecar.meta_info import finish_reason, logprob_lists
-from skyrl.inference.sidecar.routed_experts import to_int32
 from skyrl.inference.sidecar.sampling import new_tokens
 
 ABORT = {"type": "abort", "status_code": None, "err_type": None}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl.inference.sidecar.errors import BadRequest
-from skyrl.inference.sidecar.sampling_params import read_sampling
+from skyrl.inference.sidecar.generate_request import read_sampling
 
 DEFAULTS = {
     "temperature": 1.0,

@@ -12,11 +12,9 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.inference import vllm_command
 from skyrl.inference.engine_kinds import Vllm
-from skyrl.inference.expert_adapters import host_memory_warning, memory_hint, room_bytes
-from skyrl.inference.model_options import MIXTURE_LORA_TARGETS
+from skyrl.inference.model_options import MIXTURE_LORA_TARGETS, host_memory_warning, memory_hint, room_bytes
 from skyrl.inference.placement import ServerSpec, Spot
-from skyrl.inference.remote.placed_sidecar import ADMIN_KEY, PlacedSidecar
-from skyrl.inference.remote.settings import NodeSettings
+from skyrl.inference.remote.settings import ADMIN_KEY, NodeSettings, PlacedSidecar
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
 
 TINY = {
@@ -283,7 +281,7 @@ def test_an_operators_middleware_is_added_after_skyrls_own(
 ) -> None:
     argv = spec(model, generator__inference_engine__engine_init_kwargs=given).argv
     middleware = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
-    assert middleware == ["skyrl.inference.vllm_plugin.incarnation.IncarnationHeader", *added]
+    assert middleware == ["skyrl.inference.vllm_plugin.protocol.IncarnationHeader", *added]
 
 
 def test_values_are_rendered_as_command_line_options() -> None:

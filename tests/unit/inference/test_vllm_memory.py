@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl.runtime.processes.host_memory import trim
+from skyrl.runtime.processes.host_resources import trim
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, for what vLLM imports
@@ -17,9 +17,14 @@ with warnings.catch_warnings():
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-    from skyrl.inference.vllm_plugin import unembedding
-    from skyrl.inference.vllm_plugin.memory_cpu import LEAST_BYTES, UntouchedZeros, forget
-    from skyrl.inference.vllm_plugin.unloaded_adapters import _remove_unless_used, _then_forgotten
+    from skyrl.inference.vllm_plugin import patches
+    from skyrl.inference.vllm_plugin.cpu_patches import (
+        LEAST_BYTES,
+        UntouchedZeros,
+        _remove_unless_used,
+        _then_forgotten,
+        forget_pages,
+    )
 
 SLOTS, VOCABULARY, HIDDEN, RANK = 4, 200_000, 64, 32
 SLOT = 4 * RANK * (VOCABULARY + HIDDEN)
@@ -67,16 +72,16 @@ def test_slots_take_memory_when_an_adapter_comes_and_give_it_back_when_it_goes()
 def test_slots_of_a_vocabulary_beyond_vllms_bound_are_untouched_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogitsProcessorWithLoRA, "create_lora_weights", LogitsProcessorWithLoRA.create_lora_weights)
     monkeypatch.setattr(LoRAModelRunnerMixin, "load_lora_model", LoRAModelRunnerMixin.load_lora_model)
-    unembedding.serve_lm_head()
+    patches.serve_lm_head()
     before = resident()
-    made = layer(unembedding.VLLMS_BOUND + 64)
-    assert made.lora_b_stacked.shape == (SLOTS, 1, unembedding.VLLMS_BOUND + 64, RANK)
+    made = layer(patches.VLLMS_BOUND + 64)
+    assert made.lora_b_stacked.shape == (SLOTS, 1, patches.VLLMS_BOUND + 64, RANK)
     assert resident() - before < SLOT / 2
 
 
 def test_small_tensors_and_those_of_others_are_left_to_torch() -> None:
     others = torch.ones(SLOTS, LEAST_BYTES)
-    forget(others[0])
+    forget_pages(others[0])
     assert others.all()
     with UntouchedZeros():
         small = torch.zeros(8, dtype=torch.float32, device=CPU)
@@ -86,7 +91,7 @@ def test_small_tensors_and_those_of_others_are_left_to_torch() -> None:
     assert large.dtype == torch.int8
     assert not large.any()
     large[1] = 3
-    forget(large[0])
+    forget_pages(large[0])
     assert large[1].all(), "only whole pages of the slot"
 
 

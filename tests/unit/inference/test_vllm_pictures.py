@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.config.server import ServerConfig
-from skyrl.base.config.sight import sight_of
+from skyrl.base.config.server import ServerConfig, vision_of
 from skyrl.base.pictures.picture import MAX_PICTURES
-from skyrl.base.pictures.sight import SEES, Blind, Sight
+from skyrl.base.pictures.vision import SEES, NoVision, VisionConfig
 from skyrl.inference.vllm_command import vllm_spec
-from skyrl.server.sampling.job import MAX_TOPK
+from skyrl.sampling.job import MAX_TOPK
 from tests.families import PROCESSOR
 
 OPTIONS = "generator.inference_engine.engine_init_kwargs"
@@ -41,15 +40,15 @@ def value(words: tuple[str, ...], name: str) -> str:
     return words[words.index(f"--{name}") + 1]
 
 
-def sight(config: ServerConfig) -> Sight:
-    found = sight_of(config)
-    assert isinstance(found, Sight)
+def sight(config: ServerConfig) -> VisionConfig:
+    found = vision_of(config)
+    assert isinstance(found, VisionConfig)
     return found
 
 
-def blind(config: ServerConfig) -> Blind:
-    found = sight_of(config)
-    assert isinstance(found, Blind)
+def blind(config: ServerConfig) -> NoVision:
+    found = vision_of(config)
+    assert isinstance(found, NoVision)
     return found
 
 

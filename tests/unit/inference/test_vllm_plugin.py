@@ -25,11 +25,11 @@ with warnings.catch_warnings():
     from vllm.renderers.base import BaseRenderer
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-    from skyrl.inference.vllm_plugin import unembedding
+    from skyrl.inference.vllm_plugin import patches
+    from skyrl.inference.vllm_plugin.cpu_patches import _add_rows, _AsVersion2
+    from skyrl.inference.vllm_plugin.patches import add_lm_head
     from skyrl.inference.vllm_plugin.prefix_cache import name_rows_anew
-    from skyrl.inference.vllm_plugin.routed_experts_cpu import _add_rows, _AsVersion2
-    from skyrl.inference.vllm_plugin.rows_of_tokens import refuse_ids_beyond_rows
-    from skyrl.inference.vllm_plugin.unembedding import add_lm_head
+    from skyrl.inference.vllm_plugin.server_patches import refuse_ids_beyond_rows
 
 BLOCK, SHAPE = 4, (3, 2)
 
@@ -188,7 +188,7 @@ def test_adapters_may_change_lm_head_where_vllm_can_wrap_it(model: Any, names: s
 
 def test_a_model_that_computes_logits_with_its_embeddings_gets_an_lm_head(monkeypatch: pytest.MonkeyPatch) -> None:
     embeddings, head = _part(VocabParallelEmbedding), _part(VocabParallelEmbedding)
-    monkeypatch.setattr(unembedding, "_tied_to", {embeddings: head}.__getitem__)
+    monkeypatch.setattr(patches, "_tied_to", {embeddings: head}.__getitem__)
     model = _model(model=SimpleNamespace(embed_tokens=embeddings))
     add_lm_head(model)
     assert model.lm_head is head
@@ -206,14 +206,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(LogitsProcessorWithLoRA, "create_lora_weights", spy)
     monkeypatch.setattr(LoRAModelRunnerMixin, "load_lora_model", LoRAModelRunnerMixin.load_lora_model)
-    unembedding.serve_lm_head()
+    patches.serve_lm_head()
     layer = _part(LogitsProcessorWithLoRA)
     layer.base_layer = _part(LogitsProcessor)
     layer.hidden_size, layer.device, layer.sharded_to_full_mapping = 4, torch.device("cpu"), None
     return layer, seen
 
 
-@pytest.mark.parametrize(("vocabulary", "allocated"), [(1000, 1000), (unembedding.VLLMS_BOUND + 64, 0)])
+@pytest.mark.parametrize(("vocabulary", "allocated"), [(1000, 1000), (patches.VLLMS_BOUND + 64, 0)])
 def test_adapters_on_lm_head_have_the_whole_vocabulary_allocated_once(
     served: Any, vocabulary: int, allocated: int
 ) -> None:
@@ -240,7 +240,7 @@ def test_a_tied_lm_head_has_the_rows_of_the_embeddings_on_each_of_two_ranks(monk
     monkeypatch.setattr(vocab_parallel_embedding, "get_tensor_model_parallel_rank", lambda: 1)
     monkeypatch.setattr(vocab_parallel_embedding, "get_tensor_model_parallel_world_size", lambda: 2)
     embeddings = VocabParallelEmbedding(100, 4, params_dtype=torch.float32, padding_size=16)
-    head = unembedding._tied_to(embeddings)
+    head = patches._tied_to(embeddings)
     assert head.weight is embeddings.weight
     assert head.get_sharded_to_full_mapping() == embeddings.get_sharded_to_full_mapping()
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries, tensors
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.weights.dtypes import FLOATS, INTEGERS
+from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
+from skyrl.weights.tensors import FLOATS, INTEGERS
 
 KINDS = {
     "scalar": torch.tensor(2.5),

@@ -19,8 +19,8 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 from skyrl.inference.vllm_plugin.weights.forms import forms_of, keep_projections, number_of, plain, plain_expert, ready
+from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
 
 EXPERTS, HIDDEN, SIZE = 3, 64, 32
 NAME = "model.layers.5.mlp.experts"

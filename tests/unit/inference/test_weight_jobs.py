@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs
+from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs, WeightsError
 
 
 def ended(jobs: Jobs) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.inference.sidecar.worker_lines import LinesBroken, ask_all
+from skyrl.inference.sidecar.vllm_weights import LinesBroken, ask_all
 from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs
 from skyrl.inference.vllm_plugin.weights.line import Line
 

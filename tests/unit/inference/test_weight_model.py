@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, served, tensors
 
 from skyrl.inference.vllm_plugin.weights import model as module
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
 from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
 from skyrl.inference.vllm_plugin.weights.staging import Needed, Staged, is_finite
 

@@ -15,15 +15,13 @@ import torch
 from safetensors.torch import save_file
 from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, served, tensors
 
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.inference.vllm_plugin.weights.groups import MOST_GROUPS
+from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
 from skyrl.inference.vllm_plugin.weights.receiver import Receiver
+from skyrl.inference.vllm_plugin.weights.sources import MOST_GROUPS
 from skyrl.inference.vllm_plugin.weights.staging import Needed, Staged
 from skyrl.weights.deltas import delta
-from skyrl.weights.digests import digest, dtype_name
-from skyrl.weights.dtypes import COMPLEX, FLOATS, INTEGERS
-from skyrl.weights.kept_memory import KeptMemory
-from skyrl.weights.segments import Segment, places_of
+from skyrl.weights.segments import KeptMemory, Segment, places_of
+from skyrl.weights.tensors import COMPLEX, FLOATS, INTEGERS, digest, dtype_name
 
 
 class FakeGroup:

@@ -36,7 +36,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 def test_names_in_pages_are_found_and_wrong_names_noticed() -> None:
     this_file = "tests/unit/repository/test_docs.py"
     assert f"{this_file}::test_every_file_that_a_page_names_exists" in named_in(ROOT / "docs/operating/reliability.md")
-    assert "skyrl/training/backends/torch_lora/losses.py" in named_in(ROOT / "docs/development.md")
+    assert "skyrl/trainer/losses.py" in named_in(ROOT / "docs/development.md")
     assert exists(this_file)
     assert exists("tests/unit")
     assert exists(f"{this_file}::{test_names_in_pages_are_found_and_wrong_names_noticed.__name__}")
@@ -54,10 +54,10 @@ def first_cells(page: str, heading: str) -> set[str]:
 
 
 def test_the_page_on_training_lists_every_loss_and_metric() -> None:
-    backend = ROOT / "skyrl/training/backends/torch_lora"
-    metrics = re.findall(r'"(\w+:(?:sum|min|max|mean))"', (backend / "metrics.py").read_text())
+    losses_py = (ROOT / "skyrl/trainer/losses.py").read_text()
+    metrics = re.findall(r'"(\w+:(?:sum|min|max|mean))"', losses_py.partition("class Tally")[2])
     assert first_cells("docs/how-it-works/training.md", "Metrics") == {*metrics}
-    table = (backend / "losses.py").read_text().partition("LOSSES: dict")[2].partition("\n}\n")[0]
+    table = losses_py.partition("LOSSES: dict")[2].partition("\n}\n")[0]
     losses = re.findall(r'^    "(\w+)": Loss\(', table, flags=re.M)
     assert len(losses) > 5
     assert first_cells("docs/how-it-works/training.md", "Losses") == {*losses}
@@ -117,13 +117,13 @@ def test_strokes_of_tables_and_lists_are_no_words() -> None:
 
 
 def test_there_are_few_decision_pages() -> None:
-    assert 1 < len(DECISIONS) <= 48
+    assert 1 < len(DECISIONS) <= 32
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
 def test_a_decision_page_fits_one_screen_and_has_the_same_parts(page: Path) -> None:
     text = page.read_text()
-    assert words(text) <= 250
+    assert words(text) <= 230
     if page.name != "index.md":
         assert re.findall(r"^\*\*([A-Z]\w+\.)\*\*", text, flags=re.M) == PARTS
 

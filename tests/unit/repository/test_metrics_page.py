@@ -10,21 +10,20 @@ from typing import Any, cast
 
 from prometheus_client.metrics_core import Metric
 
+from skyrl.api.metrics import ApiMetrics, ReadinessMetrics
 from skyrl.base.tiny import model_path
-from skyrl.inference.sidecar.in_flight import InFlight
-from skyrl.inference.sidecar.metrics import SidecarMetrics
-from skyrl.inference.sidecar.pause import Pause
-from skyrl.router.connections import Connections
-from skyrl.router.context import RouterContext
+from skyrl.cli.launcher.metrics import LauncherMetrics
+from skyrl.engine.metrics import EngineMetrics
+from skyrl.inference.metrics import FAMILIES
+from skyrl.inference.sidecar.control import SidecarMetrics
+from skyrl.inference.sidecar.in_flight import InFlight, Pause
 from skyrl.router.metrics import RouterMetrics
-from skyrl.router.plugins import Chain
+from skyrl.router.middleware import Chain, RouterContext
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
-from skyrl.runtime.metrics.processes import ApiMetrics, EngineMetrics, LauncherMetrics
-from skyrl.runtime.metrics.readiness import ReadinessMetrics
+from skyrl.router.upstream import Connections
 from skyrl.runtime.metrics.storage import show_free_space
-from skyrl.runtime.metrics.vllm import FAMILIES
 from tests.prometheus import RULE_FILES, board_expressions, names_in, panels
 
 PAGE = Path(__file__).parents[3] / "docs/operating/metrics.md"

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.rollout.aborting import requests_in
+from skyrl.rollout.client import Places, requests_in
 from skyrl.rollout.errors import BadAnswer
-from skyrl.rollout.places import Places
 from skyrl.rollout.sending import error_of, seconds
 
 

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl.router import placement
-from skyrl.router.placement import AdapterPlacement
+from skyrl.router import policies
 from skyrl.router.policies import (
     LOAD_FACTOR,
     LOAD_SLACK,
     POLICIES,
     AdapterAffinity,
+    AdapterPlacement,
     ConsistentHashing,
+    KeyOrders,
     LeastInFlight,
     Policy,
     RequestFacts,
     make_policy,
 )
-from skyrl.router.rendezvous import KeyOrders
 from skyrl.router.worker import Worker
 
 NOTHING = RequestFacts()
@@ -162,7 +162,7 @@ def test_a_busy_adapter_gets_another_home_and_gives_it_up_later() -> None:
     assert second is not home
     home.in_flight = 0
     assert homes_of(policy, "a", workers) == {home, second}
-    clock.now += placement.EXTRA_HOME_S + 1
+    clock.now += policies.EXTRA_HOME_S + 1
     assert homes_of(policy, "a", workers) == {home}
 
 
@@ -172,7 +172,7 @@ def test_an_extra_home_stays_while_the_others_are_overloaded() -> None:
     (home,) = homes_of(policy, "a", workers)
     home.in_flight = 100
     (second,) = homes_of(policy, "a", workers)
-    clock.now += placement.EXTRA_HOME_S + 1
+    clock.now += policies.EXTRA_HOME_S + 1
     assert homes_of(policy, "a", workers) == {second}
     home.in_flight = 0
     assert len(homes_of(policy, "a", workers)) == 2
@@ -196,7 +196,7 @@ def test_adapters_go_to_candidates_within_the_bound(data: st.DataObject) -> None
     policy, everyone = AdapterAffinity(AdapterPlacement(clock)), workers_with(*[0] * 5)
     for _ in range(data.draw(st.integers(1, 12))):
         workers = tuple(data.draw(st.lists(st.sampled_from(everyone), min_size=1, unique=True)))
-        clock.now += data.draw(st.sampled_from([0.0, placement.EXTRA_HOME_S + 1, placement.IDLE_S + 1]))
+        clock.now += data.draw(st.sampled_from([0.0, policies.EXTRA_HOME_S + 1, policies.IDLE_S + 1]))
         for worker in workers:
             worker.in_flight = data.draw(st.integers(0, 30))
         bound = LOAD_FACTOR * sum(worker.in_flight for worker in workers) / len(workers) + LOAD_SLACK
@@ -221,13 +221,13 @@ def test_a_worker_that_comes_back_gets_its_share_of_adapters_again() -> None:
 
 
 def test_idle_adapters_and_adapters_over_the_bound_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "MAX_ADAPTERS", 3)
+    monkeypatch.setattr(policies, "MAX_ADAPTERS", 3)
     clock, workers = Clock(), workers_with(0, 0)
     homes = AdapterPlacement(clock)
     for number in range(10):
         homes.homes(str(number), workers, 10)
     assert len(homes) == 3
-    clock.now += placement.IDLE_S + 1
+    clock.now += policies.IDLE_S + 1
     homes.homes("new", workers, 10)
     assert len(homes) == 1
 
@@ -237,7 +237,7 @@ def test_forgotten_adapters_take_no_place() -> None:
     homes = AdapterPlacement(clock)
     for number in range(3):
         homes.homes(str(number), workers[:1], 10)
-    clock.now += placement.IDLE_S + 1
+    clock.now += policies.IDLE_S + 1
     assert {homes.homes(name, workers, 10)[0] for name in ("new", "other")} == {*workers}
 
 

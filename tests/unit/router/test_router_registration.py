@@ -8,10 +8,10 @@ from urllib.parse import quote
 
 import pytest
 
+from skyrl.router.messages import Reply
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.registration import MAX_LABEL_BYTES, RegistrationRoutes
-from skyrl.router.reply import Reply
 
 URL = "http://10.0.0.1:3000"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.runtime.web.admin import AdminKey
+from skyrl.http.admin_key import AdminKey
 
 
 def scope(client: str | None, **headers: str) -> dict[str, Any]:

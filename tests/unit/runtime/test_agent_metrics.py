@@ -8,8 +8,8 @@ import pytest
 from one_turn import turn
 from prometheus_client import CollectorRegistry
 
-from skyrl.base.types.agent_reasons import EndReason, ForkReason
-from skyrl.runtime.metrics.agents import AgentMetrics
+from skyrl.base.types.agents import EndReason, ForkReason
+from skyrl.chat.agents.metrics import AgentMetrics
 
 
 def counted(registry: CollectorRegistry) -> dict[str, float]:

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from skyrl.runtime.web import connections
-from skyrl.runtime.web.connections import HEAD_BYTES, BoundedHttp
+from skyrl.http import server as connections
+from skyrl.http.server import HEAD_BYTES, BoundedHttp
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: x\r\n"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.base.config.environment import OWN, refuse_unknown
-from skyrl.base.config.loading import load_config
+from skyrl.base.config.loading import OWN, load_config, refuse_unknown
 from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 from skyrl.inference.vllm_plugin import FORK_ENGINE_VARIABLE
 from skyrl.runtime.processes.runtime import BASE_MODEL_ENV, RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
-from skyrl.runtime.web.admin import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.runtime.processes.host_memory import free_host_bytes, host_bytes, limit_bytes, trim
+from skyrl.runtime.processes.host_resources import free_host_bytes, host_bytes, limit_bytes, trim
 
 
 def _host(root: Path, cgroup: str) -> Path:

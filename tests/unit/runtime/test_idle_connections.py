@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from skyrl.runtime.web import idle_connections
-from skyrl.runtime.web.idle_connections import IdleConnections
+from skyrl.http import idle_connections
+from skyrl.http.idle_connections import IdleConnections
 
 SERVER = "server"
 

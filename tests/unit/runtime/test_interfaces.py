@@ -6,7 +6,7 @@ import socket
 
 import psutil
 
-from skyrl.runtime.ray_cluster.interfaces import interface_of
+from skyrl.runtime.processes.ports import interface_of
 
 
 def test_each_address_of_this_machine_has_its_interface() -> None:

@@ -7,8 +7,7 @@ import socket
 import pytest
 
 from skyrl.base.config.server import ConfigError
-from skyrl.runtime.processes.listening import listen
-from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.ports import free_port, listen
 
 
 def test_a_server_listens_on_every_address_of_a_name() -> None:

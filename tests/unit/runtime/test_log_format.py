@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 
-from skyrl.cli.launcher.log_rotation import rotate_once
-from skyrl.runtime.processes.log_format import JsonFormat, about_request, formatter, vllm_logging
-from skyrl.runtime.processes.running_file import running_now
-from skyrl.runtime.tracing.context import SpanContext
-from skyrl.runtime.tracing.current import current_trace
-from skyrl.runtime.tracing.spans import RequestTrace, Span
+from skyrl.cli.launcher.state_dir import rotate_once
+from skyrl.runtime.processes.logs import JsonFormat, about_request, formatter, vllm_logging
+from skyrl.runtime.processes.startup import running_now
+from skyrl.runtime.tracing import RequestTrace, Span, SpanContext, current_trace
 
 
 def record(message: str, *arguments: object, **about: Any) -> logging.LogRecord:
-    made = logging.LogRecord("skyrl.server.api", logging.WARNING, "f.py", 1, message, arguments, None)
+    made = logging.LogRecord("skyrl.api", logging.WARNING, "f.py", 1, message, arguments, None)
     vars(made).update(about)
     return made
 
@@ -40,7 +38,7 @@ def test_a_line_of_json_has_the_time_the_level_the_process_and_what_it_is_about(
     assert abs(at.timestamp() - made.created) < 0.01
     assert found == {
         "level": "warning",
-        "logger": "skyrl.server.api",
+        "logger": "skyrl.api",
         "process": "api-0",
         "msg": "refused it",
         "request_id": "r1",
@@ -81,7 +79,7 @@ def test_a_line_about_a_traced_request_names_its_trace() -> None:
 
 def test_a_line_of_text_ends_with_the_request() -> None:
     text = formatter("text", "api-0").format(record("refused", request_id="r1"))
-    assert text.endswith("WARNING skyrl.server.api: refused [request r1]")
+    assert text.endswith("WARNING skyrl.api: refused [request r1]")
     assert formatter("text", "api-0").format(record("refused")).endswith(": refused")
 
 

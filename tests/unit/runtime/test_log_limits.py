@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from skyrl.runtime.processes import log_limits
-from skyrl.runtime.processes.log_limits import INTERVAL_S, MAX_CAUSES, MAX_LINES, LimitedLog, plain
+from skyrl.runtime.processes import logs
+from skyrl.runtime.processes.logs import INTERVAL_S, MAX_CAUSES, MAX_LINES, LimitedLog, plain
 
 
 class Clock:
@@ -63,4 +63,4 @@ def test_old_causes_are_forgotten(log: LimitedLog, clock: Clock) -> None:
 
 def test_text_of_clients_is_escaped_to_one_line_of_bounded_length() -> None:
     assert plain("a\nb\x1b[31m\u2028é") == "a\\nb\\x1b[31m\\u2028é"
-    assert plain("x" * 1_000) == "x" * log_limits.MAX_TEXT + "... (1000 characters)"
+    assert plain("x" * 1_000) == "x" * logs.MAX_TEXT + "... (1000 characters)"

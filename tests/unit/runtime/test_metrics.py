@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from skyrl.runtime.metrics.files import STALE_S, MetricsDirectory, MetricsWriter, publishing
-from skyrl.runtime.metrics.http import HttpMetrics
-from skyrl.runtime.metrics.processes import EngineMetrics, LauncherMetrics
+from skyrl.api.metrics import HttpMetrics
+from skyrl.cli.launcher.metrics import LauncherMetrics
+from skyrl.engine.metrics import EngineMetrics
+from skyrl.inference.metrics import shown
+from skyrl.runtime.metrics.files import STALE_S, MetricsDirectory, MetricsWriter, joined, publishing, rendered
 from skyrl.runtime.metrics.tallies import Spreads, Tallies
-from skyrl.runtime.metrics.text import joined, rendered
-from skyrl.runtime.metrics.vllm import shown
 
 BOUNDS = (0.1, 1.0, 2.5)
 VALUES = (0.05, 0.1, 0.11, 1.0, 2.0, 9.0)

@@ -15,11 +15,10 @@ import psutil
 import pytest
 from picture_files import black, jpeg, plain, png, turned, with_scans
 
-from skyrl.base.pictures.decoding import MAX_PIXELS
-from skyrl.base.pictures.jpeg_scans import MAX_SCANS
+from skyrl.base.pictures.decoding import MAX_PIXELS, MAX_SCANS
 from skyrl.base.pictures.picture import BadPicture
+from skyrl.runtime.pictures import Limits
 from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
-from skyrl.runtime.pictures.protocol import Limits
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
-from skyrl.cli.launcher import preflight, ray_room
-from skyrl.runtime.ray_cluster import facts
-from skyrl.runtime.ray_cluster.facts import ClusterFacts
+from skyrl.cli.launcher import preflight
+from skyrl.cli.launcher import preflight as ray_room
+from skyrl.runtime.ray_cluster import connection
+from skyrl.runtime.ray_cluster.connection import ClusterFacts
 from skyrl.runtime.ray_cluster.head import HOST, LONGEST_TMPDIR, LocalCluster, wanted_cpus
 
 ENGINE = "generator.inference_engine"
@@ -171,6 +172,6 @@ def test_a_cluster_that_cannot_be_used_is_refused_before_the_start(tmp_path: Pat
 
 
 def test_an_unknown_failure_of_the_question_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts.sys, "executable", "/bin/false")
-    with pytest.raises(facts.NoCluster, match="cannot connect to the Ray cluster at h:1: exit code 1"):
-        facts.ask("h:1")
+    monkeypatch.setattr(connection.sys, "executable", "/bin/false")
+    with pytest.raises(connection.NoCluster, match="cannot connect to the Ray cluster at h:1: exit code 1"):
+        connection.ask("h:1")

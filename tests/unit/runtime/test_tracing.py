@@ -6,9 +6,17 @@ import time
 
 import pytest
 
-from skyrl.runtime.tracing import context as context_module
-from skyrl.runtime.tracing.context import SpanContext, TraceDecision, parse_traceparent, stored_context
-from skyrl.runtime.tracing.spans import CLOSE_S, OtlpSpans, RequestTrace, Span
+from skyrl.runtime import tracing as context_module
+from skyrl.runtime.tracing import (
+    CLOSE_S,
+    OtlpSpans,
+    RequestTrace,
+    Span,
+    SpanContext,
+    TraceDecision,
+    parse_traceparent,
+    stored_context,
+)
 from tests.otlp_receiver import collector
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

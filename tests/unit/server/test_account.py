@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from skyrl.server.quotas.account import Account, Ticket
-from skyrl.server.quotas.limits import QuotaLimits
+from skyrl.sampling.quota_account import Account, QuotaLimits, Ticket
 
 RATE = 600
 WAIT_S = 30.0

@@ -15,12 +15,10 @@ from chat_families import FAMILIES, HERMES, Family, write_model
 from transformers import AutoTokenizer
 
 from skyrl.base.tiny import model_path
-from skyrl.server.agents.continuations import load
-from skyrl.server.agents.rendering.chat_template import prepared
-from skyrl.server.agents.rendering.continuation import Continuations, Continued, Fork, Kept, Step
-from skyrl.server.agents.rendering.renderer import Setting, template_arguments, tools_of
-from skyrl.server.agents.rendering.renderers import has_system_role
-from skyrl.server.openai.system_messages import for_template
+from skyrl.chat.agents.rendering.continuation import ContinuationTokenizer, Continued, Fork, Kept, Step
+from skyrl.chat.agents.rendering.loaded_models import has_system_role, load
+from skyrl.chat.agents.rendering.renderer import Setting, prepared, template_arguments, tools_of
+from skyrl.chat.openai.chat_templates import for_template
 
 TOOLS = [
     {
@@ -79,7 +77,7 @@ class Model:
         self.stops = set(self.tokenizer.convert_tokens_to_ids(list(family.ends)))
         loaded = load(str(directory))
         assert loaded.continuations is not None
-        self.continuations: Continuations = loaded.continuations
+        self.continuations: ContinuationTokenizer = loaded.continuations
         self.habits = loaded.habits
 
     def text(self, messages: Sequence[dict[str, Any]], tools: bool = False, begins: bool = True, **given: Any) -> str:
@@ -303,7 +301,7 @@ def test_the_systems_message_stays_where_it_was(tmp_path: Path) -> None:
     nemo = Model(write_model(tmp_path, Family(template)), Family(template))
     asked = step([SYSTEM, USER], SAID, [AGAIN])
     assert nemo.tail(asked) == "<|im_end|>[INST]And now?[/INST]"
-    taken = Continuations(nemo.continuations.renderer, nemo.continuations._tokens, nemo.continuations.stops)
+    taken = ContinuationTokenizer(nemo.continuations.renderer, nemo.continuations._tokens, nemo.continuations.stops)
     taken.renderer.has_system_role = True
     fork = taken.continued(asked)
     assert isinstance(fork, Fork)

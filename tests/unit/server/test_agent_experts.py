@@ -15,11 +15,9 @@ from sampled_turns import Sampler, said, user
 from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.agents.experts import Experts, as_slime, recorded
-from skyrl.server.agents.export import FORMS, About
-from skyrl.server.agents.rows import Row, ends_of, rows_of
-from skyrl.training.backends.base import Datum, Mixture, TrainingPass
-from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of, with_sorted_experts
+from skyrl.chat.agents.export import FORMS, About, Experts, Row, as_slime, ends_of, recorded, rows_of
+from skyrl.trainer.protocol import Datum, Mixture, TrainingPass
+from skyrl.trainer.rows.routed_experts import check_routed_experts, experts_of, with_sorted_experts
 
 LAYERS, PER_TOKEN, COUNT = 4, 2, 6
 WITH_EXPERTS = [1, 3]

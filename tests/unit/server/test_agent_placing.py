@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampled_turns import Sampler, call, result, said, user
 
-from skyrl.server.agents.tree import Place, Tree
+from skyrl.chat.agents.tree import Place, Tree
 
 MESSAGES = [
     {"role": "system", "content": "help"},

@@ -19,9 +19,8 @@ from sampled_turns import END, Sampler, call, result, said, user
 from skyrl.base.types.agents import AgentLimits, AgentSession, VersionSpan
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.training import decode_forward_backward
-from skyrl.server.agents.canonical import print_of
-from skyrl.server.agents.export import FORMS, About, line
-from skyrl.server.agents.rows import Row, ends_of, rows_of
+from skyrl.chat.agents.export import FORMS, About, Row, ends_of, line, rows_of
+from skyrl.chat.agents.tree import fingerprint_of
 
 SESSION = AgentSession(
     id="s",
@@ -125,7 +124,7 @@ def test_a_turns_context_is_what_the_tree_says(sampler: Sampler) -> None:
 @given(sessions())
 def test_a_turn_continues_the_longest_turn_that_its_request_begins_with(sampler: Sampler) -> None:
     def seen(messages: Sequence[dict[str, Any]]) -> list[bytes]:
-        return [print_of(message).digest(keep_thinking=sampler.keep_thinking) for message in messages]
+        return [fingerprint_of(message).digest(keep_thinking=sampler.keep_thinking) for message in messages]
 
     turns = list(sampler.tree)
     whole = [seen([*sampler.tree.messages_of(turn), turn.answer]) for turn in turns]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sampled_turns import Sampler, call, result, said, user
 
-from skyrl.server.agents.canonical import print_of, request_key, setting_of
+from skyrl.chat.agents.tree import fingerprint_of, request_key, setting_of
 
 SYSTEM = {"role": "system", "content": "help"}
 ASK, YES = user("boats?"), said("yes")
@@ -308,4 +308,4 @@ def test_the_setting_is_what_a_template_reads_beside_the_messages() -> None:
     ],
 )
 def test_a_damaged_message_has_a_print_too(message: dict[str, Any]) -> None:
-    assert len(print_of(message).digest(keep_thinking=False)) == 16
+    assert len(fingerprint_of(message).digest(keep_thinking=False)) == 16

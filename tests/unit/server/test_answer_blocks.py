@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.dialects.blocks import Blocks
-from skyrl.server.dialects.chat_answer import Call, Function, Said
+from skyrl.chat.dialects.dialect import AssistantDelta, Blocks, Call, Function
 
 
-def blocks_of(*pieces: Said) -> list[tuple[str, str]]:
+def blocks_of(*pieces: AssistantDelta) -> list[tuple[str, str]]:
     """The kinds and texts of the blocks. Each must begin, have its text and end before the next begins."""
     blocks = Blocks()
     steps = [step for piece in pieces for step in blocks.add(piece)] + blocks.end()
@@ -29,23 +28,31 @@ def blocks_of(*pieces: Said) -> list[tuple[str, str]]:
     return told
 
 
-def call(index: int, arguments: str = "", name: str | None = None) -> Said:
-    return Said(tool_calls=[Call(Function(name, arguments), index, id=None if name is None else f"c{index}")])
+def call(index: int, arguments: str = "", name: str | None = None) -> AssistantDelta:
+    return AssistantDelta(tool_calls=[Call(Function(name, arguments), index, id=None if name is None else f"c{index}")])
 
 
 def test_white_space_alone_is_no_block_and_none_of_a_text_is_lost() -> None:
-    assert blocks_of(Said(content="\n"), Said(content=" ")) == []
-    assert blocks_of(Said(reasoning="hm", content="\n\n"), call(0, "{}", "add"), Said(content="\n")) == [
+    assert blocks_of(AssistantDelta(content="\n"), AssistantDelta(content=" ")) == []
+    assert blocks_of(
+        AssistantDelta(reasoning="hm", content="\n\n"), call(0, "{}", "add"), AssistantDelta(content="\n")
+    ) == [
         ("thinking", "hm"),
         ("call", "{}"),
     ]
     assert blocks_of(
-        Said(content="\n"), Said(content="a "), call(0, "{}", "add"), Said(content="\n"), call(0, "x")
+        AssistantDelta(content="\n"),
+        AssistantDelta(content="a "),
+        call(0, "{}", "add"),
+        AssistantDelta(content="\n"),
+        call(0, "x"),
     ) == [
         ("text", "\na "),
         ("call", "{}x"),
     ]
-    assert blocks_of(Said(content="a"), call(0, "{}", "add"), Said(content="\n"), Said(content="b")) == [
+    assert blocks_of(
+        AssistantDelta(content="a"), call(0, "{}", "add"), AssistantDelta(content="\n"), AssistantDelta(content="b")
+    ) == [
         ("text", "a"),
         ("call", "{}"),
         ("text", "\nb"),
@@ -53,7 +60,7 @@ def test_white_space_alone_is_no_block_and_none_of_a_text_is_lost() -> None:
 
 
 def test_thinking_after_a_text_is_a_block_of_its_own() -> None:
-    assert blocks_of(Said(reasoning="a"), Said(content="b"), Said(reasoning="c")) == [
+    assert blocks_of(AssistantDelta(reasoning="a"), AssistantDelta(content="b"), AssistantDelta(reasoning="c")) == [
         ("thinking", "a"),
         ("text", "b"),
         ("thinking", "c"),
@@ -61,13 +68,13 @@ def test_thinking_after_a_text_is_a_block_of_its_own() -> None:
 
 
 def test_calls_of_one_chunk_and_calls_without_a_function() -> None:
-    both = Said(tool_calls=[Call(Function("add", "{"), 0), Call(Function("sub", "{}"), 1)])
-    assert blocks_of(both, Said(tool_calls=[Call(index=1)])) == [("call", "{"), ("call", "{}")]
+    both = AssistantDelta(tool_calls=[Call(Function("add", "{"), 0), Call(Function("sub", "{}"), 1)])
+    assert blocks_of(both, AssistantDelta(tool_calls=[Call(index=1)])) == [("call", "{"), ("call", "{}")]
 
 
 def test_a_call_without_an_id_gets_one() -> None:
     blocks = Blocks()
-    blocks.add(Said(tool_calls=[Call(Function("add", "{}")), Call(Function("add", "{}"))]))
+    blocks.add(AssistantDelta(tool_calls=[Call(Function("add", "{}")), Call(Function("add", "{}"))]))
     assert len({block.call_id for block in blocks.all} - {""}) == 2
 
 
@@ -76,10 +83,12 @@ def test_a_call_without_an_id_gets_one() -> None:
     [
         (call(0, "{}"),),
         (call(0, "{", "add"), call(1, "{}", "sub"), call(0, "}")),
-        (call(0, "{", "add"), Said(content="a"), call(0, "}")),
+        (call(0, "{", "add"), AssistantDelta(content="a"), call(0, "}")),
     ],
 )
-def test_pieces_that_fit_no_open_call_are_an_error_of_the_server_and_not_lost(pieces: tuple[Said, ...]) -> None:
+def test_pieces_that_fit_no_open_call_are_an_error_of_the_server_and_not_lost(
+    pieces: tuple[AssistantDelta, ...],
+) -> None:
     with pytest.raises(RequestError) as error:
         blocks_of(*pieces)
     assert error.value.status == 503

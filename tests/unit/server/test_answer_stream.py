@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from skyrl.server.sampling.answer_stream import MAX_HEAD_BYTES, UNREAD_BYTES
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.transport import Interrupted, NotAccepted
+from skyrl.sampling.http import MAX_HEAD_BYTES, UNREAD_BYTES, HttpTransport
+from skyrl.sampling.transport import Interrupted, NotAccepted
 
 LONG_S = 20.0
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"

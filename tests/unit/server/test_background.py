@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError
 
-from skyrl.storage.db.periodic import repeat
+from skyrl.storage.db.repeats import repeat
 
 
 def database_is_locked() -> Exception:
@@ -36,7 +36,7 @@ async def logged(rounds: list[Exception | None], caplog: pytest.LogCaptureFixtur
         if error is not None:
             raise error
 
-    with caplog.at_level(logging.INFO, logger="skyrl.storage.db.periodic"):
+    with caplog.at_level(logging.INFO, logger="skyrl.storage.db.repeats"):
         task = asyncio.create_task(repeat("counting", 0.0, action))
         await ended.wait()
         task.cancel()

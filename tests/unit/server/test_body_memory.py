@@ -11,10 +11,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
+from skyrl.api import bodies as body_memory
+from skyrl.api.bodies import CONTROL_BYTES, MEMORY_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, BodyMemory, BodyReader
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.api import body_memory
-from skyrl.server.api.body import CONTROL_BYTES
-from skyrl.server.api.body_memory import MEMORY_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, BodyMemory, BodyReader
 
 HALF = MEMORY_BYTES // 2
 DiskUsage = namedtuple("DiskUsage", "total used free")

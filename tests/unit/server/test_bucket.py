@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.server.quotas.bucket import TokenBucket
+from skyrl.sampling.quota_account import TokenBucket
 
 PER_MINUTE = 60
 

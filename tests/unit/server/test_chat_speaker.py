@@ -7,8 +7,8 @@ import pytest
 from chat_answers import Piece, Told
 from openai import APIError, OpenAI
 
-from skyrl.server.dialects.chat import ChatSpeaker
-from skyrl.server.openai.errors import OpenAIError
+from skyrl.chat.dialects.dialect import ChatEncoder
+from skyrl.chat.openai.errors import OpenAIError
 
 ANSWER = Told("", "ok", (), (Piece("content", "o"), Piece("content", "k")), "stop")
 
@@ -23,7 +23,7 @@ def texts(stream: bytes) -> list[str]:
 
 
 def test_an_answer_is_unchanged_and_chunks_are_framed() -> None:
-    speaker = ChatSpeaker()
+    speaker = ChatEncoder()
     assert speaker.whole(ANSWER.whole()) == ANSWER.whole()
     stream = b"".join(speaker.events(chunk) for chunk in ANSWER.chunks()) + speaker.end()
     assert texts(stream) == ["", "o", "k", ""]
@@ -31,7 +31,7 @@ def test_an_answer_is_unchanged_and_chunks_are_framed() -> None:
 
 
 def test_a_stream_that_fails_ends_with_openais_error() -> None:
-    speaker = ChatSpeaker()
+    speaker = ChatEncoder()
     failed = speaker.failed(OpenAIError("away", status=503, code="inference_failed"))
     with pytest.raises(APIError, match="away") as error:
         texts(speaker.events(ANSWER.chunks()[1]) + failed)

@@ -17,15 +17,15 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import to_json
 from skyrl.base.wire.sample_request import Distribution
 from skyrl.base.wire.tensors import WireTensor
-from skyrl.inference.vllm_plugin.extra_args import PromptScores
-from skyrl.server.sampling.completion import (
+from skyrl.inference.vllm_plugin.protocol import PromptScores
+from skyrl.sampling.completion import (
     AbortedAnswer,
     MalformedAnswer,
     MissingLogprobs,
     decode_answer,
     encode_request,
 )
-from skyrl.server.sampling.job import SampleJob
+from skyrl.sampling.job import SampleJob
 from tests import sample_jobs
 
 JOB = msgspec.structs.replace(sample_jobs.JOB, model="m1@2", weights=AdapterVersion("m1@2"), max_tokens=8)

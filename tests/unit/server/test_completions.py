@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.server.futures.completions import CLONE_BLOCK, Completion, block_of, clone_of
+from skyrl.storage.futures.completion_feed import CLONE_BLOCK, Completion, block_of, clone_of
 
 
 @pytest.mark.parametrize("clone", [0, 1, 2, 10**9])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.dialects import messages, responses
+from skyrl.chat.dialects import messages, responses
 
 PNG = {"type": "base64", "media_type": "image/png", "data": "aGk="}
 TEXT = {"type": "text", "text": "a"}

@@ -13,17 +13,17 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import DataError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
-from skyrl.base.types.kinds import Kind
-from skyrl.base.types.requests import NewRequest
+from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.futures import entries, settling
-from skyrl.server.futures.recording import LARGE_BODY_BYTES
-from skyrl.server.futures.store import FutureStore
 from skyrl.storage.db import commands, retention
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.futures import entries
+from skyrl.storage.futures import store as settling
+from skyrl.storage.futures.entries import LARGE_BODY_BYTES
+from skyrl.storage.futures.store import FutureStore
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

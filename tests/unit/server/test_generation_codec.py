@@ -16,11 +16,10 @@ from skyrl.base.pictures.picture import PlacedPicture, digest_of
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.sample_request import Distribution
 from skyrl.base.wire.tensors import WireTensor
-from skyrl.inference.vllm_plugin.extra_args import PromptScores
-from skyrl.server.sampling.completion import LARGE_BYTES, AbortedAnswer, MalformedAnswer, MissingLogprobs
-from skyrl.server.sampling.generation import PIECE_BYTES, OtherTokens, decode_answer, encode_request, one_for_each
-from skyrl.server.sampling.job import Pictures, SampleJob
-from skyrl.server.sampling.packed_prompt import PackedPrompt
+from skyrl.inference.vllm_plugin.protocol import PromptScores
+from skyrl.sampling.completion import LARGE_BYTES, AbortedAnswer, MalformedAnswer, MissingLogprobs
+from skyrl.sampling.job import PackedPrompt, Pictures, SampleJob
+from skyrl.sampling.pictures import PIECE_BYTES, OtherTokens, decode_answer, encode_request, one_for_each
 from tests import sample_jobs
 
 IMAGE = 99

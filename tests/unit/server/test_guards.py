@@ -10,7 +10,7 @@ from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import Chunk, ModelInput, SampleRequest, SamplingParams
 from skyrl.base.wire.tensors import JsonTensor
 from skyrl.inference.features import InferenceFeatures
-from skyrl.server.sampling.guards import FeatureGuard
+from skyrl.sampling.job import FeatureGuard
 
 PROMPT = ModelInput([Chunk(tokens=[1, 2])])
 ALL = InferenceFeatures(prompt_logprobs=True, prompt_scores=True, any_temperature=True)

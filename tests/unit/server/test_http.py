@@ -20,10 +20,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from skyrl.runtime.web import idle_connections
-from skyrl.server.sampling import http
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.transport import Answer, Interrupted, NotAccepted
+from skyrl.http import idle_connections
+from skyrl.sampling import http
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.transport import Answer, Interrupted, NotAccepted
 
 LONG_S = 20.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nContent-Length: 2\r\n\r\n{}"

@@ -12,20 +12,20 @@ from chat_answers import Piece, Told, same_message, told
 from hypothesis import given
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.dialects.arguments import NOT_AN_OBJECT
-from skyrl.server.dialects.messages import error_body, to_chat
-from skyrl.server.dialects.messages.speaker import MessagesSpeaker
-from skyrl.server.openai.errors import OpenAIError
+from skyrl.chat.dialects.messages import error_body, to_chat
+from skyrl.chat.dialects.messages.answer import MessagesEncoder
+from skyrl.chat.dialects.parts import NOT_AN_OBJECT
+from skyrl.chat.openai.errors import OpenAIError
 
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
 
 def whole(answer: Told) -> dict[str, Any]:
-    return json.loads(MessagesSpeaker().whole(answer.whole()))
+    return json.loads(MessagesEncoder().whole(answer.whole()))
 
 
 def streamed(answer: Told) -> bytes:
-    speaker = MessagesSpeaker()
+    speaker = MessagesEncoder()
     return b"".join(speaker.events(chunk) for chunk in answer.chunks()) + speaker.end()
 
 
@@ -99,7 +99,7 @@ def test_the_events_come_in_anthropics_order(answer: Told) -> None:
 
 def test_an_answer_has_thinking_text_and_calls() -> None:
     answer = plain(reasoning="hm", content="ok", calls=(("add", '{"b": 1.0, "a": 2}'),), finish_reason="tool_calls")
-    message = client_of(MessagesSpeaker().whole(answer.whole()), "application/json").messages.create(**ASKED)
+    message = client_of(MessagesEncoder().whole(answer.whole()), "application/json").messages.create(**ASKED)
     assert message.id == "msg_7"
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
     assert list(message.to_dict()["content"][2]["input"].items()) == [("b", 1.0), ("a", 2)]  # type: ignore[index]
@@ -117,7 +117,7 @@ def test_arguments_that_are_no_json_object_are_kept_as_a_text(arguments: str) ->
 
 
 def test_the_pieces_of_a_calls_input_are_pings_until_it_is_complete() -> None:
-    speaker = MessagesSpeaker()
+    speaker = MessagesEncoder()
     piece = {"index": 0, "id": "c", "function": {"name": "add", "arguments": '{"a"'}}
     first = {"id": "chatcmpl-7", "model": "tiny", "choices": [{"delta": {"tool_calls": [piece]}}]}
     kinds = [event["type"] for event in events_in(speaker.events(json.dumps(first).encode()))]
@@ -141,12 +141,12 @@ def test_the_pieces_of_a_calls_input_are_pings_until_it_is_complete() -> None:
 def test_why_an_answer_ended(finish: str, stop: Any, calls: Any, expected: tuple[str, str | None]) -> None:
     answer = json.loads(plain(calls=calls, finish_reason=finish).whole())
     answer["choices"][0]["stop_reason"] = stop
-    message = json.loads(MessagesSpeaker().whole(json.dumps(answer).encode()))
+    message = json.loads(MessagesEncoder().whole(json.dumps(answer).encode()))
     assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
 def test_a_stream_that_fails_ends_with_an_error_that_the_client_raises() -> None:
-    speaker = MessagesSpeaker()
+    speaker = MessagesEncoder()
     answer = plain(content="ok", pieces=(Piece("content", "ok"),))
     stream = b"".join(speaker.events(chunk) for chunk in answer.chunks()[:2])
     stream += speaker.failed(OpenAIError("The inference server is away.", status=503))
@@ -157,7 +157,7 @@ def test_a_stream_that_fails_ends_with_an_error_that_the_client_raises() -> None
 def test_an_answer_that_is_no_chat_completion_is_an_error_of_the_server() -> None:
     for answer in (b"{}", b"no", b'{"id": 1}'):
         with pytest.raises(RequestError) as error:
-            MessagesSpeaker().whole(answer)
+            MessagesEncoder().whole(answer)
         assert error.value.status == 503
 
 

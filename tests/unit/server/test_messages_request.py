@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.dialects.dialect import Spoken
-from skyrl.server.dialects.messages import to_chat, to_count
-from skyrl.server.dialects.messages.block_kinds import LEFT_OUT
+from skyrl.chat.dialects.dialect import TranslatedRequest
+from skyrl.chat.dialects.messages import to_chat, to_count
+from skyrl.chat.dialects.messages.conversation import LEFT_OUT
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
@@ -20,7 +20,7 @@ ADDITION = {"type": "tool_addition"}
 PNG_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 
 
-def spoken(**fields: Any) -> Spoken:
+def spoken(**fields: Any) -> TranslatedRequest:
     return to_chat(json.dumps({"model": "m", "max_tokens": 9, "messages": [USER]} | fields).encode())
 
 

@@ -7,12 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from skyrl.server.openai.answers import EventRewriter, Used, rewritten
-from skyrl.server.openai.errors import code_in, refusal_of
-from skyrl.server.openai.events import DONE, Events
-from skyrl.server.sampling.answer_stream import AnswerStream
-from skyrl.server.sampling.completion import AbortedAnswer, MalformedAnswer
-from skyrl.server.sampling.transport import Answer, Interrupted
+from skyrl.chat.openai.errors import code_in, refusal_of
+from skyrl.chat.openai.exchanges import DONE, EventRewriter, Events, Used, rewritten
+from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
+from skyrl.sampling.http import AnswerStream
+from skyrl.sampling.transport import Answer, Interrupted
 
 WIRE = b': ping\n\ndata: {"a": "x\\n\\n"}\n\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
 

@@ -9,17 +9,15 @@ import pytest
 
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES
-from skyrl.server.openai.bounds import TOKEN_BYTES
-from skyrl.server.openai.errors import OpenAIError
-from skyrl.server.openai.exchanges import Sending, WholeAnswer
-from skyrl.server.openai.fields import REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
-from skyrl.server.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, completion
-from skyrl.server.openai.models import Target
-from skyrl.server.openai.nested import ECHOED
-from skyrl.server.sampling.answer_bound import MAX_ANSWER_BYTES
-from skyrl.server.sampling.http import HttpTransport
-from skyrl.server.sampling.job import (
+from skyrl.chat.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, TOKEN_BYTES
+from skyrl.chat.openai.errors import OpenAIError
+from skyrl.chat.openai.exchanges import Sending, WholeAnswer
+from skyrl.chat.openai.fields import ECHOED, REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
+from skyrl.chat.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, completion
+from skyrl.chat.openai.models import Target
+from skyrl.sampling.exchanges import MAX_ANSWER_BYTES
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import (
     MAX_ECHOED,
     MAX_NUM_SAMPLES,
     MAX_PROMPT_CELLS,

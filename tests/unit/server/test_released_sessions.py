@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.server.agents.rendering.chat_template import ChatTemplate
-from skyrl.server.agents.rendering.deepseek import DeepSeek
-from skyrl.server.agents.rendering.harmony import Harmony
-from skyrl.server.agents.rendering.inkling import Inkling
-from skyrl.server.agents.rendering.renderer import Setting, tools_of
+from skyrl.chat.agents.rendering.renderer import ChatTemplate, Setting, tools_of
+from skyrl.chat.agents.rendering.vllm_renderers import DeepSeek, Harmony, Inkling
 from tests.released_sessions.cookbook import FIGURES, measured
 from tests.released_sessions.play import SPECIAL, Model
 from tests.released_sessions.scripts import SYSTEM, TOOLS, called, result, said, user

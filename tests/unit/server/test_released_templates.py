@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from skyrl.server.agents.rendering.chat_template import ChatTemplate
-from skyrl.server.agents.rendering.renderer import CannotRender, Setting
-from skyrl.server.dialects import messages as anthropic
-from skyrl.server.dialects import responses
-from skyrl.server.openai.generation import chat
-from skyrl.server.sampling.job import ContextLimits
+from skyrl.chat.agents.rendering.renderer import CannotRender, ChatTemplate, Setting
+from skyrl.chat.dialects import messages as anthropic
+from skyrl.chat.dialects import responses
+from skyrl.chat.openai.generation import chat
+from skyrl.sampling.job import ContextLimits
 from tests.released_templates import CannotFetch, released_templates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from skyrl.api.request_status.commands import of_command
+from skyrl.api.request_status.finding import of_colocated, of_elsewhere, of_forwarded
+from skyrl.api.request_status.status import duration
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
-from skyrl.base.types.kinds import Kind
-from skyrl.server.request_status.commands import of_command
-from skyrl.server.request_status.samples import of_colocated, of_elsewhere, of_forwarded
-from skyrl.server.request_status.status import duration
-from skyrl.server.sampling.progress import SampleProgress, SampleWait
+from skyrl.base.types.requests import Kind
+from skyrl.sampling.retries import SampleProgress, SampleWait
 from skyrl.storage.db.commands import PendingCommand
 
 NOW = 1_000.0

@@ -14,10 +14,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.dialects.dialect import Speaker
-from skyrl.server.dialects.responses import to_chat
-from skyrl.server.dialects.responses.speaker import ALIVE
-from skyrl.server.openai.errors import OpenAIError
+from skyrl.chat.dialects.dialect import AnswerEncoder
+from skyrl.chat.dialects.responses import to_chat
+from skyrl.chat.dialects.responses.answer import ALIVE
+from skyrl.chat.openai.errors import OpenAIError
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ASKED: dict[str, Any] = {
@@ -38,7 +38,7 @@ ASKED: dict[str, Any] = {
 KEPT = ("type", "role", "name", "namespace", "call_id", "arguments", "input", "content", "summary", "encrypted_content")
 
 
-def speaker() -> Speaker:
+def speaker() -> AnswerEncoder:
     return to_chat(json.dumps(ASKED).encode(), None, "resp_1").speaker
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.dialects.dialect import Spoken
-from skyrl.server.dialects.responses import previous_response_id, to_chat
-from skyrl.server.dialects.responses.item_kinds import LEFT_OUT
+from skyrl.chat.dialects.dialect import TranslatedRequest
+from skyrl.chat.dialects.responses import previous_response_id, to_chat
+from skyrl.chat.dialects.responses.fields import LEFT_OUT
 
 USER = {"role": "user", "content": "hi"}
 ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": False}
@@ -23,7 +23,7 @@ PNG = "data:image/png;base64,aGk="
 PNG_PART = {"type": "image_url", "image_url": {"url": PNG}}
 
 
-def spoken(previous: list[dict[str, Any]] | None = None, **fields: Any) -> Spoken:
+def spoken(previous: list[dict[str, Any]] | None = None, **fields: Any) -> TranslatedRequest:
     return to_chat(json.dumps({"model": "m", "input": "hi"} | fields).encode(), previous, "resp_1")
 
 

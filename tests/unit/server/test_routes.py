@@ -9,12 +9,11 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from skyrl.api.call import Call, reply
+from skyrl.api.route import Body
+from skyrl.api.routing import Routes
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import FinishSessionRequest, ModelRequest
-from skyrl.server.api.call import Call
-from skyrl.server.api.reply import reply
-from skyrl.server.api.route import Body
-from skyrl.server.api.routes import Routes
 
 
 async def answer_empty(call: Call) -> Response:

@@ -15,7 +15,7 @@ from skyrl.base.wire import sample_request
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import Distribution
-from skyrl.server.sampling.job import (
+from skyrl.sampling.job import (
     MAX_NUM_SAMPLES,
     MAX_SEED,
     MAX_STOP_STRINGS,

@@ -12,8 +12,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from starlette.requests import Request
 
+from skyrl.api.signed_links import SignedUrls, stored_secret
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.api.signing import SignedUrls, stored_secret
 
 PATH = "/api/v1/downloads/files/s1:train:0/external_weights/a b+ä%2F/x.age"
 
@@ -42,9 +42,9 @@ def test_a_link_is_valid_until_it_expires(tmp_path: Path, monkeypatch: pytest.Mo
     assert link.url.startswith("http://skyrl.local:8000/api/v1/downloads/")
     assert " " not in link.url
     urls.verify(request_for(link.url))
-    monkeypatch.setattr("skyrl.server.api.signing.time.time", lambda: link.expires_at - 1)
+    monkeypatch.setattr("skyrl.api.signed_links.time.time", lambda: link.expires_at - 1)
     urls.verify(request_for(link.url))
-    monkeypatch.setattr("skyrl.server.api.signing.time.time", lambda: link.expires_at)
+    monkeypatch.setattr("skyrl.api.signed_links.time.time", lambda: link.expires_at)
     with pytest.raises(RequestError, match="expired") as refused:
         urls.verify(request_for(link.url))
     assert refused.value.status == 403

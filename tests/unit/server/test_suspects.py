@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from skyrl.server.sampling.suspects import Suspects
+from skyrl.sampling.retries import CrashIsolation
 
 
 async def settle() -> None:
@@ -18,7 +18,7 @@ class Queue:
     """Suspects by name, and the turns that they get."""
 
     def __init__(self) -> None:
-        self.suspects = Suspects()
+        self.suspects = CrashIsolation()
         self.running: dict[str, bool] = {}
         """The suspects that have their turn now, each with the flag that it runs alone."""
         self.tasks: dict[str, asyncio.Task[None]] = {}

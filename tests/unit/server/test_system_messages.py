@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from skyrl.server.dialects import messages as anthropic
-from skyrl.server.dialects import responses
-from skyrl.server.openai import system_messages
-from skyrl.server.openai.generation import Generation, chat
-from skyrl.server.openai.system_messages import for_template
-from skyrl.server.sampling.job import ContextLimits
+from skyrl.chat.dialects import messages as anthropic
+from skyrl.chat.dialects import responses
+from skyrl.chat.openai import chat_templates
+from skyrl.chat.openai.chat_templates import for_template
+from skyrl.chat.openai.generation import Generation, chat
+from skyrl.sampling.job import ContextLimits
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 SAID = {"role": "assistant", "content": "ok"}
@@ -93,7 +93,7 @@ def test_a_conversation_that_grows_keeps_what_was_rendered() -> None:
     ],
 )
 def test_a_template_without_system_messages(given: list[dict[str, Any]], made: list[dict[str, Any]]) -> None:
-    assert system_messages.without_the_role(for_template(given)) == made
+    assert chat_templates.without_the_role(for_template(given)) == made
 
 
 def _chat(fields: dict[str, Any]) -> Generation:

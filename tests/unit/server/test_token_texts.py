@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from skyrl.base.tiny import model_path
-from skyrl.server.agents.rendering.tokens import FileTokens
+from skyrl.chat.agents.rendering.loaded_models import FileTokens
 
 
 @pytest.fixture(scope="module")

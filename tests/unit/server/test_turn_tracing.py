@@ -7,10 +7,8 @@ import asyncio
 import pytest
 from one_turn import turn
 
-from skyrl.runtime.tracing.context import SpanContext
-from skyrl.runtime.tracing.current import current_trace
-from skyrl.runtime.tracing.spans import OtlpSpans, RequestTrace
-from skyrl.server.agents.tracing import TurnSpan
+from skyrl.chat.agents.turns import TurnSpan
+from skyrl.runtime.tracing import OtlpSpans, RequestTrace, SpanContext, current_trace
 from tests.otlp_receiver import Received, collector
 
 REQUEST = SpanContext.new()

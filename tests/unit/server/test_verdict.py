@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.router.refusals import BUSY, INTERRUPTED, NO_WORKER, refusal
-from skyrl.server.sampling.transport import Answer
-from skyrl.server.sampling.verdict import Verdict, verdict_of
+from skyrl.router.messages import BUSY, INTERRUPTED, NO_WORKER, refusal
+from skyrl.sampling.transport import Answer, Verdict, verdict_of
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ import pytest
 from vllm_sources import fields_of
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.server.openai import fields as known
-from skyrl.server.openai.fields import ChatFields, CompletionFields, GenerateFields, SamplingParams
-from skyrl.server.openai.generation import Generation, chat, completion
-from skyrl.server.openai.token_generation import generate
-from skyrl.server.sampling.job import ContextLimits
+from skyrl.chat.openai import fields as known
+from skyrl.chat.openai.fields import ChatFields, CompletionFields, GenerateFields, SamplingParams
+from skyrl.chat.openai.generation import Generation, chat, completion, generate
+from skyrl.sampling.job import ContextLimits
 from tests.e2e.vllm_fields import CHAT, COMPLETIONS, EFFECTS, ELSEWHERE, GENERATE, NO_EFFECT
 from tests.pages import ROOT
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from skyrl.storage.db.batched_rows import BatchedRows
 from skyrl.storage.db.futures import MAX_NAMED
+from skyrl.storage.db.row_caches import BatchedRows
 
 
 class Table:

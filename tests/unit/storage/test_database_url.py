@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from skyrl.base.config.database_url import readable_url
+from skyrl.base.config.keys import readable_url
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.cli.main import app
-from skyrl.storage.db.database import Database
-from skyrl.storage.db.urls import shown_url, sqlite_file
+from skyrl.storage.db.database import Database, shown_url, sqlite_file
 
 LEAKY = [
     "postgresql://skyrl:hush@ss/w:rd@127.0.0.1:1/skyrl",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.storage.notify.doorbell import MAX_DATAGRAM, Doorbell, DoorbellListener
+from skyrl.storage.doorbell import MAX_DATAGRAM, Doorbell, DoorbellListener
 
 
 class Listener:

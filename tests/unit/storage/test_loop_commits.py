@@ -15,7 +15,7 @@ from things import ROW, ids, things
 
 from skyrl.storage.db import writer as writer_module
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.row_connection import RowConnection, Write
+from skyrl.storage.db.row_statements import RowConnection, Write
 from skyrl.storage.db.writer import LOOP_BYTES, LOOP_ROWS, GroupCommitWriter
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.base.types.ids import new_request_id, new_session_id
+from skyrl.base.types.requests import new_request_id, new_session_id
 from skyrl.base.wire.paths import sampling_session_id_of
-from skyrl.storage.notify import peers as peers_module
-from skyrl.storage.notify.doorbell import SESSIONS, STATE, Doorbell, DoorbellListener
-from skyrl.storage.notify.notifier import Notifier
-from skyrl.storage.notify.peers import PeerNotices, PeerNotifier
+from skyrl.storage import notices as peers_module
+from skyrl.storage.doorbell import SESSIONS, STATE, Doorbell, DoorbellListener
+from skyrl.storage.notices import Notifier, PeerNotices, PeerNotifier
 
 LONG_S = 60.0
 

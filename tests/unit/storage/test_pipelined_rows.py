@@ -11,7 +11,7 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy.exc import IntegrityError, OperationalError
 from things import ROW, ids, things
 
-from skyrl.storage.db import pipelined_rows
+from skyrl.storage.db import row_statements
 from skyrl.storage.db.database import TAKE_WRITE_LOCK, Database
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_POSTGRES
@@ -103,7 +103,7 @@ async def test_a_broken_connection_fails_one_group_and_is_replaced(
 async def test_a_connection_that_broke_while_it_rested_fails_nothing(
     database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipelined_rows, "PING_AFTER_S", 0.0)
+    monkeypatch.setattr(row_statements, "PING_AFTER_S", 0.0)
     _break_connection(database, writer)
     assert await writer.execute(ROW, {"id": 2, "name": "x"})
     assert ids(database) == [1, 2]

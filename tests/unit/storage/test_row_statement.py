@@ -15,8 +15,8 @@ from sqlalchemy.exc import IntegrityError
 
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import RECORD, SETTLE_SAMPLE, Outcome, futures, settlement
-from skyrl.storage.db.row_statement import ROW_BYTES, SIZES, STATEMENT_BYTES, RowStatement, _size_for
-from skyrl.storage.db.tables.requests import FutureRow
+from skyrl.storage.db.row_statements import ROW_BYTES, SIZES, STATEMENT_BYTES, RowStatement, _size_for
+from skyrl.storage.db.tables import FutureRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 COLUMNS = [column.key for column in futures.columns]

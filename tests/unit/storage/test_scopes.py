@@ -8,18 +8,15 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import insert, select
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.base.types.scope import EVERYTHING, Scope
-from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights
+from skyrl.base.types.weights import EVERYTHING, AdapterVersion, BaseWeights, FullWeights, LoraSpec, Scope
 from skyrl.base.wire.errors import RequestError
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import Model, living, model_values, models
+from skyrl.storage.db.quotas import sizes
 from skyrl.storage.db.samplers import Sampler, add_sampler, find_sampler
 from skyrl.storage.db.scopes import in_scope, model_in_scope, models_in_scope
-from skyrl.storage.db.sizes import sizes
-from skyrl.storage.db.tables.requests import FutureRow
-from skyrl.storage.db.tables.sessions import SessionRow
+from skyrl.storage.db.tables import FutureRow, SessionRow
 from tests.postgres_server import ON_BOTH
 
 FIRST, SECOND = Scope(without=frozenset({"b", "b-alias"})), Scope(within=frozenset({"b", "b-alias"}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl.storage.db.session_cache import SessionCache
+from skyrl.storage.db.row_caches import SessionCache
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl.storage.db import silence
-from skyrl.storage.db.silence import LONG_LOOK_S, SilenceWatch
+from skyrl.storage.db import sessions
+from skyrl.storage.db.sessions import LONG_LOOK_S, SilenceWatch
 
 TIMEOUT_S = 300.0
 
@@ -48,7 +48,7 @@ class World:
 @pytest.fixture
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
     clock = Clock(getattr(request, "param", 0.0))
-    monkeypatch.setattr(silence, "time", SimpleNamespace(monotonic=clock.monotonic, time=clock.time))
+    monkeypatch.setattr(sessions, "time", SimpleNamespace(monotonic=clock.monotonic, time=clock.time))
     return World(clock)
 
 

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 from safetensors import SafetensorError
 
-from skyrl.base.types.command import Command
+from skyrl.base.types.requests import Command
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.storage.checkpoint_store import space
+from skyrl.engine.settlement import failed
+from skyrl.runtime.processes import host_resources
+from skyrl.runtime.processes.host_resources import SPARE_DISK_BYTES, is_full_disk, shortage, watch_disk
 from skyrl.storage.checkpoint_store.base import StoreError
-from skyrl.storage.checkpoint_store.space import SPARE_DISK_BYTES, is_full_disk, shortage, watch_disk
 from skyrl.storage.db.futures import Outcome
-from skyrl.training.engine.failures import failed
 
 
 @pytest.fixture
@@ -44,15 +44,15 @@ def test_a_missing_directory_is_described(tmp_path: Path) -> None:
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The messages of `skyrl.storage.checkpoint_store.space`. SDK clients of other tests may log at any time."""
-    return [record.getMessage() for record in caplog.records if record.name == space.__name__]
+    """The messages of `skyrl.runtime.processes.host_resources`. SDK clients of other tests may log at any time."""
+    return [record.getMessage() for record in caplog.records if record.name == host_resources.__name__]
 
 
 async def test_the_log_reports_the_start_and_the_end_of_a_shortage_once(
     disk: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checks = 0
-    real_shortage = space.shortage
+    real_shortage = host_resources.shortage
 
     def count(directory: Path) -> str | None:
         nonlocal checks
@@ -64,8 +64,8 @@ async def test_the_log_reports_the_start_and_the_end_of_a_shortage_once(
         while checks < last:  # noqa: ASYNC110 - the test's own time limit ends it
             await asyncio.sleep(0.005)
 
-    monkeypatch.setattr(space, "shortage", count)
-    monkeypatch.setattr(space, "LOOK_S", 0.01)
+    monkeypatch.setattr(host_resources, "shortage", count)
+    monkeypatch.setattr(host_resources, "LOOK_S", 0.01)
     with caplog.at_level(logging.INFO):
         watching = asyncio.create_task(watch_disk(tmp_path))
         await wait_for_checks(3)
@@ -78,7 +78,7 @@ async def test_the_log_reports_the_start_and_the_end_of_a_shortage_once(
             "the server's disk has 0 MiB free",
             "the server's disk has enough space again",
         ]
-        monkeypatch.setattr(space, "REPEAT_S", 0.0)
+        monkeypatch.setattr(host_resources, "REPEAT_S", 0.0)
         disk.free = 0
         await wait_for_checks(5)
         assert len(messages(caplog)) > 4, "the log repeats a shortage that lasts"
@@ -90,7 +90,7 @@ async def test_the_log_reports_the_start_and_the_end_of_a_shortage_once(
 async def test_a_disk_that_cannot_be_read_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(space, "LOOK_S", 0.01)
+    monkeypatch.setattr(host_resources, "LOOK_S", 0.01)
     watching = asyncio.create_task(watch_disk(tmp_path / "gone"))
     while "cannot be read" not in caplog.text:  # noqa: ASYNC110 - the test's own time limit ends it
         await asyncio.sleep(0.01)

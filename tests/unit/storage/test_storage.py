@@ -24,7 +24,7 @@ from skyrl.storage.checkpoint_store.archive import Member, gzip_size, gzip_store
 from skyrl.storage.checkpoint_store.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
 from skyrl.storage.checkpoint_store.directories import atomic_directory, fetch, id_of, link_tree, remove, safe_name
 from skyrl.storage.checkpoint_store.local import LocalStore
-from skyrl.storage.checkpoint_store.object_errors import readable_error
+from skyrl.storage.checkpoint_store.objects import readable_error
 from skyrl.storage.checkpoint_store.registry import open_store
 
 KEY = f"{safe_name('s1:train:0')}/name-0123"
@@ -159,7 +159,7 @@ def test_keys_of_long_and_special_names_are_stored(store: CheckpointStore) -> No
 
 
 def test_a_checkpoint_with_a_scratch_like_name_is_no_leftover(store: CheckpointStore) -> None:
-    """A name may begin as scratch directories do. `skyrl.training.engine.saving` appends the save's id to the name."""
+    """A name may begin as scratch directories do. `skyrl.engine.saving` appends the save's id to the name."""
     names = [".tmp-best", f".tmp-{'0' * 16}", ".tmp-"]
     expected = sorted(f"model/{safe_name(name)}-{'0' * 12}" for name in names)
     for key in expected:

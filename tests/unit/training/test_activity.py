@@ -7,16 +7,14 @@ import itertools
 import pytest
 from prometheus_client import CollectorRegistry
 
+from skyrl.api.request_status.commands import of_command
 from skyrl.base.types.activity import EngineActivity, RecoveryProgress, WaitsFor, decode_activity, encode_activity
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
-from skyrl.runtime.metrics.commands import CommandMetrics
-from skyrl.server.request_status.commands import of_command
+from skyrl.base.types.requests import Command, Kind
+from skyrl.engine import activity as activity_module
+from skyrl.engine.activity import ActivityWatch, Holds, RunTimes
+from skyrl.engine.metrics import CommandMetrics
+from skyrl.engine.scheduler import Scheduler
 from skyrl.storage.db.commands import PendingCommand
-from skyrl.training.engine import activity as activity_module
-from skyrl.training.engine.activity import ActivityWatch, Holds
-from skyrl.training.engine.run_times import RunTimes
-from skyrl.training.engine.scheduler import Scheduler
 
 _numbers = itertools.count(1)
 
@@ -100,7 +98,7 @@ def test_the_metrics_count_the_waiting_commands_by_reason(world: World) -> None:
 
 def test_while_an_unload_runs_no_numbered_command_counts_as_running(world: World) -> None:
     world.scheduler.add(command(None, Kind.UNLOAD_MODEL))
-    world.scheduler.take_barriers(["m"])
+    world.scheduler.take_exclusive(["m"])
     world.scheduler.add(command(0))
     model = world.look().models["m"]
     assert (model.waits_for, model.kind, model.seq_id) == (WaitsFor.NOTHING, "UNLOAD_MODEL", None)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.torch_lora.adapter import Adapter, LoraPair, Target
-from skyrl.training.backends.torch_lora.adapter_stack import AdapterStack
-from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, StackedUpdate, Update, linear_with_updates
-from skyrl.training.backends.torch_lora.side_by_side import MOST_PADDING, groups_of
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.lora.adapter import Adapter, LoraPair, Target
+from skyrl.trainer.lora.products import AdapterStack, RowsUpdate, StackedUpdate, Update, linear_with_updates
+from skyrl.trainer.passes.pass_run import MOST_PADDING, groups_of
 
 CPU = torch.device("cpu")
 WIDTHS = (48, 96, 32, 48)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from skyrl.training.engine.agreement import compare_base, compare_change
+from skyrl.engine.trainer_probes import compare_base, compare_change
 
 TOKENS = 63
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl.training.backends.torch_lora import attention_kernels
-from skyrl.training.backends.torch_lora.attention_kernels import attend, for_all_heads
+from skyrl.trainer.attention import packed_attention
+from skyrl.trainer.attention.packed_attention import attend, for_all_heads
 
 COUNT, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 6, 2, 8, 5
 
@@ -64,7 +64,7 @@ def test_attention_equals_the_formula(
     block_bytes: int,
 ) -> None:
     """Also in blocks of two queries, which backward computes again."""
-    monkeypatch.setattr(attention_kernels, "SCORES_BYTES", block_bytes)
+    monkeypatch.setattr(packed_attention, "SCORES_BYTES", block_bytes)
     states = _states(rows, 9)
     mask = _mask(kind, rows, 9)
     expected, gradients = _formula(states, mask, scale, softcap, with_sinks)

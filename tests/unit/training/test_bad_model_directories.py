@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.torch_lora import loading
-from skyrl.training.backends.torch_lora.loading import load_model
+from skyrl.trainer.model import loading
+from skyrl.trainer.model.loading import load_model
 from tests.families import make_family
 from tests.quantized import write_shards
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl.training.backends.torch_lora import block_attention
-from skyrl.training.backends.torch_lora.attention_kernels import attend
-from skyrl.training.backends.torch_lora.block_attention import Attended, Running, Scoring, attend_to, gradients_to
+from skyrl.trainer.attention import divided
+from skyrl.trainer.attention.divided import Attended, Scoring, SoftmaxSum, attend_to, gradients_to
+from skyrl.trainer.attention.packed_attention import attend
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, ROWS = 6, 2, 8, 5, 300
 BOUNDS = (0, 90, 170, ROWS)
@@ -29,7 +29,7 @@ def _states() -> list[Tensor]:
 def test_keys_in_parts_give_the_result_and_gradients_of_all_keys(
     monkeypatch: pytest.MonkeyPatch, with_sinks: bool, softcap: float | None, window: int | None, bytes_of_block: int
 ) -> None:
-    monkeypatch.setattr(block_attention, "BLOCK_BYTES", bytes_of_block)
+    monkeypatch.setattr(divided, "BLOCK_BYTES", bytes_of_block)
     query, key, value = _states()
     sinks = torch.linspace(-1, 2, HEADS) if with_sinks else None
     apart = torch.arange(FIRST_QUERY, ROWS)[:, None] - torch.arange(ROWS)
@@ -42,7 +42,7 @@ def test_keys_in_parts_give_the_result_and_gradients_of_all_keys(
 
     scoring = Scoring(0.3, window, softcap)
     parts = [slice(*pair) for pair in reversed(list(zip(BOUNDS, BOUNDS[1:], strict=False)))]
-    running = Running.begin(query, VALUE_DIM, sinks)
+    running = SoftmaxSum.begin(query, VALUE_DIM, sinks)
     with torch.no_grad():
         for part in parts:
             attend_to(running, query, key[:, part], value[:, part], FIRST_QUERY - part.start, scoring)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen3VLMoeForConditionalGeneration
 
-from skyrl.training.backends.torch_lora.conversions import stored_parameters
-from skyrl.training.backends.torch_lora.text_part import detach_vision, model_class
+from skyrl.trainer.files.model_files import stored_parameters
+from skyrl.trainer.model.loading import detach_vision, model_class
 from tests.families import MIXTURES, make_family
 
 

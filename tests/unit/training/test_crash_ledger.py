@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import DataError, OperationalError
 
-from skyrl.training.engine.crash_ledger import CrashLedger
+from skyrl.engine.crash_ledger import CrashLedger
 
 
 class Died(BaseException):

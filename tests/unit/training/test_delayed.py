@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
-from skyrl.training.engine.scheduler import Scheduler
+from skyrl.base.types.requests import Command, Kind
+from skyrl.engine.scheduler import Scheduler
 
 _numbers = itertools.count(1)
 NOON, ONE, TWO = 1000.0, 2000.0, 3000.0
@@ -31,7 +30,7 @@ def run_turn(queue: Scheduler, now: float) -> list[tuple[str | None, int | None]
     models = queue.ready_models()
     taken = queue.take_passes(models)
     queue.finish(taken)
-    for batch in (queue.take_file_commands(), queue.take_barriers(models), queue.take_samples()):
+    for batch in (queue.take_file_commands(), queue.take_exclusive(models), queue.take_samples()):
         queue.finish(batch)
         taken += batch
     return [(item.model_id, item.seq_id) for item in taken]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl.training.backends.torch_lora.device import prepare_device
+from skyrl.trainer.device import prepare_device
 
 DETERMINISTIC: Any = torch.utils.deterministic
 

@@ -31,10 +31,10 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.config.mixtures import FROZEN_EXPERTS
-from skyrl.training.backends.base import AdamParams, Backend, Datum, InvalidRequest, TrainingPass
-from skyrl.training.backends.torch_lora.adapter import Adapter
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.base.model_files import FROZEN_EXPERTS
+from skyrl.trainer.lora.adapter import Adapter
+from skyrl.trainer.protocol import AdamParams, Backend, Datum, InvalidRequest, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 LENGTHS = (7, 31, 1, 18, 30)
 LEAVE_OUT: dict[str, Any] = {"policy.model.lora.train_mlp_of_mixtures": "leave_out"}

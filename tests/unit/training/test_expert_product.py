@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from skyrl.training.backends.torch_lora.expert_product import (
+from skyrl.trainer.experts.product import (
     BaseExperts,
     ExpertsUpdate,
     _on_device,

@@ -37,9 +37,9 @@ from torch_lora_support import (
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.base import InvalidRequest, PassResult, RankDied, TrainingPass
-from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from skyrl.trainer.protocol import InvalidRequest, PassResult, RankDied, TrainingPass
+from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_rank import ExpertRank
 from tests.families import MIXTURES, make_family
 from tests.quantized import MXFP4, mxfp4, quantize
 

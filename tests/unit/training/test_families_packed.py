@@ -27,11 +27,12 @@ from torch_lora_support import (
 )
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Datum, PassResult
-from skyrl.training.backends.torch_lora import prefixes, recomputation, recurrence, scans
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.attention import recurrent, scans
+from skyrl.trainer.model import recomputation
+from skyrl.trainer.protocol import AdamParams, Datum, PassResult
+from skyrl.trainer.ranks.lora_backend import ShardedBackend, TorchLoraBackend
+from skyrl.trainer.rows import prefixes
 from tests.families import MIXTURES, make_family
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
@@ -147,7 +148,7 @@ def test_recomputed_layers_and_blocks_give_the_same_numbers(
     kept = _learn(_backend(family_path(family), gradient_checkpointing=False), tmp_path / "kept")
     again = _learn(_backend(family_path(family), gradient_checkpointing=True), tmp_path / "again")
     assert_same(again[1], kept[1])
-    for module in (recurrence, scans):
+    for module in (recurrent, scans):
         monkeypatch.setattr(module, "KEPT_ROWS", 0)
     monkeypatch.setattr(scans, "BLOCK_ROWS", 16)
     _assert_close(_learn(_backend(family_path(family), gradient_checkpointing=True), tmp_path / "blocks"), kept)

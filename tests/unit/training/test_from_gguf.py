@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl.base.config.server import ConfigError
 from skyrl.base.tiny import model_path
-from skyrl.training.backends.from_gguf.__main__ import main
-from skyrl.training.backends.from_gguf.directory import convert
-from skyrl.training.backends.torch_lora.loading import load_model
+from skyrl.trainer.model.loading import load_model
+from skyrl.trainer.tools.from_gguf import convert, main
 from tests.gguf_files import BYTE, CONTROL, NORMAL, OWN, UNKNOWN, UNUSED, Words, filler, write_gguf
 
 ROWS = 96
@@ -140,8 +139,8 @@ def test_quantized_matrices_are_what_the_library_reads(kind: str, tmp_path: Path
 
 
 def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl.training.backends.from_gguf.directory.SHARD", "40KB")
-    monkeypatch.setattr("skyrl.training.backends.torch_full.tensor_files.AT_ONCE", 300)
+    monkeypatch.setattr("skyrl.trainer.tools.from_gguf.SHARD", "40KB")
+    monkeypatch.setattr("skyrl.trainer.files.tensor_files.AT_ONCE", 300)
     model = _model("Llama")
     convert(write_gguf(tmp_path / "m.gguf", "llama", model, filler(ROWS)), tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch_lora_support import assert_close, files_saved, make_full, ok, rl, sft, train
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.torch_full import sharded_state
-from skyrl.training.backends.torch_lora.routing import CORRECTION
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.experts.routing import CORRECTION
+from skyrl.trainer.ranks import full_backend
 from tests.families import MIXTURES, make_family
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
@@ -51,7 +51,7 @@ def _files(backend: Any, directory: Path) -> dict[str, bytes]:
 def test_two_ranks_train_a_mixture_as_one_device_does_and_write_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    monkeypatch.setattr(sharded_state, "PAGE", 5000)  # so that pages cut the tensors of experts
+    monkeypatch.setattr(full_backend, "PAGE", 5000)  # so that pages cut the tensors of experts
     path = make_family(family, tmp_path)
     with closed_at_end(make_full) as make:
         one, two = make(path=path), make(path=path, ranks=2)

@@ -13,16 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch_lora_support import assert_same, base_path, files_saved, make_full, ok, rl, sft, stored_tensors, train
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult
-from skyrl.training.backends.torch_full import rank as rank_module
-from skyrl.training.backends.torch_full import sharded_state
-from skyrl.training.backends.torch_full.rank import FullRank
-from skyrl.training.backends.torch_lora import dividing, sharding
-from skyrl.training.backends.torch_lora import model as model_module
-from skyrl.training.backends.torch_lora.losses import Loss, LossInputs, LossValue
-from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
-from skyrl.training.backends.torch_lora.rank_base import RankSettings
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.losses import Loss, LossInputs, LossValue
+from skyrl.trainer.model import base_model as model_module
+from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult
+from skyrl.trainer.ranks import full_backend, plan, sharded_model
+from skyrl.trainer.ranks import full_rank as rank_module
+from skyrl.trainer.ranks.full_rank import FullRank
+from skyrl.trainer.ranks.rank import RankSettings
+from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 STEP = AdamParams(learning_rate=1e-2)
@@ -73,7 +72,7 @@ class ComputesInBfloat16(FullRank):
 
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
         super().__init__(rank, ranks, settings)
-        modules: tuple[Any, ...] = (sharding, model_module)
+        modules: tuple[Any, ...] = (sharded_model, model_module)
         for module in modules:
             module.base_dtype = lambda device: torch.bfloat16
 
@@ -153,14 +152,14 @@ def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
             raise MemoryError("no memory left")
         return prefix_tree(data)
 
-    monkeypatch.setattr(dividing, "prefix_tree", short)
+    monkeypatch.setattr(plan, "prefix_tree", short)
     assert [type(each) for each in backend.run([good, bad, good])] == [PassResult, OutOfMemory, PassResult]
 
 
 def test_a_model_that_is_deleted_in_the_middle_of_a_save_fails_the_save_alone(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded_state, "PAGE", 5000)
+    monkeypatch.setattr(full_backend, "PAGE", 5000)
     backend = make()
     backend.create_model("m", WHOLE)
     ok(backend.run([train("m", sft(1, 20, 9))]))

@@ -37,10 +37,10 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import Backend, InvalidRequest, PassResult, PlaceTaken, TrainingPass
-from skyrl.training.backends.torch_full import sharded_state
-from skyrl.training.backends.torch_full.sharded import ShardedFullBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import Backend, InvalidRequest, PassResult, PlaceTaken, TrainingPass
+from skyrl.trainer.ranks import full_backend
+from skyrl.trainer.ranks.full_backend import ShardedFullBackend
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 STEPS = 2
@@ -130,7 +130,7 @@ def test_a_state_of_two_ranks_goes_on_with_any_number_and_without_ranks(
     tmp_path: Path, make: Make, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All write the same files, byte for byte, also in many pages that cut tensors."""
-    monkeypatch.setattr(sharded_state, "PAGE", 5000)
+    monkeypatch.setattr(full_backend, "PAGE", 5000)
     two = make(architecture, 2)
     _learn(two, tmp_path / "learned")
     (tmp_path / "state").mkdir()

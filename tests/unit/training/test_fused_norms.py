@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from skyrl.base.tiny import model_path
-from skyrl.training.backends.torch_lora.fused_norms import fuse_norms
-from skyrl.training.backends.torch_lora.loading import load_model
+from skyrl.trainer.model.base_model import fuse_norms
+from skyrl.trainer.model.loading import load_model
 from tests.families import make_family
 
 TOKENS = torch.arange(3, 40)[None]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
-from skyrl.training.engine.gaps import Gaps
-from skyrl.training.engine.scheduler import Scheduler
+from skyrl.base.types.requests import Command, Kind
+from skyrl.engine.command_log import Gaps
+from skyrl.engine.scheduler import Scheduler
 
 _rows = itertools.count(1)
 

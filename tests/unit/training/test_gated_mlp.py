@@ -12,8 +12,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from skyrl.training.backends.torch_lora import packed_model
-from skyrl.training.backends.torch_lora.gated_mlp import _is_plain
+from skyrl.trainer.lora.linear import _is_plain
+from skyrl.trainer.model import packed_model
 
 BETWEEN, LAYERS, FLOAT = 80, 2, 4
 """Of the model of `make_backend`."""

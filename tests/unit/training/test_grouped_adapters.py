@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch_lora_support import VOCAB, grpo, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora import logprobs as logprobs_module
-from skyrl.training.backends.torch_lora import lora_product, passes
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.lora import products
+from skyrl.trainer.model import logprobs as logprobs_module
+from skyrl.trainer.passes import micro_batch
+from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 RANKS = {"a": 8, "e": 64, "b": 16, "c": 8, "d": 4}
 LAYERS: dict[str, dict[str, bool]] = {"b": {"train_mlp": False}, "c": {"train_attn": False}}
@@ -28,14 +29,14 @@ HIGH_RANKS: dict[str, Any] = {"policy.model.lora.max_lora_rank": 64}
 def grouped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """CUDA's branch. The list gets the number of adapters of each product that was grouped."""
     found: list[int] = []
-    grouped_mm = lora_product.grouped_mm
+    grouped_mm = products.grouped_mm
 
     def noted(x: torch.Tensor, y: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
         found.append(len(offs))
         return grouped_mm(x, y, offs=offs)
 
-    monkeypatch.setattr(passes, "groups_adapters", lambda device: True)
-    monkeypatch.setattr(lora_product, "grouped_mm", noted)
+    monkeypatch.setattr(micro_batch, "groups_adapters", lambda device: True)
+    monkeypatch.setattr(products, "grouped_mm", noted)
     return found
 
 

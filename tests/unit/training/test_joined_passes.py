@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 from torch_lora_support import assert_same, grpo, make_backend, ok, saved, sft, spec, train
 
-from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora import backend as backend_module
-from skyrl.training.backends.torch_lora import checks, prefixes
-from skyrl.training.backends.torch_lora import joined as joined_module
-from skyrl.training.backends.torch_lora import passes as passes_module
-from skyrl.training.backends.torch_lora import running as running_module
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.training.backends.torch_lora.model import BaseModel
-from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient
-from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
-from skyrl.training.backends.torch_lora.running import Slice
+from skyrl.trainer import checks
+from skyrl.trainer.lora.adapter import NonFiniteGradient
+from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.trainer.model.base_model import BaseModel
+from skyrl.trainer.passes import micro_batch as joined_module
+from skyrl.trainer.passes import micro_batch as passes_module
+from skyrl.trainer.passes import pass_run as running_module
+from skyrl.trainer.passes.pass_run import MicroBatchItem
+from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
+from skyrl.trainer.ranks import lora_backend as backend_module
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.rows import prefixes
+from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
 
 BATCH = sorted(grpo(1, 3, 4, 30), key=lambda datum: datum.tokens.tolist())
 """Three groups of four samples, one after the other."""
@@ -185,10 +186,10 @@ def test_a_pass_found_in_one_of_several_slices_of_a_micro_batch_changes_no_neigh
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its part of the second slice is finite, and was scored before the first slice was recorded."""
-    micro_batches: list[Sequence[Slice]] = []
+    micro_batches: list[Sequence[MicroBatchItem]] = []
     run = backend_module.run_micro_batch
 
-    def spy(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
+    def spy(base: BaseModel, batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
         micro_batches.append(batch)
         run(base, batch, backward=backward)
 
@@ -215,7 +216,7 @@ def test_a_pass_whose_sum_is_not_finite_is_left_out_at_once_where_losses_are_com
 ) -> None:
     """As on CUDA, beside a pass of another adapter."""
     monkeypatch.setattr(passes_module, "groups_adapters", lambda device: True)
-    monkeypatch.setattr(joined_module, "run_micro_batch", lambda *_, **__: pytest.fail("a pass ran again"))
+    monkeypatch.setattr(joined_module, "items_of", lambda *_: pytest.fail("a pass ran again"))
     first, _, last = _in_the_midst_of_groups()
     bad = train("a", _with_one_spoilt(BATCH[3:6], _overflow, 1), "importance_sampling")
     backend = _backend()
@@ -264,7 +265,7 @@ def test_a_forward_that_is_not_finite_lets_no_neighbour_run_again(monkeypatch: p
     data[0] += BATCH[6:7]
     passes = [TrainingPass("a", each, "importance_sampling", backward=False) for each in data]
     alone = ok(_backend(merge=False).run(passes[1:]))
-    monkeypatch.setattr(joined_module, "run_micro_batch", lambda *_, **__: pytest.fail("a pass ran again"))
+    monkeypatch.setattr(joined_module, "items_of", lambda *_: pytest.fail("a pass ran again"))
     failed, result = _backend(budget=40).run(passes)
     assert isinstance(failed, InvalidRequest)
     for one, other in zip(ok([result])[0].logprobs, alone[0].logprobs, strict=True):
@@ -275,7 +276,7 @@ def test_the_gradient_of_joined_passes_does_not_wait_for_other_adapters(monkeypa
     backend = _backend(budget=72)
     run, added = backend_module.run_micro_batch, list[bool]()
 
-    def spy(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
+    def spy(base: BaseModel, batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
         added.append(backend._adapters["a"].gradient is not None)
         run(base, batch, backward=backward)
 
@@ -288,16 +289,16 @@ def test_the_gradient_of_joined_passes_does_not_wait_for_other_adapters(monkeypa
 def test_no_memory_to_leave_failed_passes_out_changes_no_other_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = Slice.left
+    left = MicroBatchItem.left
 
-    def short(piece: Slice) -> Slice | None:
+    def short(piece: MicroBatchItem) -> MicroBatchItem | None:
         if piece.running.joins_passes:
             raise MemoryError
         return left(piece)
 
     passes = _in_the_midst_of_groups()
     backend = _backend()
-    monkeypatch.setattr(Slice, "left", short)
+    monkeypatch.setattr(MicroBatchItem, "left", short)
     results = ok(backend.run([train("b", sft(1, 20)), *passes]))
     _assert_close_to_alone(results[1:], backend, passes, tmp_path)
 

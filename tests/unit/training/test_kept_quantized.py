@@ -15,10 +15,10 @@ from torch_lora_support import assert_same, make_backend, ok, saved, sft, spec, 
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.base import AdamParams
-from skyrl.training.backends.registry import create_backend
-from skyrl.training.backends.torch_lora.loading import load_model
-from skyrl.training.backends.torch_lora.quantized_weights import QuantizedWeight, held_bytes
+from skyrl.trainer import create_backend
+from skyrl.trainer.model.loading import load_model
+from skyrl.trainer.protocol import AdamParams
+from skyrl.trainer.quantized.weights import QuantizedWeight, held_bytes
 
 STEP = AdamParams(learning_rate=1e-2)
 

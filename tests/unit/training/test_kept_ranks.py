@@ -14,13 +14,11 @@ from torch_lora_support import assert_same, base_path, make_backend, make_ranks,
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.base import TrainingPass
-from skyrl.training.backends.torch_lora.expert_rank import ExpertRank
-from skyrl.training.backends.torch_lora.plan import Plan
-from skyrl.training.backends.torch_lora.quantized_slices import QuantizedSlice
-from skyrl.training.backends.torch_lora.quantized_weights import QuantizedWeight
-from skyrl.training.backends.torch_lora.rank import AdapterFacts, Rank
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from skyrl.trainer.protocol import TrainingPass
+from skyrl.trainer.quantized.weights import QuantizedSlice, QuantizedWeight
+from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_rank import AdapterFacts, ExpertRank, LoraRank
+from skyrl.trainer.ranks.plan import Plan
 from tests.families import FAMILIES, MIXTURES, make_family
 from tests.quantized import FP8, block_fp8, quantize
 
@@ -107,7 +105,7 @@ def test_a_snapshot_goes_on_with_the_same_bits_with_and_without_kept_weights(
         assert_same(saved(again, "m", tmp_path / f"kept-{keep}"), expected)
 
 
-class Watched(Rank):
+class Watched(LoraRank):
     """Fails if it computes a weight from the files, and counts the bytes that it gathers for passes."""
 
     def load(self) -> AdapterFacts:

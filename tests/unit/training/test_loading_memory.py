@@ -15,7 +15,7 @@ from tests.quantized import FP8, block_fp8, quantize
 LOADED = """
 import re, sys, torch
 from pathlib import Path
-from skyrl.training.backends.torch_lora.loading import load_model
+from skyrl.trainer.model.loading import load_model
 peak = lambda: 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 load_model(sys.argv[2], torch.float32)
 before = peak()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch_lora_support import make_backend, ok, sft, spec, train
 
-from skyrl.training.backends.torch_lora import backend as backend_module
-from skyrl.training.backends.torch_lora.lora_product import RowsUpdate, linear_with_updates
+from skyrl.trainer.lora.products import RowsUpdate, linear_with_updates
+from skyrl.trainer.ranks import lora_backend as backend_module
 
 PLACES = ((0, 3, 4, 8.0), (3, 4, 1, 0.5), (6, 11, 8, 4.0))
 """First row, last row + 1, rank, scale. Rows 4 and 5 have no adapter."""

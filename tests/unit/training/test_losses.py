@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl.training.backends.torch_lora.losses import LOSSES, REFUSED, LossInputs, served_losses
+from skyrl.trainer.losses import LOSSES, REFUSED, LossInputs, served_losses
 
 Arrays = dict[str, np.ndarray]
 COUNT, SIZE = 3, 24

@@ -18,14 +18,11 @@ from typer.testing import CliRunner
 
 from skyrl.base.config.server import ConfigError
 from skyrl.cli.main import app
-from skyrl.training.backends.base import AdamParams, TrainingPass
-from skyrl.training.backends.merging import merged as merging
-from skyrl.training.backends.merging.__main__ import main
-from skyrl.training.backends.merging.merged import merge
-from skyrl.training.backends.merging.without_head import leave_head_out
-from skyrl.training.backends.quantizing.release import quantize
-from skyrl.training.backends.quantizing.rounding import Scheme
-from skyrl.training.backends.torch_full import tensor_files
+from skyrl.trainer.files import tensor_files
+from skyrl.trainer.protocol import AdamParams, TrainingPass
+from skyrl.trainer.tools import merge_adapter as merging
+from skyrl.trainer.tools.merge_adapter import leave_head_out, main, merge
+from skyrl.trainer.tools.quantize import Scheme, quantize
 from tests.families import make_family
 
 DATA = sft(8, 7, 31, 18)

@@ -34,14 +34,13 @@ from torch_lora_support import (
 from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.config.mixtures import layers_with_experts, model_config
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
-from skyrl.training.backends.torch_lora.adapter import Adapter
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.loading import load_model
-from skyrl.training.backends.torch_lora.routing import CORRECTION, Routing, own_experts, routers_of
-from skyrl.training.backends.torch_lora.text_part import model_class
+from skyrl.base.model_files import layers_with_experts, model_config
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.experts.routing import CORRECTION, Routing, own_experts, routers_of
+from skyrl.trainer.lora.adapter import Adapter
+from skyrl.trainer.model.loading import load_model, model_class
+from skyrl.trainer.protocol import AdamParams, Backend, Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.architectures.facts import facts_of
 from tests.architectures.figures import record
 from tests.families import MIXTURES, make_family

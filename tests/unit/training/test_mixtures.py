@@ -33,11 +33,11 @@ from torch_lora_support import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.config.mixtures import FROZEN_EXPERTS
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.base import AdamParams, Backend, Datum, InvalidRequest, Mixture, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.lora_experts import OWN_PRODUCTS
+from skyrl.base.model_files import FROZEN_EXPERTS
+from skyrl.trainer.experts.layers import OWN_PRODUCTS
+from skyrl.trainer.protocol import AdamParams, Backend, Datum, InvalidRequest, Mixture, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 LENGTHS = (7, 31, 1, 18, 30)
 MIXTURES = ("mixture", "mixture-with-dense-layer")

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch_lora_support import base_path, make_full, ok, sft, train
 
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams
-from skyrl.training.backends.torch_full import state
-from skyrl.training.backends.torch_full.backend import TorchFullBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.full import full_model
+from skyrl.trainer.protocol import AdamParams
+from skyrl.trainer.ranks.full_backend import TorchFullBackend
 from tests.families import make_family
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
@@ -78,7 +78,7 @@ def test_a_state_of_a_model_that_sees_continues_to_the_last_bit_in_many_files(tm
     first, again = _trained(seeing), make_full(path=str(seeing))
     for name in ("parts", "again"):
         (tmp_path / name).mkdir()
-    state.save_state(first._model, first._parameters("m"), tmp_path / "parts", 20_000)
+    full_model.save_state(first._model, first._parameters("m"), tmp_path / "parts", 20_000)
     index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == _tensors(seeing).keys()
     assert len(set(index["weight_map"].values())) > 4

@@ -12,12 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_lora_support import VOCAB, grpo, make_backend, make_full, ok, rl, spec, train
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, TrainingPass
-from skyrl.training.backends.torch_lora import logprobs as logprobs_module
-from skyrl.training.backends.torch_lora.logprobs import Targets, exceed_a_chunk, target_logprobs
-from skyrl.training.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear
-from skyrl.training.backends.torch_lora.output_layer import LogitTransform, OutputLayer
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.lora.linear import ActiveSegments, LoraSegment, MultiLoraLinear
+from skyrl.trainer.model import logprobs as logprobs_module
+from skyrl.trainer.model.logprobs import LogitTransform, OutputLayer, Targets, exceed_a_chunk, target_logprobs
+from skyrl.trainer.protocol import AdamParams, TrainingPass
 
 CPU = torch.device("cpu")
 

@@ -21,9 +21,9 @@ from skyrl.base.config.pass_memory import (
     Passing,
     Widths,
 )
-from skyrl.training.backends.torch_lora import row_budget
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.recomputation import _product_bytes
+from skyrl.trainer.model import row_budget
+from skyrl.trainer.model.recomputation import _product_bytes
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.families import FAMILIES, make_family
 
 QWEN = {

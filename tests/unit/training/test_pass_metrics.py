@@ -15,12 +15,10 @@ from loss_support import CPU, slice_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl.training.backends.base import Datum
-from skyrl.training.backends.torch_lora.loss_inputs import losses_of
-from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.training.backends.torch_lora.metrics import Tally
-from skyrl.training.backends.torch_lora.running import Slice
-from skyrl.training.backends.torch_lora.scores import Scores
+from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue, Tally
+from skyrl.trainer.passes.micro_batch_losses import Scores, losses_of
+from skyrl.trainer.passes.pass_run import MicroBatchItem
+from skyrl.trainer.protocol import Datum
 
 ENTRIES = 1001
 
@@ -43,7 +41,7 @@ def _plain(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
     return replace(_clipping(lp, inputs, config), clipped=None)
 
 
-def _slice(seed: int, *, clips: bool) -> tuple[Slice, Tensor]:
+def _slice(seed: int, *, clips: bool) -> tuple[MicroBatchItem, Tensor]:
     """A slice of one sequence, whose chosen entries have advantages; and logprobs."""
     generator = torch.Generator().manual_seed(seed)
     lp, advantages = torch.randn(2, ENTRIES, generator=generator)
@@ -53,7 +51,7 @@ def _slice(seed: int, *, clips: bool) -> tuple[Slice, Tensor]:
     return slice_of([datum], Loss(_clipping if clips else _plain, ("advantages",)), rows=4), lp
 
 
-def _tally(piece: Slice, lp: Tensor) -> Tally:
+def _tally(piece: MicroBatchItem, lp: Tensor) -> Tally:
     scores = Scores.of(losses_of([piece], CPU, joined=False), lp, backward=False)
     return scores.read()[0].tally
 

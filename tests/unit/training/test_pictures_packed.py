@@ -17,10 +17,10 @@ from picture_support import SEEING_FAMILIES, Picture, Sequences, group, made_onc
 from torch_lora_support import assert_close, assert_same, ok, rl, saved, sft, spec, train
 
 from skyrl.base.config.loading import load_config
-from skyrl.training.backends.base import AdamParams, TrainingPass
-from skyrl.training.backends.torch_lora import prefixes
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.vision import Seen
+from skyrl.trainer.protocol import AdamParams, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.rows import prefixes
+from skyrl.trainer.vision import Seen
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""

@@ -14,11 +14,11 @@ from torch_lora_support import assert_close, ok, saved, spec
 from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
-from skyrl.training.backends.base import AdamParams
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.picture_rows import positions_of
-from skyrl.training.backends.torch_lora.text_part import model_class
-from skyrl.training.backends.torch_lora.vision import Seen
+from skyrl.trainer.model.loading import model_class
+from skyrl.trainer.protocol import AdamParams
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.rows.packing import positions_of
+from skyrl.trainer.vision import Seen
 from tests.families import make_family
 
 LOGPROB_BOUND = 2e-5

@@ -17,9 +17,9 @@ from torch_lora_support import assert_same, make_backend, ok, saved, spec
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.pictures.picture import PlacedPicture
-from skyrl.training.backends.base import Datum, InvalidRequest, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.losses import LOSSES
+from skyrl.trainer.losses import LOSSES
+from skyrl.trainer.protocol import Datum, InvalidRequest, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.families import IMAGE_TOKEN, make_family
 
 F32 = np.float32

@@ -16,12 +16,11 @@ from torch_lora_support import assert_close, assert_same, files_saved, make_full
 from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.device import ALIGNMENT
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
-from skyrl.training.backends.torch_lora.text_part import model_class
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.device import ALIGNMENT
+from skyrl.trainer.model.loading import model_class
+from skyrl.trainer.protocol import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import ShardedBackend, TorchLoraBackend
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""

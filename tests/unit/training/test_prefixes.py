@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from skyrl.training.backends.base import Datum
-from skyrl.training.backends.torch_lora import prefixes
-from skyrl.training.backends.torch_lora.attention import segments_attention
-from skyrl.training.backends.torch_lora.packing import pack
-from skyrl.training.backends.torch_lora.plan import cut_evenly
-from skyrl.training.backends.torch_lora.prefixes import MAX_COPIES, PrefixTree, lay_out, prefix_tree
-from skyrl.training.backends.torch_lora.segments import bundled, copied_rows
+from skyrl.trainer.attention.packed_attention import segments_attention
+from skyrl.trainer.protocol import Datum
+from skyrl.trainer.ranks.plan import cut_evenly
+from skyrl.trainer.rows import prefixes
+from skyrl.trainer.rows.packing import pack
+from skyrl.trainer.rows.prefixes import MAX_COPIES, PrefixTree, bundled, copied_rows, lay_out, prefix_tree
 
 CPU = torch.device("cpu")
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)

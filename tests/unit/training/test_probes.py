@@ -13,13 +13,12 @@ from safetensors.torch import load_file
 from torch_lora_support import VOCAB, base_path, make_backend, make_full, ok, sft, spec
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.base.types.weights import LoraSpec
+from skyrl.engine.trainer_probes import TrainerProbes, median_size, probe_tokens
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.training.backends.base import Backend, PlaceTaken, TrainingPass
-from skyrl.training.backends.torch_lora.probe import kind_of
-from skyrl.training.engine.agreement import size
-from skyrl.training.engine.trainer_probes import TrainerProbes, probe_tokens
+from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.trainer.lora.adapter import kind_of
+from skyrl.trainer.protocol import Backend, PlaceTaken, TrainingPass
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -111,7 +110,7 @@ def test_every_choice_of_layers_changes_the_trainers_logprobs_far_above_rounding
     expected = probes.run()
     assert [each.layers for each in expected.probes] == [*ATTENTION, *MLP, *EXPERTS, "lm_head", "all layers"]
     for each in expected.probes:
-        assert 0.2 < size(each.logprobs - expected.base) < 3, each.layers
+        assert 0.2 < median_size(each.logprobs - expected.base) < 3, each.layers
         saved = load_file(adapter_directory(tmp_path, each.adapter) / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     probes.remove()

@@ -24,13 +24,13 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams
-from skyrl.training.backends.registry import create_backend
-from skyrl.training.backends.torch_lora import quantization
-from skyrl.training.backends.torch_lora.loading import load_model
-from skyrl.training.backends.torch_lora.model_config import read_config
-from skyrl.training.backends.torch_lora.stored_weights import StoredWeights, weight_files
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer import create_backend
+from skyrl.trainer.files.config import read_config
+from skyrl.trainer.files.tensor_files import StoredWeights, weight_files
+from skyrl.trainer.model.loading import load_model
+from skyrl.trainer.protocol import AdamParams
+from skyrl.trainer.quantized import format
 from tests.families import make_family
 from tests.quantized import BLOCK, FP8, GROUP, INT4, MXFP4, Stored, block_fp8, int4, mxfp4, quantize
 
@@ -120,7 +120,7 @@ def test_rows_and_parts_are_those_of_the_whole_weight(
     path = _release(family, tmp_path, config, stored)
     with StoredWeights(path, weight_files(path), read_config(path).format, torch.float32) as opened:
         whole = {name: opened.get_slice(name)[:] for name in opened.keys()}  # noqa: SIM118
-        monkeypatch.setattr(quantization, "PART", 700)
+        monkeypatch.setattr(format, "PART", 700)
         for name, tensor in whole.items():
             part = opened.get_slice(name)
             assert list(tensor.shape) == part.get_shape()
@@ -134,7 +134,7 @@ def test_fused_experts_have_factors_for_blocks_of_each_expert(tmp_path: Path) ->
     numbers = torch.randn(3, 200, 300).to(torch.float8_e4m3fn)
     grid = torch.rand(3, 2, 3)
     wide = grid.repeat_interleave(BLOCK, 1)[:, :200].repeat_interleave(BLOCK, 2)[..., :300]
-    form = quantization.BlockFp8(BLOCK, BLOCK)
+    form = format.BlockFp8(BLOCK, BLOCK)
     parts = [_Slice(numbers), _Slice(grid)]
     assert form.shape(parts) == [3, 200, 300]
     assert torch.equal(form.read(parts, range(3), torch.float32), numbers.float() * wide)
@@ -257,7 +257,7 @@ def test_other_formats_are_refused_by_their_field(tmp_path: Path, config: dict[s
 
 def test_an_order_of_calibration_that_stores_nothing_is_read() -> None:
     for order in ("weight", "static", None):
-        assert quantization.format_of(_int4(actorder=order), "qwen3") == quantization.PackedInt((GROUP,))
+        assert format.format_of(_int4(actorder=order), "qwen3") == format.PackedInt((GROUP,))
 
 
 def test_files_that_are_quantized_in_another_way_than_config_json_says_are_refused(tmp_path: Path) -> None:

@@ -15,14 +15,11 @@ from typer.testing import CliRunner
 
 from skyrl.base.config.server import ConfigError
 from skyrl.cli.main import app
-from skyrl.training.backends.quantizing import release
-from skyrl.training.backends.quantizing.__main__ import main
-from skyrl.training.backends.quantizing.choice import SMALL
-from skyrl.training.backends.quantizing.release import quantize
-from skyrl.training.backends.quantizing.rounding import Scheme
-from skyrl.training.backends.torch_full import tensor_files
-from skyrl.training.backends.torch_lora.loading import load_model
-from skyrl.training.backends.torch_lora.quantized_weights import QuantizedWeight, held_bytes
+from skyrl.trainer.files import tensor_files
+from skyrl.trainer.model.loading import load_model
+from skyrl.trainer.quantized.weights import QuantizedWeight, held_bytes
+from skyrl.trainer.tools import quantize as release
+from skyrl.trainer.tools.quantize import SMALL, Scheme, main, quantize
 from tests.families import make_family
 from tests.quantized import INT4, int4
 from tests.quantized import quantize as quantized_simply

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch_lora_support import ARCHITECTURES, VOCAB, grpo, make_backend, overflowing, rl, sft
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import Datum, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora import logprobs as logprobs_module
-from skyrl.training.backends.torch_lora import passes as passes_module
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.model import logprobs as logprobs_module
+from skyrl.trainer.passes import micro_batch as passes_module
+from skyrl.trainer.protocol import Datum, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 RANKS = (1, 2, 3, 5, 8, 9, 12, 16, 20, 32, 64)
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from skyrl.training.engine.rank_actors import RankActor
+from skyrl.engine.rank_actors import RankActor
 
 MODULE = "a_module_of_the_test"
 

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch_lora_support import assert_same, base_path, make_ranks, ok, rl, saved, sft, spec, train
 
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, RankDied
-from skyrl.training.backends.torch_lora import dividing
-from skyrl.training.backends.torch_lora import rank as rank_module
-from skyrl.training.backends.torch_lora.losses import Loss, LossInputs, LossValue
-from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
-from skyrl.training.backends.torch_lora.rank import Rank
-from skyrl.training.backends.torch_lora.rank_base import RankSettings
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from skyrl.trainer.losses import Loss, LossInputs, LossValue
+from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, RankDied
+from skyrl.trainer.ranks import lora_rank as rank_module
+from skyrl.trainer.ranks import plan
+from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_rank import LoraRank
+from skyrl.trainer.ranks.rank import RankSettings
+from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
 from tests.local_ranks import LocalRanks
 
 STEP = AdamParams(learning_rate=1e-2)
@@ -41,14 +41,14 @@ def _broken_loss(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
     raise RuntimeError("this loss fails on rank 1")
 
 
-class LossFailsOnRankOne(Rank):
+class LossFailsOnRankOne(LoraRank):
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
         super().__init__(rank, ranks, settings)
         if rank == 1:
             self._losses["importance_sampling"] = Loss(_broken_loss, ("logprobs", "advantages"))
 
 
-class NoMemoryOnRankOne(Rank):
+class NoMemoryOnRankOne(LoraRank):
     """Every second attempt to add, replace or step an adapter finds no memory on rank 1."""
 
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
@@ -71,14 +71,14 @@ def _every_second_time(function: Any) -> Any:
     return call
 
 
-class OtherGradientOnRankOne(Rank):
+class OtherGradientOnRankOne(LoraRank):
     def clear_gradient(self, model_id: str) -> None:
         gradient = self._adapters[model_id].gradient
         if self._rank == 1 and gradient is not None:
             gradient[0] += 1e-3
 
 
-class RaisesOnRankOne(Rank):
+class RaisesOnRankOne(LoraRank):
     """A failure in the middle of a micro-batch, where the other rank waits."""
 
     def _micro_batch(self, *arguments: Any, **named: Any) -> Any:
@@ -170,7 +170,7 @@ def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
             raise MemoryError("no memory left")
         return prefix_tree(data)
 
-    monkeypatch.setattr(dividing, "prefix_tree", short)
+    monkeypatch.setattr(plan, "prefix_tree", short)
     first, failed, last = backend.run(passes)
     assert isinstance(failed, OutOfMemory)
     ok([first, last])

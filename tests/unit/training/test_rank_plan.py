@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_lora_support import grpo, make_ranks, ok, sft, spec, train
 
-from skyrl.training.backends.base import OutOfMemory, TrainingPass
-from skyrl.training.backends.torch_lora import plan as plan_module
-from skyrl.training.backends.torch_lora import sharded
-from skyrl.training.backends.torch_lora.plan import Plan, cut_evenly, make_plan
-from skyrl.training.backends.torch_lora.prefixes import prefix_tree
+from skyrl.trainer.protocol import OutOfMemory, TrainingPass
+from skyrl.trainer.ranks import lora_backend
+from skyrl.trainer.ranks import plan as plan_module
+from skyrl.trainer.ranks.plan import Plan, cut_evenly, make_plan
+from skyrl.trainer.rows.prefixes import prefix_tree
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 RANKS = st.integers(1, 5)
@@ -101,7 +101,7 @@ def test_merged_passes_share_micro_batches_up_to_a_limit_below_the_budget() -> N
 def test_merged_passes_over_ranks_on_a_cpu_share_1024_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Plan] = []
     monkeypatch.setattr(
-        sharded, "make_plan", lambda *args, **limit: (plans.append(make_plan(*args, **limit)), plans[-1])[1]
+        lora_backend, "make_plan", lambda *args, **limit: (plans.append(make_plan(*args, **limit)), plans[-1])[1]
     )
     backend = make_ranks(1, merge=True, micro_batch_tokens=4096)
     try:

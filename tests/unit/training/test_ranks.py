@@ -35,15 +35,14 @@ from torch_lora_support import (
     train,
 )
 
-from skyrl.training.backends.base import Backend, InvalidRequest, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora import logprobs as logprobs_module
-from skyrl.training.backends.torch_lora import recomputation
-from skyrl.training.backends.torch_lora.adapter import Target
-from skyrl.training.backends.torch_lora.rank import Rank
-from skyrl.training.backends.torch_lora.row_budget import RowBudget
-from skyrl.training.backends.torch_lora.row_probe import measure_row
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
-from skyrl.training.backends.torch_lora.sharding import reshard
+from skyrl.trainer.lora.adapter import Target
+from skyrl.trainer.model import logprobs as logprobs_module
+from skyrl.trainer.model import recomputation
+from skyrl.trainer.model.row_budget import RowBudget, measure_row
+from skyrl.trainer.protocol import Backend, InvalidRequest, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_rank import LoraRank
+from skyrl.trainer.ranks.sharded_model import reshard
 
 SPECS = {
     "all": spec(8, 1),
@@ -93,7 +92,7 @@ def test_ranks_train_as_one_device_does(
     assert_close_runs(_learn(ranks(count, architecture, **settings), tmp_path / "ranks"), expected)
 
 
-class ShortOfMemory(Rank):
+class ShortOfMemory(LoraRank):
     """Rank 0 has no memory for activations, and the other has plenty."""
 
     def load(self) -> Any:
@@ -282,7 +281,7 @@ def test_bad_passes_are_refused_before_they_reach_a_rank(ranks: Ranks) -> None:
         backend.create_model("big", spec(10**4))
 
 
-class CountingRank(Rank):
+class CountingRank(LoraRank):
     """Counts what FSDP2 gathers, with logits in chunks of 16 rows."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -321,7 +320,7 @@ def test_each_micro_batch_gathers_the_same_parameters_once(ranks: Ranks) -> None
         assert backend._group.call("count") == [expected, expected]
 
 
-class UnequalRank(Rank):
+class UnequalRank(LoraRank):
     """Rank 1 has memory for fewer rows. Each measures a row, as on CUDA."""
 
     def _row_budget(self, targets: Sequence[Target]) -> RowBudget:

@@ -26,12 +26,13 @@ from torch_lora_support import (
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.training.backends.base import AdamParams, OutOfMemory
-from skyrl.training.backends.torch_lora import attention_kernels, logprobs, recomputation
-from skyrl.training.backends.torch_lora.lora import MultiLoraLinear
-from skyrl.training.backends.torch_lora.model import load_base_model
-from skyrl.training.backends.torch_lora.packed_model import PackedModel
-from skyrl.training.backends.torch_lora.recomputation import Recomputation
+from skyrl.trainer.attention import packed_attention
+from skyrl.trainer.lora.linear import MultiLoraLinear
+from skyrl.trainer.model import logprobs, recomputation
+from skyrl.trainer.model.base_model import load_base_model
+from skyrl.trainer.model.packed_model import PackedModel
+from skyrl.trainer.model.recomputation import Recomputation
+from skyrl.trainer.protocol import AdamParams, OutOfMemory
 from tests.failures import FailingOperation
 
 LENGTHS = (40, 40, 20)
@@ -298,11 +299,11 @@ def test_nothing_that_is_recomputed_keeps_the_state_of_a_random_generator(monkey
     backend = make_backend(gradient_checkpointing=True)
     backend.create_model("m", spec())
     monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * VOCAB * 3)
-    monkeypatch.setattr(attention_kernels, "SCORES_BYTES", 1)
+    monkeypatch.setattr(packed_attention, "SCORES_BYTES", 1)
     monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("asked for"))
     ok(backend.run([train("m", sft(0, 9))]))
     states = [torch.ones(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
-    attention_kernels.attend(*states, mask=None, causal=True, scale=None, softcap=2.0).sum().backward()
+    packed_attention.attend(*states, mask=None, causal=True, scale=None, softcap=2.0).sum().backward()
 
 
 def test_a_layer_that_transformers_cannot_recompute_is_refused_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:

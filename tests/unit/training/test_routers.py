@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl.training.backends.torch_lora.routing import ROUTERS, Routing, routers_of
+from skyrl.trainer.experts.routing import ROUTERS, Routing, routers_of
 
 ROWS, HIDDEN, EXPERTS, PER_ROW = 20, 16, 8, 3
 MODULES = {

@@ -14,21 +14,19 @@ from torch import Tensor, nn
 from torch_lora_support import base_path, grpo, make_backend, make_full, make_ranks, ok, rl, saved, sft, spec, train
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.pictures.sight import Blind
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
+from skyrl.base.pictures.vision import NoVision
+from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.losses import LOSSES
-from skyrl.training.backends.torch_lora.prefixes import prefix_tree
-from skyrl.training.backends.torch_lora.routed_experts import check_routed_experts, experts_of, with_sorted_experts
-from skyrl.training.backends.torch_lora.routing import own_experts
-from skyrl.training.engine.passes import run_passes
-from skyrl.training.engine.pictures import PassPictures
+from skyrl.engine.passes import PassPictures, run_passes
+from skyrl.trainer.experts.routing import own_experts
+from skyrl.trainer.losses import LOSSES
+from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.rows.prefixes import prefix_tree
+from skyrl.trainer.rows.routed_experts import check_routed_experts, experts_of, with_sorted_experts
 
 LENGTHS = (7, 31, 1, 18)
-PICTURES = PassPictures(cast(Any, None), Blind("it is a model of text"))
+PICTURES = PassPictures(cast(Any, None), NoVision("it is a model of text"))
 NO_MLP = {"train_mlp": False}
 F32, I64 = np.float32, np.int64
 

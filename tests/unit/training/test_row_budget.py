@@ -10,11 +10,10 @@ from torch_lora_support import base_path, make_backend, make_full, ok, sft, spec
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.pass_memory import ON_CPU, ON_CUDA, rows_within
-from skyrl.training.backends.torch_full.backend import TorchFullBackend
-from skyrl.training.backends.torch_lora import recomputation, row_budget
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.row_budget import BudgetSettings, RowBudget
-from skyrl.training.backends.torch_lora.row_probe import measure_row
+from skyrl.trainer.model import recomputation, row_budget
+from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
+from skyrl.trainer.ranks.full_backend import TorchFullBackend
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 
 def _unset(**trainer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The scheduler: order within a model, barriers, and shares of tenants and of their models."""
+"""The scheduler: order within a model, exclusive commands, and shares of tenants and of their models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.base.types.command import Command
-from skyrl.base.types.kinds import Kind
-from skyrl.training.engine.queues import ModelQueue, ModelView
-from skyrl.training.engine.scheduler import (
-    BARRIER_COST,
+from skyrl.base.types.requests import Command, Kind
+from skyrl.engine.queues import ModelQueue, ModelView
+from skyrl.engine.scheduler import (
+    EXCLUSIVE_COST,
     FILES_AT_ONCE,
     SAMPLES_AT_ONCE,
     STEP_SHARES,
@@ -33,7 +32,7 @@ def command(
     return Command(row, f"r{row}", kind, tenant, "session", model, seq, None, None, "json", size)
 
 
-def barrier(model: str, seq: int) -> Command:
+def exclusive_command(model: str, seq: int) -> Command:
     return command(model, seq, Kind.OPTIM_STEP)
 
 
@@ -56,11 +55,11 @@ def passes_of(queue: Scheduler) -> list[Command]:
     return passes
 
 
-def barriers_of(queue: Scheduler) -> list[Command]:
-    """Take and finish the barriers and saves that may run now."""
-    barriers = [*queue.take_file_commands(), *queue.take_barriers("abcdefm")]
-    queue.finish(barriers)
-    return barriers
+def exclusive_of(queue: Scheduler) -> list[Command]:
+    """Take and finish the exclusive commands and saves that may run now."""
+    exclusive = [*queue.take_file_commands(), *queue.take_exclusive("abcdefm")]
+    queue.finish(exclusive)
+    return exclusive
 
 
 def model_and_number(commands: list[Command]) -> list[tuple[str | None, int | None]]:
@@ -83,39 +82,47 @@ def test_commands_wait_for_a_missing_lower_number() -> None:
     assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1), ("m", 2)]
 
 
-def test_a_turn_takes_passes_up_to_the_next_barrier() -> None:
-    queue = scheduler(command("m", 0), command("m", 1, Kind.FORWARD), barrier("m", 2), command("m", 3), barrier("m", 4))
+def test_a_turn_takes_passes_up_to_the_next_exclusive_command() -> None:
+    queue = scheduler(
+        command("m", 0),
+        command("m", 1, Kind.FORWARD),
+        exclusive_command("m", 2),
+        command("m", 3),
+        exclusive_command("m", 4),
+    )
     assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1)]
     assert passes_of(queue) == []
-    assert model_and_number(barriers_of(queue)) == [("m", 2)]
-    assert barriers_of(queue) == []
+    assert model_and_number(exclusive_of(queue)) == [("m", 2)]
+    assert exclusive_of(queue) == []
     assert model_and_number(passes_of(queue)) == [("m", 3)]
-    assert model_and_number(barriers_of(queue)) == [("m", 4)]
+    assert model_and_number(exclusive_of(queue)) == [("m", 4)]
     assert not queue.has_work
 
 
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.SAMPLE, Kind.EXTERNAL}))
-def test_every_command_but_a_pass_is_a_barrier(kind: Kind) -> None:
+def test_every_command_but_a_pass_is_an_exclusive_command(kind: Kind) -> None:
     queue = scheduler(command("m", 0, kind), command("m", 1))
     assert passes_of(queue) == []
-    assert model_and_number(barriers_of(queue)) == [("m", 0)]
+    assert model_and_number(exclusive_of(queue)) == [("m", 0)]
 
 
-def test_a_turn_takes_one_barrier_of_each_model() -> None:
-    queue = scheduler(barrier("a", 0), barrier("a", 1), barrier("b", 0))
-    assert model_and_number(barriers_of(queue)) == [("a", 0), ("b", 0)]
-    assert model_and_number(barriers_of(queue)) == [("a", 1)]
+def test_a_turn_takes_one_exclusive_command_of_each_model() -> None:
+    queue = scheduler(exclusive_command("a", 0), exclusive_command("a", 1), exclusive_command("b", 0))
+    assert model_and_number(exclusive_of(queue)) == [("a", 0), ("b", 0)]
+    assert model_and_number(exclusive_of(queue)) == [("a", 1)]
 
 
 def test_a_missing_number_delays_its_model_and_no_other() -> None:
-    queue = scheduler(command("a", 0), command("a", 2), barrier("a", 3), command("b", 0), barrier("b", 1))
+    queue = scheduler(
+        command("a", 0), command("a", 2), exclusive_command("a", 3), command("b", 0), exclusive_command("b", 1)
+    )
     assert model_and_number(passes_of(queue)) == [("a", 0), ("b", 0)]
-    assert model_and_number(barriers_of(queue)) == [("b", 1)]
+    assert model_and_number(exclusive_of(queue)) == [("b", 1)]
     assert not queue.has_work
     assert queue.waiting == 2
     queue.add(command("a", 1))
     assert model_and_number(passes_of(queue)) == [("a", 1), ("a", 2)]
-    assert model_and_number(barriers_of(queue)) == [("a", 3)]
+    assert model_and_number(exclusive_of(queue)) == [("a", 3)]
 
 
 def count_by_model(commands: list[Command]) -> Counter[str | None]:
@@ -146,7 +153,7 @@ def order_of_passes(queue: Scheduler, count: int) -> str:
     taken: list[Command] = []
     while len(taken) < count:
         taken += passes_of(queue)
-        queue.finish(queue.take_barriers(queue.ready_models()))
+        queue.finish(queue.take_exclusive(queue.ready_models()))
     return "".join(str(item.model_id) for item in taken)
 
 
@@ -164,7 +171,7 @@ def test_a_step_that_has_begun_ends_before_an_equal_step_that_arrives_later() ->
     assert order_of_passes(queue, 10) == "bbbbaaaaaa"
 
 
-def test_passes_that_have_arrived_run_in_one_go_also_without_their_barrier() -> None:
+def test_passes_that_have_arrived_run_in_one_go_also_without_their_exclusive_command() -> None:
     queue = scheduler(*step("a", 4)[:-1], *step("b", 4)[:-1], budget=200)
     assert order_of_passes(queue, 8) == "aaaabbbb"
 
@@ -196,14 +203,14 @@ def test_small_steps_delay_a_large_step_until_their_tenant_has_had_as_much(size:
         ready = queue.ready_models()
         taken = queue.take_passes(ready)
         queue.finish(taken)
-        barriers = queue.take_barriers(ready)
-        queue.finish(barriers)
+        exclusive = queue.take_exclusive(ready)
+        queue.finish(exclusive)
         cost = Counter[str | None]()
-        for done in (*taken, *barriers):
+        for done in (*taken, *exclusive):
             cost[done.model_id] += cost_of(done)
         small, large = small + cost["small"], large + cost["large"]
         assert small <= large + STEP_SHARES * budget + cost["small"]
-    assert large == 20 * size + BARRIER_COST
+    assert large == 20 * size + EXCLUSIVE_COST
 
 
 def test_a_small_step_of_a_tenant_that_has_had_much_waits_for_the_large_step() -> None:
@@ -253,7 +260,7 @@ def test_the_passes_of_a_model_that_ends_within_its_step_count_in_its_tenants_sh
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_size_of_a_models_step_is_that_of_its_waiting_passes_up_to_the_barrier(seed: int) -> None:
+def test_the_size_of_a_models_step_is_that_of_its_waiting_passes_up_to_the_exclusive_command(seed: int) -> None:
     rng = random.Random(seed)
     kinds = rng.choices([Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP], [6, 6, 1], k=40)
     arrivals = [command("m", seq, kind, rng.randint(1, 100)) for seq, kind in enumerate(kinds)]
@@ -312,11 +319,11 @@ def share_of_one_model(queue: Scheduler) -> list[Command]:
     while sum(map(cost_of, taken)) < queue.budget:
         part = queue.take_passes(ready)
         queue.finish(part)
-        barriers = queue.take_barriers(ready)
-        queue.finish(barriers)
-        if not part and not barriers:
+        exclusive = queue.take_exclusive(ready)
+        queue.finish(exclusive)
+        if not part and not exclusive:
             break
-        taken += [*part, *barriers]
+        taken += [*part, *exclusive]
     return taken
 
 
@@ -337,7 +344,7 @@ ARRIVALS = st.lists(
 
 
 def step_size(view: ModelView) -> int:
-    """The bytes of the model's waiting passes up to its next barrier."""
+    """The bytes of the model's waiting passes up to its next exclusive command."""
     size, numbered = 0, {item.seq_id: item for item in view.waiting}
     for seq in itertools.count(view.next_seq):
         item = numbered.get(seq)
@@ -400,7 +407,7 @@ def test_models_take_turns_at_being_first() -> None:
 
 
 def test_a_missing_number_that_is_given_up_is_late_and_the_model_goes_on() -> None:
-    queue = scheduler(command("m", 1), command("m", 0), command("m", 3), barrier("m", 6))
+    queue = scheduler(command("m", 1), command("m", 0), command("m", 3), exclusive_command("m", 6))
     later = replace(command("m", 4), not_before=9.0)
     queue.add(later)
     assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1)]
@@ -470,7 +477,7 @@ def test_last_row_is_the_newest_waiting_row() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_any_interleaving_keeps_every_models_order(seed: int) -> None:
     """With random kinds, sizes, arrivals and turns, each command runs once, in order of number, and no pass runs before
-    an earlier barrier or after a later one."""
+    an earlier exclusive command or after a later one."""
     rng = random.Random(seed)
     arrivals: list[Command] = []
     for model in "abcdef"[: rng.randint(1, 6)]:
@@ -488,33 +495,33 @@ def test_any_interleaving_keeps_every_models_order(seed: int) -> None:
                 queue.add(arrivals.pop())
         passes = passes_of(queue)
         assert all(item.is_pass for item in passes)
-        for _ in range(rng.randint(0, 2)):  # the engine reads its log again between passes and barriers
+        for _ in range(rng.randint(0, 2)):  # the engine reads its log again
             if arrivals:
                 queue.add(arrivals.pop())
-        barriers = barriers_of(queue)
-        assert not any(item.is_pass for item in barriers)
-        assert len({item.model_id for item in barriers}) == len(barriers)
-        for done in (*passes, *barriers):
+        exclusive = exclusive_of(queue)
+        assert not any(item.is_pass for item in exclusive)
+        assert len({item.model_id for item in exclusive}) == len(exclusive)
+        for done in (*passes, *exclusive):
             ran[done.model_id].append(done.seq_id)
     assert ran == expected
     assert queue.waiting == 0
 
 
 def test_a_model_is_not_ready_while_one_of_its_commands_runs() -> None:
-    queue = scheduler(command("m", 0), command("n", 0), barrier("m", 1))
+    queue = scheduler(command("m", 0), command("n", 0), exclusive_command("m", 1))
     running = queue.take_passes(["m"])
     assert model_and_number(running) == [("m", 0)]
     assert queue.ready_models() == ["n"]
-    assert queue.take_barriers(["m", "n"]) == []
+    assert queue.take_exclusive(["m", "n"]) == []
     assert queue.last_row >= running[0].n
     queue.finish(running)
-    assert model_and_number(queue.take_barriers(["m"])) == [("m", 1)]
+    assert model_and_number(queue.take_exclusive(["m"])) == [("m", 1)]
 
 
 def test_saves_are_taken_apart_from_turns() -> None:
     queue = scheduler(command("m", 0, Kind.SAVE_WEIGHTS_FOR_SAMPLER), command("n", 0), command("m", 1))
     assert queue.ready_models() == ["n"]
-    assert queue.take_barriers(["m"]) == []
+    assert queue.take_exclusive(["m"]) == []
     saves = queue.take_file_commands()
     assert model_and_number(saves) == [("m", 0)]
     assert queue.take_file_commands() == []
@@ -594,7 +601,7 @@ def test_saves_count_toward_their_tenants_share_of_training() -> None:
     saves = queue.take_file_commands()
     queue.finish(saves)
     assert len(saves) == 2
-    ahead = 2 * BARRIER_COST // 1_000
+    ahead = 2 * EXCLUSIVE_COST // 1_000
     taken = [item.tenant for _ in range(ahead // 2) for item in passes_of(queue)]
     assert Counter(taken) == {"b": ahead}, "the other tenant catches up on the work of the saves"
     assert count_by_model(passes_of(queue)) == {"a-trains": 1, "b-trains": 1}
@@ -606,12 +613,12 @@ def unload(model: str) -> Command:
 
 
 def test_an_unload_runs_after_earlier_commands_and_before_later_ones() -> None:
-    first, step, last, later = command("m", 0), barrier("m", 1), unload("m"), command("m", 2)
+    first, step, last, later = command("m", 0), exclusive_command("m", 1), unload("m"), command("m", 2)
     queue = scheduler(last, later, step, first)
     assert model_and_number(passes_of(queue)) == [("m", 0)]
-    assert model_and_number(barriers_of(queue)) == [("m", 1)]
+    assert model_and_number(exclusive_of(queue)) == [("m", 1)]
     assert passes_of(queue) == []
-    assert barriers_of(queue) == [last]
+    assert exclusive_of(queue) == [last]
     assert queue.close_model("m") == [later]
 
 
@@ -620,18 +627,25 @@ def test_an_unload_does_not_wait_for_a_missing_number() -> None:
     queue = scheduler(stuck, last)
     assert queue.waiting == 2
     assert queue.last_row == last.n
-    assert barriers_of(queue) == [last]
+    assert exclusive_of(queue) == [last]
     assert queue.close_model("m") == [stuck]
 
 
 def test_a_suspect_runs_alone_and_before_other_models() -> None:
-    commands = [command("a", 0), command("a", 1), command("a", 2), command("b", 0), barrier("b", 1), command("c", 0)]
+    commands = [
+        command("a", 0),
+        command("a", 1),
+        command("a", 2),
+        command("b", 0),
+        exclusive_command("b", 1),
+        command("c", 0),
+    ]
     queue = scheduler(*commands)
     queue.suspect([commands[1].request_id, commands[3].request_id, commands[4].request_id])
     batches: list[list[tuple[str | None, int | None]]] = []
     while queue.has_work:
         models = queue.ready_models()
-        for batch in (queue.take_passes(models), queue.take_barriers(models)):
+        for batch in (queue.take_passes(models), queue.take_exclusive(models)):
             if batch:
                 batches.append(model_and_number(batch))
             queue.finish(batch)
@@ -642,7 +656,11 @@ def test_a_suspect_runs_alone_and_before_other_models() -> None:
 
 
 def test_a_suspect_waits_for_running_commands_and_the_others_wait_for_it() -> None:
-    save, step, other = command("a", 0, Kind.SAVE_WEIGHTS), barrier("b", 0), command("c", 0, Kind.SAVE_WEIGHTS)
+    save, step, other = (
+        command("a", 0, Kind.SAVE_WEIGHTS),
+        exclusive_command("b", 0),
+        command("c", 0, Kind.SAVE_WEIGHTS),
+    )
     queue = scheduler(save)
     assert queue.take_file_commands() == [save]
     for added in (step, other):
@@ -651,7 +669,7 @@ def test_a_suspect_waits_for_running_commands_and_the_others_wait_for_it() -> No
     assert not queue.has_work
     assert queue.take_file_commands() == []
     queue.finish([save])
-    assert queue.take_barriers(queue.ready_models()) == [step]
+    assert queue.take_exclusive(queue.ready_models()) == [step]
     assert queue.take_file_commands() == []
     queue.finish([step])
     assert queue.take_file_commands() == [other]

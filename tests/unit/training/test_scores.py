@@ -15,11 +15,10 @@ from torch_lora_support import rl, sft
 
 from benchmarks.operation_counts import Operations
 from skyrl.base.pictures.picture import PlacedPicture
-from skyrl.training.backends.base import Datum
-from skyrl.training.backends.torch_lora.joined import JoinedPasses
-from skyrl.training.backends.torch_lora.loss_inputs import losses_of
-from skyrl.training.backends.torch_lora.running import Slice
-from skyrl.training.backends.torch_lora.scores import PartScore, Scores
+from skyrl.trainer.passes.micro_batch import JoinedPasses
+from skyrl.trainer.passes.micro_batch_losses import PartScore, Scores, losses_of
+from skyrl.trainer.passes.pass_run import MicroBatchItem
+from skyrl.trainer.protocol import Datum
 
 
 def _gspo(seed: int) -> list[Datum]:
@@ -34,7 +33,7 @@ def _with_picture(datum: Datum) -> Datum:
     return Datum(datum.tokens, datum.loss_inputs, (PlacedPicture(3, 3, "0" * 64, "png"),))
 
 
-def _mixed() -> list[Slice]:
+def _mixed() -> list[MicroBatchItem]:
     """Kinds that take turns, two settings of one loss, a pass without advantages, and one with a picture."""
     nothing = rl(6, 8)
     nothing[0].loss_inputs["advantages"][:] = 0
@@ -53,12 +52,12 @@ def _mixed() -> list[Slice]:
     ]
 
 
-def _logprobs(slices: Sequence[Slice]) -> Tensor:
+def _logprobs(slices: Sequence[MicroBatchItem]) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return -5 + torch.randn(sum(piece.entries for piece in slices), generator=generator)
 
 
-def _scored(slices: Sequence[Slice], logprobs: Tensor, *, joined: bool) -> tuple[list[PartScore], Tensor]:
+def _scored(slices: Sequence[MicroBatchItem], logprobs: Tensor, *, joined: bool) -> tuple[list[PartScore], Tensor]:
     scores = Scores.of(losses_of(slices, CPU, joined=joined), logprobs, backward=True)
     assert scores.gradient is not None
     return scores.read(), scores.gradient
@@ -133,7 +132,7 @@ def test_a_joined_pass_that_is_not_finite_has_no_part_in_the_gradient(joined: bo
     passes = [rl(number, 6, 8) if number != spoilt else _spoilt(number, math.inf) for number in range(3)]
     members = [running_pass(data, "importance_sampling") for data in passes]
     running = JoinedPasses(members[0].adapter, members)
-    slices = [Slice(running, range(6), 42, last=True), slice_of(rl(4, 5), "importance_sampling")]
+    slices = [MicroBatchItem(running, range(6), 42, last=True), slice_of(rl(4, 5), "importance_sampling")]
     logprobs = _logprobs(slices)
     scores, gradient = _scored(slices, logprobs, joined=joined)
     assert [score.counts for score in scores] == [*(number != spoilt for number in range(3)), True]
@@ -158,7 +157,7 @@ def test_a_sum_beyond_float32_is_infinite(joined: bool) -> None:
     assert math.isfinite(good.tally.loss)
 
 
-def _operations(slices: Sequence[Slice]) -> tuple[int, int, int]:
+def _operations(slices: Sequence[MicroBatchItem]) -> tuple[int, int, int]:
     """Operations, uploads and waits of the losses of a micro-batch."""
     logprobs = _logprobs(slices)
     with Operations() as operations:
@@ -169,7 +168,7 @@ def _operations(slices: Sequence[Slice]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "gspo"])
 def test_losses_of_many_passes_take_one_upload_and_one_wait_and_hardly_more_operations(loss: str) -> None:
-    def make(count: int) -> list[Slice]:
+    def make(count: int) -> list[MicroBatchItem]:
         return [slice_of(_gspo(number) if loss != "cross_entropy" else sft(number, 9), loss) for number in range(count)]
 
     one, eight, many = (_operations(make(count)) for count in (1, 8, 20))

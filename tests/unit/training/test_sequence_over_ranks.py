@@ -12,10 +12,10 @@ from rank_support import TOLERANCE, Run, assert_close_results, assert_same_resul
 from torch import Tensor
 from torch_lora_support import assert_close, assert_same, make_backend, make_ranks, ok, rl, saved, sft, spec, train
 
-from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora import recurrence, scans
-from skyrl.training.backends.torch_lora.rank import AdapterFacts, Rank
-from skyrl.training.backends.torch_lora.sharded import ShardedBackend
+from skyrl.trainer.attention import recurrent, scans
+from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_rank import AdapterFacts, LoraRank
 from tests.families import FAMILIES, MIXTURES, make_family
 
 STEP = AdamParams(learning_rate=1e-2, eps=10.0, grad_clip_norm=1e4)
@@ -32,11 +32,11 @@ def ranks() -> Iterator[Ranks]:
         yield make
 
 
-class Recomputing(Rank):
+class Recomputing(LoraRank):
     """Backward computes recurrent layers again however few rows they have, in blocks of 16 rows."""
 
     def load(self) -> AdapterFacts:
-        recurrence.KEPT_ROWS = scans.KEPT_ROWS = 0
+        recurrent.KEPT_ROWS = scans.KEPT_ROWS = 0
         scans.BLOCK_ROWS = 16
         return super().load()
 

@@ -29,9 +29,10 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Datum, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora import attention, prefixes
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.attention import packed_attention
+from skyrl.trainer.protocol import AdamParams, Datum, PassResult, TrainingPass
+from skyrl.trainer.rows import prefixes
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""
@@ -186,7 +187,7 @@ def test_other_passes_do_not_change_a_bit_of_a_pass_with_shared_prompts(tmp_path
 
 def test_a_mask_is_made_once_for_both_layers_unless_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Tensor | None] = []
-    make = attention._mask
+    make = packed_attention._mask
 
     def noted(*arguments: Any) -> Tensor | None:
         made.append(make(*arguments))
@@ -194,14 +195,14 @@ def test_a_mask_is_made_once_for_both_layers_unless_it_is_large(monkeypatch: pyt
 
     backend = make_backend()
     backend.create_model("m", spec())
-    monkeypatch.setattr(attention, "_mask", noted)
+    monkeypatch.setattr(packed_attention, "_mask", noted)
     training_pass = train("m", grpo(0, 1, 4, 40), "importance_sampling")
     (kept,) = ok(backend.run([training_pass]))
     in_one_layer = len(made)
     with_mask = [mask for mask in made if mask is not None]
     assert with_mask, "those of the answers; the prompt needs none"
     made.clear()
-    monkeypatch.setattr(attention, "KEPT_MASK_BYTES", 0)
+    monkeypatch.setattr(packed_attention, "KEPT_MASK_BYTES", 0)
     (again,) = ok(backend.run([training_pass]))
     assert len(made) == in_one_layer + len(with_mask)
     assert again.metrics == kept.metrics

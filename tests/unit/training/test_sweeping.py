@@ -12,14 +12,14 @@ import pytest
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.storage.checkpoint_store.adapters import adapter_directory
+from skyrl.engine import sweeping
+from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.versions import adapter_directory
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.samplers import Sampler, add_sampler
-from skyrl.storage.db.tables.sessions import SessionRow
-from skyrl.training.engine import reclaim
-from skyrl.training.engine.reclaim import FileSweeper
+from skyrl.storage.db.tables import SessionRow
 from tests.databases import make_tables
 
 MODEL = "s1:train:0"
@@ -72,7 +72,7 @@ def test_files_of_a_running_save_are_kept_however_long_it_takes(config: ServerCo
 def test_an_unloaded_adapter_that_a_repeated_save_uses_again_is_kept(
     config: ServerConfig, database: Database, sweeper: FileSweeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     directory = write_old_adapter(config)
     sweeper.unloaded(ADAPTER)
     sessions = SessionRow.__table__  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def test_an_unloaded_adapter_is_deleted_after_the_grace_time(
     sweeper.unloaded(ADAPTER)
     sweeper.delete_files(set())
     assert directory.is_dir()
-    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     sweeper.unloaded(ADAPTER)
     sweeper.delete_files(set())
     assert not directory.exists()

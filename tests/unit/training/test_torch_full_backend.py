@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.tiny import model_path
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, TrainingPass
-from skyrl.training.backends.registry import create_backend
-from skyrl.training.backends.torch_full import optimizer, state
-from skyrl.training.backends.torch_full.backend import TorchFullBackend
-from skyrl.training.backends.torch_full.parameters import FullParameters
-from skyrl.training.backends.torch_lora import checks
-from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer import checks, create_backend
+from skyrl.trainer.full import full_model
+from skyrl.trainer.full import parameters as optimizer
+from skyrl.trainer.full.parameters import FullParameters
+from skyrl.trainer.lora.adapter import NonFiniteGradient
+from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, TrainingPass
+from skyrl.trainer.ranks.full_backend import TorchFullBackend
 from tests.failures import FailingOperation
 from tests.unit.torch_lora_support import ARCHITECTURES, assert_same, base_path, make_backend, ok, rl, sft, spec, train
 
@@ -146,8 +146,8 @@ def test_states_in_many_files_and_steps_in_many_chunks_give_the_same_bits(
 ) -> None:
     whole = _saved(_trained(), tmp_path / "whole")
     monkeypatch.setattr(optimizer, "CHUNK", 1024)
-    monkeypatch.setattr(state, "SHARD_BYTES", 20_000)
-    monkeypatch.setattr(state.save_state, "__defaults__", (20_000,))
+    monkeypatch.setattr(full_model, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(full_model.save_state, "__defaults__", (20_000,))
     backend = _trained()
     assert_same(_saved(backend, tmp_path / "parts"), whole)
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 2
@@ -323,7 +323,7 @@ def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path: Path) -> None:
 )
 def test_a_save_finds_weights_that_are_not_finite(values: list[float], finite: bool) -> None:
     weights = {"a": torch.zeros(3), "empty": torch.zeros(0, 2), "b": torch.tensor(values)}
-    assert state.are_finite(FullParameters(weights, torch.device("cpu"))) is finite
+    assert full_model.are_finite(FullParameters(weights, torch.device("cpu"))) is finite
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

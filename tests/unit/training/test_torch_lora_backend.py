@@ -27,12 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
+from skyrl.engine.main import _load_backend
 from skyrl.runtime.processes.startup import NotLoaded
-from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
-from skyrl.training.backends.registry import create_backend
-from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient
-from skyrl.training.engine.main import _load_backend
+from skyrl.trainer import create_backend
+from skyrl.trainer.lora.adapter import NonFiniteGradient
+from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
 
 
 def test_the_registry_builds_known_backends_and_refuses_others() -> None:

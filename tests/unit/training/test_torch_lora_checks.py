@@ -14,11 +14,11 @@ from torch_lora_support import CONTEXT, VOCAB, base_path, make_backend, ok, rl, 
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.several import base_models_of
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.checks import loss_config
-from skyrl.training.backends.torch_lora.losses import LOSSES
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.checks import loss_config
+from skyrl.trainer.losses import LOSSES
+from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 
 @pytest.fixture(scope="module")

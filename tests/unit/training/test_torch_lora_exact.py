@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch_lora_support import assert_close, assert_same, grpo, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.training.backends.base import AdamParams, PassResult, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 STEP = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0, weight_decay=0.01)
 SPECS = {

@@ -16,10 +16,10 @@ from torch_lora_support import assert_close, files_saved, make_full, ok, saved, 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Backend, TrainingPass
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.text_part import model_class
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.model.loading import model_class
+from skyrl.trainer.protocol import AdamParams, Backend, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.architectures.facts import facts_of
 from tests.architectures.figures import record
 from tests.families import FAMILIES, OPT, make_family, save_random

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Datum, OutOfMemory, PassResult
-from skyrl.training.backends.torch_lora import adapter as adapter_module
-from skyrl.training.backends.torch_lora import optimizer, state
-from skyrl.training.backends.torch_lora import running as running_module
-from skyrl.training.backends.torch_lora.adapter import Adapter, Target
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
-from skyrl.training.backends.torch_lora.prefixes import PrefixTree
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.lora import adapter as adapter_module
+from skyrl.trainer.lora import adapter as optimizer
+from skyrl.trainer.lora import files
+from skyrl.trainer.lora.adapter import Adapter, NonFiniteGradient, Target, adamw_step
+from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.trainer.passes import pass_run as running_module
+from skyrl.trainer.protocol import AdamParams, Datum, OutOfMemory, PassResult
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.rows.prefixes import PrefixTree
 from tests.failures import FailingLine, FailingOperation
 
 STEPS = {
@@ -222,7 +222,7 @@ def test_a_failed_attempt_gives_its_memory_back_before_its_slices_run_alone(monk
 
 
 def _at_line(point: int) -> FailingLine:
-    return FailingLine(point, [state, adapter_module])
+    return FailingLine(point, [files, adapter_module])
 
 
 ANYWHERE = pytest.mark.parametrize("failing_at", [FailingOperation, _at_line], ids=["operations", "lines"])

@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams
-from skyrl.training.backends.torch_lora.adapter import Adapter, Target
-from skyrl.training.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.lora.adapter import Adapter, NonFiniteGradient, Target, adamw_step
+from skyrl.trainer.protocol import AdamParams
 
 TARGETS = [Target("q_proj", 6, 4), Target("lm_head", 6, 11)]
 

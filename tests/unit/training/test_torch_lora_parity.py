@@ -28,9 +28,9 @@ from torch_lora_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl.training.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.training.backends.torch_lora import logprobs as logprobs_module
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.trainer.model import logprobs as logprobs_module
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 # PEFT warns about an adapter on a tied lm_head. The adapters of this backend do not change the embeddings.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")

@@ -20,12 +20,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.inference.model_options import CPU_LORA_TARGETS
-from skyrl.training.backends.torch_full.backend import TorchFullBackend
-from skyrl.training.backends.torch_lora.attention_checks import AttentionCall
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.training.backends.torch_lora.model import load_base_model
-from skyrl.training.backends.torch_lora.output_layer import LogitTransform
-from skyrl.training.backends.torch_lora.projections import ATTENTION, MLP, UNEMBED
+from skyrl.trainer.attention.packed_attention import AttentionCall
+from skyrl.trainer.model.base_model import load_base_model
+from skyrl.trainer.model.logprobs import LogitTransform
+from skyrl.trainer.model.packed_model import ATTENTION, MLP, UNEMBED
+from skyrl.trainer.ranks.full_backend import TorchFullBackend
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 from tests.architectures.figures import record
 from tests.families import make_family, save_random
 

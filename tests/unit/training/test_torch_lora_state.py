@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch_lora_support import assert_same, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, InvalidRequest
-from skyrl.training.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import AdamParams, InvalidRequest
+from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.05, grad_clip_norm=2.0)
 

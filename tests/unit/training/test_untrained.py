@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_lora_support import files_saved, grpo, make_backend, make_full, ok, rl, saved, sft, spec, train
 
-from skyrl.base.types.lora import LoraSpec
-from skyrl.training.backends.base import AdamParams, Backend, Datum, TrainingPass
-from skyrl.training.backends.torch_lora import prefixes, untrained
-from skyrl.training.backends.torch_lora.losses import LOSSES
-from skyrl.training.backends.torch_lora.prefixes import PrefixTree, prefix_tree
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.losses import LOSSES
+from skyrl.trainer.passes import pass_run
+from skyrl.trainer.protocol import AdamParams, Backend, Datum, OutOfMemory, TrainingPass
+from skyrl.trainer.rows import prefixes
+from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
 
 CPU = torch.device("cpu")
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=8)
@@ -30,7 +31,7 @@ ADAM = AdamParams(learning_rate=1e-2)
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Sequences run apart as soon as that saves a row."""
-    monkeypatch.setattr(untrained, "SAVED_ON_CPU", 1)
+    monkeypatch.setattr(pass_run, "SAVED_ON_CPU", 1)
     return monkeypatch
 
 
@@ -44,9 +45,9 @@ def test_the_choice_makes_the_least_work(sequences: list[list[int]], data: st.Da
     trained = data.draw(st.lists(st.booleans(), min_size=len(sequences), max_size=len(sequences)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "MIN_SAVED_ROWS", 1)
-        patch.setattr(untrained, "SAVED_ON_CPU", 0)
+        patch.setattr(pass_run, "SAVED_ON_CPU", 0)
         tree = prefix_tree([Datum(np.array(tokens), {}) for tokens in sequences])
-        with_backward, without = untrained.divided(tree, trained, CPU)
+        with_backward, without = pass_run.divided(tree, trained, CPU)
     assert sorted([*with_backward, *without]) == [*range(len(sequences))]
     assert not any(trained[index] for index in without)
     free = [index for index, each in enumerate(trained) if not each]
@@ -58,9 +59,9 @@ def test_the_choice_makes_the_least_work(sequences: list[list[int]], data: st.Da
 def test_few_rows_stay_together() -> None:
     data = sft(0, *[7] * 10)
     tree = prefix_tree(data)
-    assert untrained.divided(tree, [True] + [False] * 9, CPU) == (range(10), [])  # 63 rows
-    assert untrained.divided(tree, [False] * 10, CPU) == ([], [*range(10)])  # 70
-    assert untrained.divided(tree, [False] * 10, torch.device("cuda")) == (range(10), [])
+    assert pass_run.divided(tree, [True] + [False] * 9, CPU) == (range(10), [])  # 63 rows
+    assert pass_run.divided(tree, [False] * 10, CPU) == ([], [*range(10)])  # 70
+    assert pass_run.divided(tree, [False] * 10, torch.device("cuda")) == (range(10), [])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_few_rows_stay_together() -> None:
 def test_which_sequences_have_no_gradient(loss: str, inputs: dict[str, list[float]], expected: bool) -> None:
     arrays = {name: np.array(values, np.float32) for name, values in inputs.items()}
     datum = Datum(np.array([1, 2]), {"target_tokens": np.array([2, 3]), **arrays})
-    assert untrained.is_trained(datum, LOSSES[loss]) is expected
+    assert pass_run.is_trained(datum, LOSSES[loss]) is expected
 
 
 def _without_advantage(data: Sequence[Datum], groups: set[int]) -> list[Datum]:
@@ -126,7 +127,7 @@ def test_a_pass_has_the_numbers_of_one_that_runs_whole(
     data = _for_loss(loss, _without_advantage(grpo(1, 6, 4, 30), {0, 2, 3}))
     found = []
     for name, least in (("apart", 1), ("whole", 10**9)):
-        at_once.setattr(untrained, "SAVED_ON_CPU", least)
+        at_once.setattr(pass_run, "SAVED_ON_CPU", least)
         backend, of_model = _made(full)
         backend.create_model("m", of_model)
         ok(backend.run([train("m", sft(0, 20))]))
@@ -171,7 +172,7 @@ def test_a_pass_without_any_gradient_is_one_of_zeros(full: bool, at_once: pytest
     """The step after it moves the weights by the moments alone, as after a pass that runs whole."""
     found = []
     for name, least in (("apart", 1), ("whole", 10**9)):
-        at_once.setattr(untrained, "SAVED_ON_CPU", least)
+        at_once.setattr(pass_run, "SAVED_ON_CPU", least)
         backend, of_model = _made(full)
         backend.create_model("m", of_model)
         ok(backend.run([train("m", sft(0, 20, 30))]))
@@ -198,3 +199,25 @@ def test_a_loss_that_is_not_finite_fails_its_pass_alone(at_once: pytest.MonkeyPa
     assert "is inf" in str(outcomes[1]) or "is -inf" in str(outcomes[1])
     assert len(ok([outcomes[0]])[0].logprobs) == 12
     assert backend.optim_step("b", ADAM) == {}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_memory_that_runs_out_without_a_backward_says_nothing_of_what_rows_keep(
+    full: bool, at_once: pytest.MonkeyPatch
+) -> None:
+    """No layer is recomputed for it, neither in a second attempt nor in later micro-batches."""
+    backend, of_model = _made(full)
+    backend.create_model("m", of_model)
+    packed: Any = backend._model.base.packed if full else backend._base.packed  # type: ignore[attr-defined]
+    before, calls = packed.recomputation.bytes_of_row, list[bool]()
+
+    def without_memory(*_: Any) -> Any:
+        calls.append(torch.is_grad_enabled())
+        raise torch.OutOfMemoryError("no memory")
+
+    at_once.setattr(packed, "forward", without_memory)
+    nothing = _without_advantage(grpo(1, 2, 4, 30), {0, 1})
+    (outcome,) = backend.run([train("m", nothing, "importance_sampling")])
+    assert isinstance(outcome, OutOfMemory)
+    assert calls == [False]
+    assert packed.recomputation.bytes_of_row == before

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl.weights.kept_memory import ALIGNMENT, KeptMemory
+from skyrl.weights.segments import ALIGNMENT, KeptMemory
 
 SHAPES = {"a": (3, 5), "b": (7,), "c": (), "d": (0, 4), "e": (300,)}
 

@@ -1,7 +1,7 @@
-"""Reads safetensors files with plain reads.
+"""Checkpoints in safetensors files, read with plain reads, and versions of the weights that files change.
 
 The safetensors library maps files into memory. A file that is cut off while it is mapped ends the process that reads
-it, and here that is vLLM.
+it, and here that is vLLM. `apply_changes` applies files with what differs to an earlier version whose bytes were kept.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import json
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
+from skyrl.inference.vllm_plugin.weights.staging import Needed, Staged
+from skyrl.weights.deltas import POSITIONS, VALUES, patch
+from skyrl.weights.tensors import digest
 
 MAX_HEADER_BYTES = 100 * 2**20
 READ_BYTES = 16 * 2**20
@@ -144,3 +147,33 @@ def _read(stream: BinaryIO, name: str, entry: Entry, tensor: torch.Tensor) -> to
             raise WeightsError(f"{entry.file} became shorter while {name} was read")
         position += got
     return tensor
+
+
+def apply_changes(
+    staged: Staged,
+    found: Mapping[str, Entry],
+    needed: Needed,
+    checksums: Mapping[str, str],
+    stopped: Callable[[], bool],
+    in_model: Callable[[torch.Tensor], bool],
+) -> None:
+    """Change `staged`, which has the tensors of the earlier version, in place. Raises WeightsError; then its tensors
+    are of no version."""
+    positions: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors(dict(sorted(found.items())), stopped, torch.empty):
+        of = name.removesuffix(POSITIONS).removesuffix(VALUES)
+        if of == name:
+            staged.add(needed, name, tensor, None, in_model)
+        elif of not in staged.tensors:
+            raise WeightsError(f"base: it has no {of}")
+        elif name.endswith(POSITIONS):  # which are before the values, by name
+            positions[of] = tensor
+        else:
+            needed.check_values(of, tensor)
+            try:
+                patch(staged.tensors[of], positions.pop(of), tensor)
+            except (KeyError, ValueError) as error:
+                raise WeightsError(f"{of}: its positions and values do not fit: {error}") from error
+    for name, wanted in checksums.items():
+        if name in staged.tensors and (made := digest(name, staged.tensors[name])) != wanted:
+            raise WeightsError(f"checksums: {name} was made with the digest {made}, not {wanted}")

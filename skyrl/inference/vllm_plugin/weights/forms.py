@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
 
 PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
 """Kernels of experts that use the weights as they are loaded."""

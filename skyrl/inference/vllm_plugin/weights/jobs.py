@@ -1,16 +1,48 @@
 """Work that takes longer than a call may: it runs in a thread, and calls ask for its state.
 
-A call into a vLLM worker stops the engine until it returns. A thread does not, so samples go on.
+A call into a vLLM worker stops the engine until it returns. A thread does not, so samples go on. `WeightsError` is the
+error of a call, and `Stages` counts where the time of a job goes.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
+
+class WeightsError(Exception):
+    """A call failed, and the model is as it was before. The message is for the client.
+
+    `status` is the HTTP status: 400 for a mistake of the client's, 409 while another call runs, 501 for what this
+    server cannot do.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Stages:
+    """Seconds by the name of a stage, added up over all calls."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def of(self, stage: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do the work, and count its time for the stage, also if it raises."""
+        began = time.perf_counter()
+        try:
+            return work(*args, **kwargs)
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+
 
 logger = logging.getLogger("vllm.skyrl_plugin")
 

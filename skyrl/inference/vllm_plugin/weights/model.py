@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from skyrl.inference.vllm_plugin.weights.checkpoint import entries
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
 from skyrl.inference.vllm_plugin.weights.forms import Form, forms_of, number_of, plain, plain_expert, ready
-from skyrl.inference.vllm_plugin.weights.stages import Stages
+from skyrl.inference.vllm_plugin.weights.jobs import Stages, WeightsError
 from skyrl.inference.vllm_plugin.weights.staging import Needed, is_finite, named
-from skyrl.weights.digests import digests
+from skyrl.weights.tensors import digests
 
 LORA_INFIX = "base_layer."
 PREFIX = "lora_base_layer_prefix"

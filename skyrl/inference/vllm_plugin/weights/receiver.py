@@ -1,10 +1,10 @@
 """The calls about weights that one vLLM worker answers. One worker is one rank: a vLLM with tensor parallelism has
 several, and each answers each call.
 
-Calls return at once. What takes time is a job; the caller asks for its state. Calls come from the engine, between two
-of its steps, or at any time from the worker's line. Order of an update from disk: `read`, `job` until it has ended,
-`apply`. From a group: `join`, then `receive` for each bucket, and `apply` after the last. From a trainer's memory the
-same with `map`, without `join`.
+Calls return at once. What takes time is a job, also checksums and comparisons of the model's tensors; the caller asks
+for its state. Calls come from the engine, between two of its steps, or at any time from the worker's line. Order of an
+update from disk: `read`, `job` until it has ended, `apply`. From a group: `join`, then `receive` for each bucket, and
+`apply` after the last. From a trainer's memory the same with `map`, without `join`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,38 @@ from typing import Any
 
 import torch
 
-from skyrl.inference.vllm_plugin.weights.checks import Checks
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.inference.vllm_plugin.weights.from_disk import FromDisk
-from skyrl.inference.vllm_plugin.weights.from_groups import FromGroups
-from skyrl.inference.vllm_plugin.weights.from_memory import FromMemory, source_of
-from skyrl.inference.vllm_plugin.weights.groups import Join
-from skyrl.inference.vllm_plugin.weights.jobs import Jobs
+from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs, WeightsError
 from skyrl.inference.vllm_plugin.weights.model import Broken, ServedModel
-from skyrl.inference.vllm_plugin.weights.staging import SHOWN, named
-from skyrl.inference.vllm_plugin.weights.staging_area import StagingArea
+from skyrl.inference.vllm_plugin.weights.sources import FromDisk, FromGroups, FromMemory, Join, source_of
+from skyrl.inference.vllm_plugin.weights.staging import SHOWN, StagingArea, named
+from skyrl.weights.tensors import checksum
+
+
+class Checks:
+    """`ranks` says which part of the model this worker has."""
+
+    def __init__(self, model: ServedModel, ranks: dict[str, int]) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._snapshot: dict[str, str] | None = None
+
+    def checksum(self, _: Job) -> dict[str, Any]:
+        """`checksums` (of each tensor), `per_gpu_checksum`, `parallelism_info`."""
+        digests = self._model.digests()
+        return {"checksums": digests, "per_gpu_checksum": checksum(digests), "parallelism_info": self._ranks}
+
+    def snapshot(self, _: Job) -> dict[str, Any]:
+        """Remember the checksums for `compare`."""
+        self._snapshot = self._model.digests()
+        return {"tensors": len(self._snapshot)}
+
+    def compare(self, _: Job) -> dict[str, Any]:
+        """`differing`: the names of the tensors that are not as in the snapshot. Raises WeightsError without one."""
+        if self._snapshot is None:
+            raise WeightsError("action: compare needs a snapshot first")
+        before, now = self._snapshot, self._model.digests()
+        return {"differing": sorted(name for name in before.keys() | now if before.get(name) != now.get(name))}
+
 
 logger = logging.getLogger("vllm.skyrl_plugin")
 

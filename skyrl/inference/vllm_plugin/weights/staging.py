@@ -1,17 +1,23 @@
-"""Tensors for the model that have arrived and are not in the model yet, and what the model needs."""
+"""Tensors for the model that have arrived in a worker and are not in its model yet, and what the model needs.
+
+A request describes the tensors of a bucket (`plan_of`). `Staged` is one update with its tensors. `StagingArea` holds
+the one update of a worker, with the memory in which it lies.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from skyrl.inference.vllm_plugin.weights.errors import WeightsError
-from skyrl.weights.digests import digest, dtype_name
-from skyrl.weights.dtypes import FLOATS, INTEGERS
+from skyrl.inference.vllm_plugin.weights.jobs import Job, WeightsError
+from skyrl.weights.segments import KeptMemory
+from skyrl.weights.tensors import FLOATS, INTEGERS, NAMED, digest, dtype_name
 
 SHOWN = 5
 """How many names an error shows."""
@@ -125,3 +131,91 @@ def named(names: list[str]) -> str:
     """A few of the names, for an error."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
+
+
+logger = logging.getLogger("vllm.skyrl_plugin")
+
+
+class StagingArea:
+    """A job may find at its end that what it has staged was dropped meanwhile: then `staged` is something else."""
+
+    def __init__(self) -> None:
+        self.staged: Staged | None = None
+        self.memory = KeptMemory()
+        self._base: Staged | None = None
+        self._freeing: threading.Thread | None = None
+
+    def begun(self, version: str | None, source: str) -> Staged:
+        """What is staged of this update. Another one is forgotten. No job may run."""
+        if not self.holds(version, source):
+            if self.staged is not None and self.staged.tensors:
+                logger.warning("an update to %r was not finished: it is forgotten", self.staged.version)
+            self.forget()
+            self.staged = Staged(version, source)
+        assert self.staged is not None
+        return self.staged
+
+    def holds(self, version: str | None, source: str) -> bool:
+        """Whether something of this update is staged, perhaps no tensor yet."""
+        return self.staged is not None and (self.staged.version, self.staged.source) == (version, source)
+
+    def stage(self, staged: Staged, job: Job) -> None:
+        """At the end of a job that has read a whole update. Raises WeightsError if the job was told to stop."""
+        self.staged = staged
+        if job.stopped():  # asked after the line above: a stop in between must not leave anything staged
+            self.staged = None
+            raise WeightsError("reading was stopped")
+
+    def drop(self, staged: Staged) -> None:
+        """A job has failed with this update, unless another one is here by now."""
+        if self.staged is staged:
+            self.staged = None
+
+    def forget(self) -> None:
+        """Drop what is staged, and begin with the memory anew. No job may run."""
+        self.staged = None
+        if self._freeing is not None:
+            self._freeing.join()
+        self.memory.reuse()
+
+    def keep_base(self, staged: Staged | None) -> None:
+        """The bytes of this update are the base of a later one; None: there is no base."""
+        self._base = staged
+
+    def take_base(self) -> Staged | None:
+        """The update whose bytes were kept, which is the caller's now."""
+        base, self._base = self._base, None
+        return base
+
+    def free_memory(self) -> None:
+        """After an update was applied: its memory is the next one's. In a thread: it takes 0.1 s per GiB, for which the
+        engine need not wait."""
+        self._freeing = threading.Thread(target=self.memory.reuse, name="skyrl memory", daemon=True)
+        self._freeing.start()
+
+
+def plan_of(
+    names: list[str], dtypes: list[str], shapes: list[list[int]]
+) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
+    """Name, dtype, shape and bytes of each tensor. Raises WeightsError."""
+    if not len(names) == len(dtypes) == len(shapes):
+        raise WeightsError(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: the numbers must be equal"
+        )
+    if len(set(names)) != len(names):
+        raise WeightsError("names: a name occurs twice")
+    plan = []
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        kind = NAMED.get(dtype.removeprefix("torch."))
+        if kind is None:
+            raise WeightsError(f"dtypes: {dtype!r}, of {name}, is not one of {', '.join(NAMED)}")
+        plan.append((name, kind, tuple(shape), elements(shape) * kind.itemsize))
+    return plan
+
+
+def elements(shape: list[int] | tuple[int, ...]) -> int:
+    """How many elements a tensor of this shape has."""
+    product = 1
+    for size in shape:
+        product *= size
+    return product

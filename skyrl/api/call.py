@@ -1,0 +1,320 @@
+"""One HTTP request on its way through the hooks and its handler, and its answer.
+
+An answer is bytes at once (`BytesResponse`; `reply` encodes JSON with msgspec), or server-sent events (`EventStream`).
+`IncomingRequest` is Starlette's, with headers that are found in a dictionary: a sample's two requests look up eleven
+headers, and Starlette searches all that the client has sent each time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from skyrl.api.access import Caller
+from skyrl.api.bodies import LargeBody
+from skyrl.api.route import Route
+from skyrl.base.wire.errors import RequestError
+from skyrl.chat.openai.service import ClientGone, InFlight
+from skyrl.runtime.processes.logs import about_request
+
+T = TypeVar("T")
+
+
+@lru_cache(maxsize=256)
+def _as_received(name: str) -> bytes:
+    return name.lower().encode("latin-1")
+
+
+class IncomingHeaders(Headers):
+    """Case-insensitive, as Starlette's. The first of several headers with one name counts."""
+
+    def __init__(self, raw: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(raw=raw)
+        self.first = dict(reversed(raw))
+        """The first value of each name, both as received; the names are in lower case."""
+
+    def get(self, key: str, default: T = None) -> str | T:  # pyright: ignore[reportIncompatibleMethodOverride]
+        value = self.first.get(_as_received(key))
+        return default if value is None else value.decode("latin-1")
+
+    def __getitem__(self, key: str) -> str:
+        return self.first[_as_received(key)].decode("latin-1")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and _as_received(key) in self.first
+
+
+class IncomingRequest(Request):
+    headers: IncomingHeaders = IncomingHeaders([])
+    """An attribute in place of Starlette's property."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, headers: IncomingHeaders) -> None:
+        super().__init__(scope, receive, send)
+        self.headers = headers  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+_encoder = msgspec.json.Encoder()
+
+
+class BytesResponse(Response):
+    """Starlette's response for a body of bytes, without its general ways to make a body and headers: every sample has
+    two of these answers. `media_type` has no text type, whose charset Starlette would add."""
+
+    def __init__(self, body: bytes, media_type: str, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        if headers is not None:
+            super().__init__(body, status, headers, media_type)
+            return
+        self.body, self.status_code, self.media_type, self.background = body, status, media_type, None
+        self.raw_headers = [(b"content-length", b"%d" % len(body)), (b"content-type", media_type.encode("latin-1"))]
+
+
+def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> BytesResponse:
+    """A JSON answer. `value` is anything msgspec encodes."""
+    return BytesResponse(_encoder.encode(value), "application/json", status, headers)
+
+
+def with_note(answer: Response, note: str | None) -> Response:
+    """The answer with a sentence in ASCII for the user, if there is one. The SDK writes the text of this header, and of
+    no other, to its user's log."""
+    if note is not None:
+        answer.headers["x-deprecation-note"] = note
+    return answer
+
+
+def strings(metadata: dict[str, Any] | None) -> dict[str, str] | None:
+    """User metadata as the SDK reads it back: every value a string."""
+    return None if metadata is None else {key: str(value) for key, value in metadata.items()}
+
+
+def timestamp(seconds: float) -> str:
+    """Seconds since the epoch as RFC 3339 in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+class BufferedRequest(Protocol):
+    """A request whose body has arrived, and the short way for its answer."""
+
+    whole_body: bytes
+    received: IncomingHeaders
+
+    async def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send head and body at once. `headers` has the body's length."""
+        ...
+
+
+class Call:
+    """A request with what the hooks add to it for the handler. The handler's answer goes to `send`."""
+
+    __slots__ = (
+        "_caller",
+        "_receive",
+        "_request",
+        "_send",
+        "_unended_hooks",
+        "answered",
+        "began",
+        "body",
+        "headers",
+        "id",
+        "large_body",
+        "received",
+        "recorded",
+        "route",
+        "scope",
+        "status",
+        "whole",
+    )
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, route: Route | None, hooks: Sequence[Hook] = ()
+    ) -> None:
+        self.scope = scope
+        self.route = route
+        """None if no route has the path and method of the request."""
+        self.id = "-"
+        """The request's id in the log and in the answer's header `X-Request-Id`."""
+        self.began = 0.0
+        """When the request arrived, in the time of `time.perf_counter`."""
+        self.recorded: str | None = None
+        """The id of the command or sample that the request has recorded. The engine and vLLM know it by this id."""
+        self.body = b""
+        """The decompressed body; empty if the route declares none."""
+        self.large_body: LargeBody | None = None
+        """The body whose memory is held until the route has answered."""
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Headers that hooks add to the answer."""
+        self.status: int | None = None
+        """The status of the answer; None before the answer."""
+        self.answered = False
+        """Whether the head of the answer is sent. After that no other answer can be given."""
+        self.whole: BufferedRequest | None = scope.get("whole")
+        """The connection's side of a request that came as a whole; None for requests that came through uvicorn."""
+        self.received = IncomingHeaders(scope["headers"]) if self.whole is None else self.whole.received
+        """The headers of the request."""
+        self._request: IncomingRequest | None = None
+        self._caller: Caller | None = None
+        self._receive, self._send = receive, send
+        self._unended_hooks = iter(hooks)
+
+    @property
+    def request(self) -> IncomingRequest:
+        """Starlette's request. A sample needs only `received`, and makes none."""
+        if self._request is None:
+            self._request = IncomingRequest(self.scope, self._receive, self._send, self.received)
+        return self._request
+
+    @property
+    def caller(self) -> Caller:
+        """The caller that the request's key stands for. Raises RuntimeError on a route that takes no key."""
+        if self._caller is None:
+            raise RuntimeError("this route takes no API key, so its caller is unknown")
+        return self._caller
+
+    @caller.setter
+    def caller(self, caller: Caller) -> None:
+        self._caller = caller
+
+    @property
+    def known_tenant(self) -> str | None:
+        """The caller's tenant; None where no key was needed or accepted."""
+        return None if self._caller is None else self._caller.tenant
+
+    @property
+    def tenant(self) -> str:
+        """The caller's tenant, which owns what the request makes."""
+        return self.caller.tenant
+
+    async def send(self, message: Message) -> None:
+        """An ASGI `send`. Before the head of the answer is sent, the hooks end, and their headers are added to it."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.end()
+            self.answered = True
+            message = {**message, "headers": [*message["headers"], *self.headers]}
+        await self._send(message)
+
+    async def answer(self, whole: BytesResponse) -> None:
+        """Send a whole answer, as `send` does its two messages."""
+        self.status = whole.status_code
+        self.end()
+        self.answered = True
+        headers = [*whole.raw_headers, *self.headers]
+        if self.whole is not None:
+            await self.whole.answer(whole.status_code, headers, whole.body)
+            return
+        await self._send({"type": "http.response.start", "status": whole.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": whole.body})
+
+    def end(self) -> None:
+        """Call `end` of each hook, once. Raises what a hook raises; another call then goes on with the next hook."""
+        for hook in self._unended_hooks:
+            hook.end(self)
+
+
+class Hook(Protocol):
+    """Called for each request before its route, and for each answer before it is sent."""
+
+    name: str
+
+    def begin(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        """Before the route. A hook that has to wait returns a coroutine. Raises RequestError to refuse the request; any
+        other error is answered with 500."""
+        ...
+
+    def end(self, call: Call) -> None:
+        """Called once for each request, even if an earlier hook refused it: before the head of the answer is sent, or,
+        with `call.status` None, after the client went away without an answer."""
+        ...
+
+
+logger = logging.getLogger(__name__)
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """If the stream fails after its first event, it ends with what `failed` makes of the error. If the client reads too
+    slowly, the stream ends at its deadline (in the event loop's time), and with it all that it holds."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        failed: Callable[[RequestError], bytes],
+        in_flight: InFlight,
+        request_id: str,
+        deadline: float,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._failed = failed
+        self._in_flight = in_flight
+        self._request_id = request_id
+        self._deadline = deadline
+
+    @classmethod
+    async def begin(
+        cls,
+        events: AsyncGenerator[bytes, None],
+        failed: Callable[[RequestError], bytes],
+        in_flight: InFlight,
+        request: Request,
+        request_id: str,
+        deadline_s: float,
+    ) -> EventStream:
+        """Wait for the first of the framed events. After it the stream may last `deadline_s`. Raises what the events
+        raise before it."""
+
+        async def first() -> bytes:
+            return await anext(events)
+
+        try:
+            begun = await in_flight.run(first(), gone(request.receive))
+            deadline = asyncio.get_running_loop().time() + deadline_s
+            return cls(begun, events, failed, in_flight, request_id, deadline)
+        except BaseException:
+            await events.aclose()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await self._in_flight.run(self._send_events(send), gone(receive))
+                last = b""
+            except ClientGone:
+                return
+            except TimeoutError:  # nothing more can be sent: what was sent before waits to be read
+                logger.warning("a client did not read its stream in time", extra=about_request(self._request_id))
+                return
+            except RequestError as error:
+                last = self._failed(error)
+            except Exception as error:  # the answer has begun: the log has the error, and the stream its class
+                logger.exception("a stream failed", extra=about_request(self._request_id))
+                last = self._failed(RequestError(f"internal error: {type(error).__name__}", status=500))
+            await send({"type": "http.response.body", "body": last})
+        finally:
+            await self._events.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        async with asyncio.timeout_at(self._deadline):
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for framed in self._events:
+                await send({"type": "http.response.body", "body": framed, "more_body": True})

@@ -1,0 +1,145 @@
+"""Commands of a model: forward, forward_backward, optim_step. Each becomes a future; the engine keeps their order.
+
+A command whose content is wrong is accepted all the same, and fails when its turn comes: clients never send a refused
+number again, so a refusal would leave a hole in the model's order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.responses import Response
+
+from skyrl.api.bodies import body_format
+from skyrl.api.call import Call, reply
+from skyrl.api.route import Body, Struct
+from skyrl.api.routing import Routes
+from skyrl.api.services import Services
+from skyrl.base.types.requests import PASSES, Kind, NewRequest, new_request_id
+from skyrl.base.wire.decoding import raw_fields
+from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.requests import OptimStepRequest, SequencedRequest
+from skyrl.base.wire.training import JsonForwardBackward, count_tokens, decode_header
+from skyrl.storage.db.database import Change
+from skyrl.storage.db.models import Model
+from skyrl.storage.futures.entries import LARGE_BODY_BYTES
+
+PASS = Body(JsonForwardBackward, read_as=bytes, protobuf=True, bound="training")
+
+
+def command_of(schema: Struct) -> Body:
+    """The body of a command: the route reads the model's id and the number, the engine reads the rest."""
+    return Body(schema, read_as=SequencedRequest)
+
+
+def training_routes(services: Services) -> Routes:
+    routes = Routes("training")
+
+    @routes.post("/forward_backward", scope="train", body=PASS)
+    async def forward_backward(call: Call, body: bytes) -> Response:
+        return await _training_pass(services, call, Kind.FORWARD_BACKWARD, body)
+
+    @routes.post("/forward", scope="train", body=PASS)
+    async def forward(call: Call, body: bytes) -> Response:
+        return await _training_pass(services, call, Kind.FORWARD, body)
+
+    @routes.post("/create_custom_loss", scope="train")
+    async def create_custom_loss(call: Call) -> Response:
+        """No SDK calls this route, because client/config does not turn `custom_loss_server_side` on."""
+        raise RequestError(
+            "this server runs no losses that clients send; forward_backward_custom computes them in the client"
+        )
+
+    @routes.post("/optim_step", scope="train", body=command_of(OptimStepRequest))
+    async def optim_step(call: Call, header: SequencedRequest) -> Response:
+        return await submit_sequenced(services, call, Kind.OPTIM_STEP, header, call.body)
+
+    return routes
+
+
+async def _training_pass(services: Services, call: Call, kind: Kind, body: bytes) -> Response:
+    encoding = body_format(call.request)
+    return await submit_sequenced(services, call, kind, decode_header(body, encoding), body, encoding)
+
+
+async def submit_sequenced(
+    services: Services, call: Call, kind: Kind, header: SequencedRequest, body: bytes, encoding: str = "json"
+) -> Response:
+    """`submit` for a command that names its model."""
+    services.served.check_trains()
+    model = await services.models.find(header.model_id, call.tenant)
+    if model is None:
+        raise NotFound(f"no model {header.model_id!r}", field="model_id")
+    return await submit(services, call, kind, model, header.seq_id, body, encoding)
+
+
+async def submit(
+    services: Services,
+    call: Call,
+    kind: Kind,
+    model: Model,
+    seq_id: int | None,
+    body: bytes,
+    encoding: str = "json",
+    first: Change | None = None,
+) -> Response:
+    """Record one command, ring the engine, and answer with the request's id. A command without a number runs after all
+    earlier commands of its model. `first` runs in the transaction that records the command (`FutureStore.record`)."""
+    if seq_id is not None and not 0 <= seq_id < 2**63:
+        raise RequestError("must be in [0, 2**63)", field="seq_id")
+    request_id, of_pictures = new_request_id(), 0
+    if kind in PASSES:
+        pictures = services.served.of(model.base_model).lane.pictures
+        body, of_pictures = await pictures.training(body, encoding, model.tenant, request_id)
+    tokens = await _tokens_to_charge(services, kind, model.tenant, body, encoding, of_pictures)
+    with services.quotas.charged(model.tenant, tokens) as charge:
+        request_id, charge.kept = await services.futures.record(
+            NewRequest(
+                kind=kind,
+                tenant=model.tenant,
+                session_id=model.session_id,
+                body=body,
+                body_format=encoding,
+                model_id=model.id,
+                seq_id=seq_id,
+                identity=_identity(kind, body),
+                id=request_id,
+                not_before=charge.not_before,
+                numbered=seq_id is None,
+            ),
+            first=first,
+        )
+    call.recorded = request_id
+    services.engine.ring()
+    await services.models.touch(model.id)
+    return reply({"request_id": request_id, "model_id": model.id})
+
+
+async def _tokens_to_charge(
+    services: Services, kind: Kind, tenant: str, body: bytes, encoding: str, of_pictures: int
+) -> int:
+    """How many of the tenant's tokens per minute a pass takes, with those of its pictures; 0 if they are not limited,
+    or if the body cannot be read: such a pass fails when its turn comes."""
+    if kind not in PASSES or not services.quotas.counts_tokens(tenant):
+        return 0
+    try:
+        if len(body) > LARGE_BODY_BYTES:
+            return of_pictures + await asyncio.to_thread(count_tokens, body, encoding)
+        return of_pictures + count_tokens(body, encoding)
+    except RequestError:
+        return 0
+
+
+def _identity(kind: Kind, body: bytes) -> bytes | None:
+    """The part of a body that a repeat of the request has too; None: the whole body. A save for sampling is compared
+    without the number of its sampling session: when the SDK repeats an unnamed save it takes a new number, and then it
+    uses the session that the answer names."""
+    if kind is not Kind.SAVE_WEIGHTS_FOR_SAMPLER:
+        return None
+    try:
+        fields = raw_fields(body)
+    except RequestError:
+        return None
+    fields.pop("sampling_session_seq_id", None)
+    return msgspec.json.encode(fields, order="deterministic")

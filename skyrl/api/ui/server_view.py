@@ -1,0 +1,125 @@
+"""What the status page shows of the server itself to a key with the scope admin: parts, queues, adapters, disk.
+
+Counts only: nothing in it belongs to one tenant. Everything but the quotas' counts comes from the database, so that any
+API process gives the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from skyrl.api.access import Caller
+from skyrl.api.served import ServedModel
+from skyrl.api.services import Services
+from skyrl.api.ui.overview import Overview
+from skyrl.base.types.activity import EngineActivity, WaitsFor
+from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.storage.db import processes as api_processes
+from skyrl.storage.db.quotas import sizes
+from skyrl.storage.db.runs import pending_by_kind
+
+_VLLM_NAMES = {
+    "kv_cache_usage_perc": "kv_use",
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+}
+_VLLM = re.compile(rf'^vllm:({"|".join(_VLLM_NAMES)})\{{.*?replica="(\d+)".*?\}} (\S+)$', re.M)
+
+
+async def server_view(services: Services, caller: Caller) -> dict[str, Any]:
+    """Times are in seconds since the epoch, `_s` are seconds. Holds no ages, so that an unchanged box stays equal.
+
+    What belongs to a base model is in `base_models` if there are several, each with its name first."""
+    served = services.served
+
+    def read(connection: Any) -> tuple[dict[str, int], list[tuple[str, float, float]], list[int]]:
+        now = time.time()
+        return (
+            pending_by_kind(connection),
+            api_processes.heartbeats(connection),
+            [sizes(connection, now, model.config.role.own).adapters for model in served],
+        )
+
+    server = await Overview(services, caller).server()
+    pending, processes, servable = await services.database.read_async(read)
+    parts = [
+        _base_model(model, number, await asyncio.to_thread(_vllm, services.published_metrics, model))
+        for model, number in zip(served, servable, strict=True)
+    ]
+    names = server.get("base_models", [])
+    used = shutil.disk_usage(services.config.state_dir)
+    return {
+        "server": server,
+        **({"base_models": [name | part for name, part in zip(names, parts, strict=True)]} if names else parts[0]),
+        "api_processes": [
+            # A process that is alone on its database may write no heartbeats.
+            {"id": name, "started_at": started_at, "heartbeat_at": heartbeat_at if len(processes) > 1 else None}
+            for name, started_at, heartbeat_at in processes
+        ],
+        "pending": pending,
+        "quotas": services.quotas.counts(),
+        "disk": {"free_bytes": used.free, "total_bytes": used.total},
+        "database_bytes": await asyncio.to_thread(services.database.size),
+    }
+
+
+def _base_model(model: ServedModel, servable: int, vllm: list[dict[str, float]]) -> dict[str, Any]:
+    """The parts of one base model. `servable` is how many of its adapters can be sampled from."""
+    state, activity = model.watch.state, model.watch.activity
+    return {
+        "trainer": _trainer(model),
+        "inference": {
+            "published": state.inference_proxy_url is not None,
+            "generation": state.generation,
+            "away_since": activity.inference_away_since,
+        },
+        "models": _models(activity),
+        "adapters": {"servable": servable, "places": model.lane.places},
+        "vllm": vllm,
+    }
+
+
+def _vllm(published: MetricsDirectory, model: ServedModel) -> list[dict[str, float]]:
+    """Each inference server that skyrl runs, by its number: the part of its key-value cache in use (0 to 1), and its
+    requests that run and wait. Published every few seconds."""
+    role, engines = model.config.role, range(model.config.backend_config.inference.num_engines)
+    names = [f"{role.process('vllm')}-{number}" for number in engines] if role.name else None
+    found: dict[int, dict[str, float]] = {}
+    for name, replica, value in _VLLM.findall(published.read(names)):
+        found.setdefault(int(replica), {"replica": int(replica)})[_VLLM_NAMES[name]] = float(value)
+    return [found[replica] for replica in sorted(found)]
+
+
+def _trainer(model: ServedModel) -> dict[str, Any] | None:
+    """None for a base model that nobody trains, and on a gateway on whose database nobody trains it."""
+    watch, activity = model.watch, model.watch.activity
+    heartbeat_at = watch.state.heartbeat_at or None
+    if not model.config.modes.trains and (
+        heartbeat_at is None or (model.config.role.name and not watch.state.activity)
+    ):
+        return None  # one of several has a row without an engine, too, but then nothing that an engine does
+    recovery = activity.recovery
+    return {
+        "trouble": watch.training_trouble(),
+        "heartbeat_at": heartbeat_at,
+        "recovery": None if recovery is None else msgspec.structs.asdict(recovery),
+        "run_s": activity.run_s,
+    }
+
+
+def _models(activity: EngineActivity) -> dict[str, Any]:
+    """The models with commands: how many wait for what, and since when the longest has waited."""
+    waiting = [model for model in activity.models.values() if model.waits_for is not WaitsFor.NOTHING]
+    return {
+        "running": len(activity.models) - len(waiting),
+        "waiting": dict(Counter(str(model.waits_for) for model in waiting)),
+        "longest_wait_since": min((model.since for model in waiting), default=None),
+        "commands_waiting": sum(model.waiting for model in activity.models.values()),
+    }

@@ -1,0 +1,213 @@
+"""Colocated sampling: the waiting samples run together after each turn of training.
+
+Samples are commands only where trainer and sampler share a device (`Modes.forwards` is false). `SampleTurns` knows the
+scheduler and the rows, `ColocatedSampler` runs the samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.types.requests import Command
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.base.wire.sample_request import SampleRequest
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.settlement import Settlement, failed
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.vllm_client import VllmError
+from skyrl.sampling.base_model import job_for, usage_of
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.job import ContextLimits
+from skyrl.sampling.pictures import is_text, place_stored
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db import usage
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.samplers import find_sampler
+from skyrl.storage.db.usage import UsageKey
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""The time between two tries to wake vLLM."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Outcomes by request id, and the usage of these samples. `postponed` are commands that could not run now: give
+    them to the sampler again."""
+
+    outcomes: list[tuple[str, Outcome]]
+    used: Mapping[UsageKey, int]
+    postponed: Sequence[Command] = ()
+
+
+class ColocatedSampler:
+    """Runs batches of samples. With `sleeps`, vLLM holds the device's memory only while it samples.
+
+    After vLLM has died, it is away until the launcher has started it again. Meanwhile samples wait and training goes
+    on. After `give_up_after_s` the samples fail.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        client: ForwardingClient,
+        group: EngineGroup,
+        limits: ContextLimits,
+        base_name: str,
+        *,
+        sight: VisionConfig | NoVision,
+        sleeps: bool,
+        give_up_after_s: float,
+    ) -> None:
+        self._database = database
+        self._client = client
+        self._group = group
+        self._limits = limits
+        self._base_name = base_name
+        self._sight = sight
+        self._sleeps = sleeps
+        self._give_up_after_s = give_up_after_s
+        self._away_since: float | None = None
+        self._retry_wake_at: float | None = None
+        """When to wake vLLM again after a failed try, in monotonic seconds."""
+
+    @property
+    def may_run(self) -> bool:
+        """Whether to call `run` now: vLLM is ready, or has been away for so long that the samples must fail."""
+        now = time.monotonic()
+        if not self._group.ready:
+            self._retry_wake_at = None
+            self._note_away(now)
+        elif self._retry_wake_at is None:
+            self._away_since = None
+            return True
+        elif now >= self._retry_wake_at:
+            return True
+        return self._has_given_up
+
+    @property
+    def _has_given_up(self) -> bool:
+        return self._away_since is not None and time.monotonic() - self._away_since >= self._give_up_after_s
+
+    def _note_away(self, now: float) -> None:
+        if self._away_since is None:
+            self._away_since = now
+
+    async def run(self, commands: Sequence[Command], bodies: dict[str, bytes]) -> Sampled:
+        """Wake vLLM, run the commands that have a body in `bodies`, put vLLM to sleep."""
+        runnable = [command for command in commands if command.request_id in bodies]
+        if not runnable:
+            return Sampled([], {})
+        if (trouble := await self._wake()) is not None:
+            if not self._has_given_up:
+                return Sampled([], {}, runnable)
+            error = FailedRequest(f"gave up after {self._give_up_after_s:g} s: {trouble}", ErrorCategory.SERVER)
+            return Sampled([(command.request_id, failed(error, command)) for command in runnable], {})
+        try:
+            ended = await asyncio.gather(*(self._sample(c, bodies[c.request_id]) for c in runnable))
+        finally:
+            await self._put_to_sleep()
+        used: Counter[UsageKey] = Counter()
+        for _, amounts in ended:
+            used.update(amounts)
+        outcomes = [(command.request_id, outcome) for command, (outcome, _) in zip(runnable, ended, strict=True)]
+        return Sampled(outcomes, used)
+
+    async def _wake(self) -> str | None:
+        """Wake vLLM. Returns why it cannot sample now, or None when it is awake."""
+        if self._group.reason:
+            return self._group.reason
+        try:
+            if self._sleeps:
+                await self._group.wake()
+        except (VllmError, httpx.TransportError) as error:
+            trouble = f"vLLM does not wake up: {str(error) or type(error).__name__}"
+            logger.warning("%s; samples wait", trouble)
+            now = time.monotonic()
+            self._retry_wake_at = now + RETRY_S
+            self._note_away(now)
+            return trouble
+        self._away_since = self._retry_wake_at = None
+        return None
+
+    async def _put_to_sleep(self) -> None:
+        """An error is only logged: a vLLM that has died holds no memory, and the launcher starts it again."""
+        if not self._sleeps:
+            return
+        try:
+            await self._group.sleep()
+        except (VllmError, httpx.TransportError) as error:
+            logger.error("vLLM could not be put to sleep: %s", str(error) or type(error).__name__)
+
+    async def _sample(self, command: Command, body: bytes) -> tuple[Outcome, Mapping[UsageKey, int]]:
+        try:
+            sampler = await self._database.read_async(lambda c: find_sampler(c, command.sampling_session_id or ""))
+            if sampler is None:
+                raise FailedRequest("sampling_session_id: the sampling session was closed")
+            request = decode_json(SampleRequest, body)
+            pictures = None
+            if not is_text(request.prompt):
+                pictures = await place_stored(request, self._database, self._sight, command.tenant)
+            job = job_for(request, command.request_id, sampler, self._limits, self._base_name, pictures=pictures)
+            answer = await self._client.sample(job)
+            return Outcome(answer.body, "proto:sample"), usage_of(answer, sampler)
+        except Exception as error:  # the client gets it, or the log
+            return failed(error, command), {}
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class SampleTurns:
+    """`sampler` is None where API processes forward samples. There, sample commands from an earlier colocated run of
+    the server fail."""
+
+    def __init__(
+        self, database: Database, scheduler: Scheduler, settlement: Settlement, sampler: ColocatedSampler | None
+    ) -> None:
+        self._database = database
+        self._scheduler = scheduler
+        self._settlement = settlement
+        self._sampler = sampler
+
+    def hold_or_release(self) -> None:
+        """Samples wait while the sampler cannot run them."""
+        self._scheduler.hold_samples(self._sampler is not None and not self._sampler.may_run)
+
+    async def run(self) -> None:
+        """Run and settle the waiting samples."""
+        commands = self._scheduler.take_samples()
+        if not commands:
+            return
+        if self._sampler is None:
+            await self._fail(commands)
+        else:
+            await self._sample(commands, self._sampler)
+
+    async def _fail(self, commands: Sequence[Command]) -> None:
+        message = "this server now forwards samples to its inference server; send the sample again"
+        outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
+        await asyncio.to_thread(self._settlement.end, [(command, outcome) for command in commands])
+        self._scheduler.finish(commands)
+
+    async def _sample(self, commands: Sequence[Command], sampler: ColocatedSampler) -> None:
+        ids = [command.request_id for command in commands]  # some may have been cancelled: then they have no body
+        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))
+        sampled = await sampler.run(commands, bodies)
+        by_id = {command.request_id: command for command in commands}
+        ended = [(by_id[request_id], outcome) for request_id, outcome in sampled.outcomes]
+        await asyncio.to_thread(self._settlement.end, ended, lambda c: usage.add(c, sampled.used))
+        self._scheduler.finish(commands)
+        for command in sampled.postponed:
+            self._scheduler.add(command)

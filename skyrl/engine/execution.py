@@ -1,0 +1,225 @@
+"""How a command runs: on which thread, and from its body to its stored outcome.
+
+All steps of a command run on one thread: read the body, run, write the outcome, ring the API. For a small command, a
+switch to another thread would cost more than the read or the write. Does not decide which command is next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from skyrl.base.types.requests import FILE_COMMANDS, SAVES, Command, Kind
+from skyrl.base.wire.results import encode_json
+from skyrl.engine.activity import RunTimes
+from skyrl.engine.crash_ledger import CrashLedger
+from skyrl.engine.exclusive_commands import ExclusiveCommands
+from skyrl.engine.metrics import EngineMetrics, phase_of
+from skyrl.engine.model_ends import ModelEnds
+from skyrl.engine.passes import PassPictures, run_passes
+from skyrl.engine.publishing import WeightPublisher
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.settlement import Settlement, failed, fails_model
+from skyrl.engine.snapshots import Snapshots
+from skyrl.engine.telemetry import CommandTracing
+from skyrl.engine.threads import EngineThreads
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db import run_steps, usage
+from skyrl.storage.db.claims import Displaced, FencedDatabase
+from skyrl.storage.db.database import Change, Connection
+from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.db.futures import Outcome
+from skyrl.trainer.protocol import Backend
+
+logger = logging.getLogger(__name__)
+
+
+class Execution:
+    """Runs commands that the scheduler has handed out, and tells the scheduler when they are settled.
+
+    Call the public methods on the event loop. They raise DatabaseError, Displaced and BackendLost: then the engine ends
+    with the command unsettled, and the next engine finds the command in the command log.
+    """
+
+    def __init__(
+        self,
+        database: FencedDatabase,
+        backend: Backend,
+        exclusive: ExclusiveCommands,
+        snapshots: Snapshots,
+        settlement: Settlement,
+        ledger: CrashLedger,
+        threads: EngineThreads,
+        scheduler: Scheduler,
+        publisher: WeightPublisher,
+        model_ends: ModelEnds,
+        run_times: RunTimes,
+        metrics: EngineMetrics,
+        tracing: CommandTracing,
+        pictures: PassPictures,
+    ) -> None:
+        self._database = database
+        self._backend = backend
+        self._exclusive_commands = exclusive
+        self._snapshots = snapshots
+        self._settlement = settlement
+        self._ledger = ledger
+        self._threads = threads
+        self._scheduler = scheduler
+        self._publisher = publisher
+        self._model_ends = model_ends
+        self._run_times = run_times
+        self._metrics = metrics
+        self._tracing = tracing
+        self._pictures = pictures
+
+    # On the event loop: choose the thread, and wait until the command is settled.
+
+    async def run_passes(self, commands: Sequence[Command]) -> None:
+        """Run passes of any models, merged where the backend can merge them."""
+        await self._threads.on_backend(lambda: self._passes(commands))
+        self._scheduler.finish(commands)
+
+    async def run_exclusive(self, command: Command) -> None:
+        """Run one exclusive command: a save or a load on a file thread, any other on the backend thread."""
+        on_thread = self._threads.on_files if command.kind in FILE_COMMANDS else self._threads.on_backend
+        outcome = await on_thread(lambda: self._exclusive(command))
+        if outcome is not None:
+            await self._model_ends.end_after(command, outcome)
+        self._scheduler.finish([command])
+
+    async def snapshot_overdue(self) -> None:
+        """Snapshot models that have run commands without a step for too long. A busy model waits for a later call."""
+        for model_id in self._snapshots.overdue():
+            if model_id not in self._scheduler:
+                self._snapshots.stop_tracking(model_id)
+            elif not self._scheduler.is_busy(model_id):
+                self._scheduler.hold(model_id)
+                await self._threads.on_backend(lambda model_id=model_id: self._snapshot_now(model_id))
+                self._scheduler.release(model_id)
+
+    async def snapshot_last(self, until: float) -> None:
+        """The engine is stopping and runs nothing: snapshot all models, so that the next start repeats no command.
+
+        Leaves out a model that is being restored or whose command is not settled, and one whose snapshot would end
+        after `until` (monotonic seconds). Raises Displaced, and writes nothing then.
+        """
+        lacking = [each for each in self._snapshots.lacking() if each in self._scheduler]
+        ready = [model_id for model_id in lacking if not self._scheduler.is_busy(model_id)]
+        if not ready:
+            return
+        try:
+            await asyncio.to_thread(self._database.confirm_claim)
+        except DatabaseError as error:
+            logger.warning("%d models have no last snapshot: the database cannot be used: %s", len(ready), error)
+            return
+        for model_id in ready:
+            if time.monotonic() + self._snapshots.expected_s(model_id) > until:
+                logger.warning("model %s has no last snapshot: there was no time (stop_grace_s)", model_id)
+            else:
+                await self._threads.on_backend(lambda model_id=model_id: self._snapshot(model_id, self._snapshots.take))
+
+    # On the command's own thread.
+
+    def _passes(self, commands: Sequence[Command]) -> None:
+        with self._ledger.running([command.request_id for command in commands]), self._metrics.phases.phase("pass"):
+            started = self._begin(commands)
+            bodies = self._bodies(commands)
+            runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
+            passes = run_passes(runnable, bodies, self._backend, self._pictures)
+            busy_s = time.perf_counter() - started
+
+            def count(connection: Connection) -> None:
+                usage.count_training(connection, passes.tokens)
+                run_steps.add_passes(connection, passes.trained, busy_s)
+
+            outcomes = [(command.request_id, outcome) for command, outcome in passes.outcomes]
+            self._settlement.settle(outcomes, count)
+            models = {command.model_id for command in runnable}
+            self._metrics.commands.passed(len(models), sum(passes.tokens.values()), passes.gaps)
+            for command, outcome in passes.outcomes:
+                self._ended(command, outcome, started)
+            for command in runnable:
+                assert command.model_id is not None
+                self._snapshots.ran(command.model_id, command.kind)
+        self._run_times.ran(runnable, seconds := time.perf_counter() - started)
+        logger.debug("%d passes in %.1f ms", len(runnable), seconds * 1e3)
+
+    def _exclusive(self, command: Command) -> Outcome | None:
+        """Returns None, and runs nothing, when the command's row was deleted."""
+        with self._ledger.running([command.request_id]), self._metrics.phases.phase(phase_of(command.kind)):
+            started = self._begin([command])
+            body = self._bodies([command]).get(command.request_id)
+            outcome = None if body is None else self._run_and_settle(command, body)
+        if outcome is not None:
+            self._ended(command, outcome, started)
+        if outcome is not None and command.model_id is not None and command.seq_id is not None:
+            self._snapshots.ran(command.model_id, command.kind)
+            if outcome.error is None:
+                self._snapshot_after(command.kind, command.model_id)
+        if outcome is not None:
+            self._run_times.ran([command], time.perf_counter() - started)
+        return outcome
+
+    def _run_and_settle(self, command: Command, body: bytes) -> Outcome:
+        change: Change | None = None
+        started = time.perf_counter()
+        try:
+            ran = self._exclusive_commands.run(command, body)
+            outcome = Outcome(encode_json(ran.result))
+            change = ran.change
+            if command.kind is Kind.OPTIM_STEP and command.model_id is not None:
+                rate = ran.result["metrics"].get("learning_rate")
+                change = run_steps.end_step(command.model_id, time.perf_counter() - started, rate)
+            if ran.weights is not None:
+                self._publisher.publish(ran.weights)
+        except Displaced:  # the engine that holds the claim runs the command
+            raise
+        except Exception as error:  # the client gets it, or the log
+            outcome, change = failed(error, command), fails_model(command)
+        self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
+        return outcome
+
+    def _begin(self, commands: Sequence[Command]) -> float:
+        """Count that these commands begin. Returns the time of `time.perf_counter`."""
+        for command in commands:
+            self._metrics.commands.began(command.kind, command.accepted_at)
+        return time.perf_counter()
+
+    def _ended(self, command: Command, outcome: Outcome, started: float) -> None:
+        """Count and trace a command that is settled."""
+        metrics = self._metrics.commands
+        seconds = time.perf_counter() - started
+        if command.trace is not None:
+            self._tracing.ran(command, time.time() - seconds, outcome.error_category)
+        metrics.ran(command.kind, seconds)
+        metrics.ended(command.kind, outcome.error, outcome.error_category)
+        if command.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER and outcome.error is None:
+            metrics.weights_ready(command.accepted_at)
+
+    def _bodies(self, commands: Sequence[Command]) -> dict[str, bytes]:
+        ids = [command.request_id for command in commands]
+        return self._database.read(lambda c: rows.bodies(c, ids))
+
+    # Snapshots, on the backend thread.
+
+    def _snapshot_now(self, model_id: str) -> None:
+        if not self._snapshot(model_id, self._snapshots.take):
+            self._snapshots.put_off(model_id)
+
+    def _snapshot_after(self, kind: Kind, model_id: str) -> None:
+        """Snapshot after an optimizer step if the last snapshot is old, and after every load (on a file thread)."""
+        if kind is Kind.OPTIM_STEP:
+            self._snapshot(model_id, self._snapshots.after_step)
+        elif kind is Kind.LOAD_WEIGHTS:
+            self._threads.wait_for_backend(lambda: self._snapshot(model_id, self._snapshots.take))
+
+    def _snapshot(self, model_id: str, take: Callable[[str, int], None]) -> bool:
+        """Whether no snapshot is missing."""
+        next_seq = self._scheduler.next_seq(model_id)
+        if next_seq is None:  # the model is closed
+            return True
+        with self._metrics.phases.phase("snapshot"):
+            return self._snapshots.attempt(take, model_id, next_seq)

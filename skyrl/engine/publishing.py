@@ -1,0 +1,204 @@
+"""Brings weights to the inference servers: the adapter, or version of the full weights, that a save has just written.
+
+Also puts the base model's weights back when the model that was fine-tuned as a whole has ended.
+
+At the engine's start the weights of its own scope are adopted: those are published that have their files, weights that
+lie on this disk alone are stored if nodes fetch them from the checkpoint store, and rows of earlier skyrl versions are
+completed. A migration cannot complete these rows, because that needs the files: a key in the checkpoint store, a size,
+or files in the directory that follows from the version's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import httpx
+
+from skyrl.base.config.server import ServerConfig
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, Scope, served_version
+from skyrl.base.wire.errors import FailedRequest
+from skyrl.engine.threads import EngineThreads
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.full_weights import VersionFiles
+from skyrl.inference.remote.references import BASE_MODEL, base_directory, reference_to
+from skyrl.inference.vllm_client import VllmError
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
+from skyrl.storage.checkpoint_store.directories import atomic_directory, fetch, link_files, sizes_of
+from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key, full_directory, full_key
+from skyrl.storage.db import adapter_versions, early_rows, full_weights
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import publish_state_dir
+from skyrl.storage.db.models import find_model
+from skyrl.weights.protocol import AdapterFiles, publish
+
+logger = logging.getLogger(__name__)
+
+
+class WeightPublisher:
+    """Without a group (skyrl does not run the inference server), adapters are loaded when samples need them."""
+
+    def __init__(
+        self, config: ServerConfig, database: Database, group: EngineGroup | None, threads: EngineThreads
+    ) -> None:
+        self._config = config
+        self._database = database
+        self._group = group
+        self._threads = threads
+        self._order = asyncio.Lock()
+        """Full weights change one after another."""
+        self._restoring: set[asyncio.Task[None]] = set()
+
+    def publish(self, weights: AdapterVersion | FullWeights) -> None:
+        """Bring the weights to all inference servers. Called on a file thread, before the save is settled.
+
+        The save succeeds even if a server is away: an adapter is loaded when a sample needs it, and a server is not
+        used before it has the newest full weights. Raises FailedRequest when the model has ended meanwhile, and
+        NotPublished when all servers refuse the full weights.
+        """
+        if self._group is None:
+            return
+        if isinstance(weights, FullWeights):
+            self._threads.wait_for_loop(self._publish_full(self._group, weights))
+            return
+        try:
+            self._threads.wait_for_loop(publish(AdapterFiles(self._group.publish_adapter), weights, [weights]))
+        except (httpx.TransportError, VllmError, AdapterMissing) as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s", weights.name, error)
+        except AdapterUnavailable as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s (%s)", weights.name, error, error.reason)
+
+    async def _publish_full(self, group: EngineGroup, weights: FullWeights) -> None:
+        async with self._order:
+            model = await self._database.read_async(lambda c: find_model(c, weights.model_id))
+            if model is None or not model.is_living:
+                raise FailedRequest(f"model_id: model {weights.model_id!r} has ended while its weights were saved")
+            await group.publish_weights(version_files(self._config, weights))
+
+    def restore_current(self) -> None:
+        """A model has ended: put the base model's weights back, in the background. Called on the event loop."""
+        if self._group is not None and self._config.full_finetuning:
+            task = asyncio.create_task(self._restore_current(self._group))
+            self._restoring.add(task)
+            task.add_done_callback(self._restoring.discard)
+
+    async def _restore_current(self, group: EngineGroup) -> None:
+        async with self._order:
+            try:
+                own = self._config.role.own
+                now = await self._database.read_async(lambda c: full_weights.current(c, own))
+                await group.want_weights(version_files(self._config, now))
+            except Exception:  # nobody is given samples of these weights: samples of the base model wait
+                logger.exception("the weights of the inference servers were not put back")
+
+    async def close(self) -> None:
+        for task in self._restoring:
+            task.cancel()
+        await asyncio.gather(*self._restoring, return_exceptions=True)
+
+
+def version_files(config: ServerConfig, weights: BaseWeights | FullWeights) -> VersionFiles:
+    """The files of a version: directories of this machine, or what nodes find by themselves."""
+    return VersionFiles(served_version(weights), _location(config, weights))
+
+
+def _location(config: ServerConfig, weights: BaseWeights | FullWeights) -> str:
+    if isinstance(weights, FullWeights):
+        if config.weights_travel:
+            return reference_to(full_key(weights))
+        return str(full_directory(config.state_dir, weights))
+    return BASE_MODEL if config.weights_travel else str(base_directory(config.base_model_path))
+
+
+def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
+    """Complete the rows of adapters. Failures are logged, and the next start tries again. Raises only the errors of the
+    database."""
+    travels, scope = config.weights_travel, config.role.scope
+    state_dir = None if travels else str(config.state_dir)
+    database.write(lambda c: publish_state_dir(c, state_dir, config.role.state_keys[0]))
+    _link_into_place(config.state_dir, database, scope)
+    _store_sampler_weights(config.state_dir, database, store, scope)
+    _record_sizes(config.state_dir, database, scope)
+    if travels:
+        _store_unnamed(config, database, store)
+
+
+def adopt_full_weights(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
+    """Bring the current version of the full weights to where vLLM looks for it: into the checkpoint store, or, after a
+    time with Ray, onto this disk. A failure is logged. Raises only the errors of the database."""
+    weights = database.read(lambda c: full_weights.current(c, config.role.own))
+    if not isinstance(weights, FullWeights):
+        return
+    directory, key = full_directory(config.state_dir, weights), full_key(weights)
+    try:
+        if config.weights_travel and directory.is_dir():
+            _store_once(store, key, directory)
+        elif not config.weights_travel and not directory.is_dir():
+            fetch(store, key, directory)
+    except (OSError, StoreError):
+        logger.exception("the weights %s could not be brought to where vLLM looks for them", weights.version)
+
+
+def _store_once(store: CheckpointStore, key: str, directory: Path) -> None:
+    """Store the files of a directory unless the key is stored. Raises OSError and StoreError."""
+    try:
+        store.files(key)
+    except NotStored:
+        with store.writing(key) as scratch:
+            link_files(directory, scratch)
+
+
+def _link_into_place(state_dir: Path, database: Database, scope: Scope) -> None:
+    """Link the files of adapters in other directories into the directories that follow from their names. The old files
+    stay."""
+    for adapter, elsewhere in database.read(lambda c: early_rows.adapters_elsewhere(c, scope)).items():
+        directory = adapter_directory(state_dir, adapter)
+        try:
+            if not directory.is_dir():
+                with atomic_directory(directory) as scratch:
+                    link_files(state_dir / elsewhere, scratch)
+        except OSError:
+            logger.exception("adapter %s could not be brought in from %s", adapter.name, elsewhere)
+            continue
+        logger.info("adapter %s was brought in from %s", adapter.name, elsewhere)
+        database.write(lambda c, adapter=adapter: early_rows.set_in_place(c, adapter))
+
+
+def _store_sampler_weights(state_dir: Path, database: Database, store: CheckpointStore, scope: Scope) -> None:
+    """Store sampler weights that were saved before there was a checkpoint store."""
+    for checkpoint_id, adapter in database.read(lambda c: early_rows.adapters_not_stored(c, scope)).items():
+        directory = adapter_directory(state_dir, adapter)
+        key = f"{directory.parent.name}/{directory.name}-{checkpoint_id}"
+        try:
+            with store.writing(key) as scratch:
+                link_files(directory, scratch)
+        except (OSError, StoreError):
+            logger.exception("the sampler weights in %s could not be put into the checkpoint store", directory)
+            continue
+        database.write(lambda c, n=checkpoint_id, key=key: early_rows.set_stored(c, n, key))
+
+
+def _record_sizes(state_dir: Path, database: Database, scope: Scope) -> None:
+    """Record the sizes of adapters that were saved before sizes were recorded."""
+    sizes = {}
+    for sampler_id, adapter in database.read(lambda c: early_rows.adapters_not_measured(c, scope)).items():
+        directory = adapter_directory(state_dir, adapter)
+        if directory.is_dir():
+            sizes[sampler_id] = sum(sizes_of(directory).values())
+    if sizes:
+        database.write(lambda c: early_rows.set_sizes(c, sizes))
+
+
+def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
+    """Store adapters that are in the state directory alone: saved without a name while the server did not use Ray, or
+    held by a sampling session after their checkpoint was deleted."""
+    for adapter in database.read(lambda c: adapter_versions.not_saved(c, config.role.scope)):
+        directory = adapter_directory(config.state_dir, adapter)
+        if not directory.is_dir():
+            continue
+        try:
+            _store_once(store, adapter_key(adapter), directory)
+        except (OSError, StoreError):
+            logger.exception("adapter %s could not be put into the checkpoint store", adapter.name)

@@ -1,0 +1,235 @@
+"""Restoring one model after a restart: its last snapshot, and the commands that ran after it.
+
+Every command that changed the model is repeated once, in the old order, and must end as it ended before. Where the
+backend `repeats_exactly` (on a CPU without merged passes), the restored model is the same to the last bit. Elsewhere
+(on CUDA, or with merged passes) it is the same up to rounding: kernels may add in another order, and passes that ran
+together are repeated one by one; a number near the end of float32's range may overflow now. Such a difference is
+logged as a warning and fails no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from skyrl.base.types.requests import Command, ExecutedCommand, Kind
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.paths import parse_path
+from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
+from skyrl.engine.activity import Holds
+from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
+from skyrl.engine.exclusive_commands import adam_params
+from skyrl.engine.passes import PassPictures, decode_pass
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.snapshots import Snapshots
+from skyrl.engine.telemetry import CommandTracing
+from skyrl.engine.threads import EngineSignals, EngineThreads
+from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db.checkpoints import Checkpoint, find_checkpoint
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.models import ModelRecord
+from skyrl.trainer.protocol import Backend, InvalidRequest, TrainingPass
+
+logger = logging.getLogger(__name__)
+
+SUSPECTS_S = 0.01
+"""How often it is looked whether a command runs alone, because the engine may have died of it."""
+
+
+class Stopped(Exception):
+    """The engine is stopped: the next start restores the remaining models."""
+
+
+class Closed(Exception):
+    """The model was closed while it was being restored."""
+
+
+class Restoring:
+    """Restores models, also several at a time. `suspected`: the commands that run alone, because the engine may have
+    died of one of them."""
+
+    def __init__(
+        self,
+        database: Database,
+        backend: Backend,
+        scheduler: Scheduler,
+        threads: EngineThreads,
+        snapshots: Snapshots,
+        store: CheckpointStore,
+        ledger: CrashLedger,
+        signals: EngineSignals,
+        holds: Holds,
+        tracing: CommandTracing,
+        pictures: PassPictures,
+    ) -> None:
+        self._database = database
+        self._backend = backend
+        self._scheduler = scheduler
+        self._threads = threads
+        self._snapshots = snapshots
+        self._store = store
+        self._ledger = ledger
+        self._signals = signals
+        self._holds = holds
+        self._tracing = tracing
+        self._pictures = pictures
+        self._counts = ledger.counts
+        self.suspected: set[str] = set()
+
+    async def restore(self, model: ModelRecord) -> None:
+        """Restore one model. The files of all loads are fetched first, so that the backend thread never waits for the
+        network. Each command is repeated by itself, so that commands of other models run in between. Raises Stopped,
+        Closed, and what a command raises."""
+        commands = await self._database.read_async(lambda c: rows.executed(c, model.id, model.next_seq))
+        files = contextlib.ExitStack()
+        try:
+            loaded = await asyncio.to_thread(self._fetch, model, commands, files)
+            self._snapshots.restoring(model.id, model.next_seq)
+            await self._alone(model.id, lambda: self._load_snapshot(model))
+            for executed in commands:
+                await self._alone(model.id, lambda executed=executed: self._repeat(executed, model, loaded))
+                self._holds.repeated()
+        finally:
+            await asyncio.to_thread(files.close)
+        self._snapshots.restored(model.id)
+        logger.info("model %s: %d commands repeated", model.id, len(commands))
+
+    def _fetch(
+        self, model: ModelRecord, commands: Sequence[ExecutedCommand], files: contextlib.ExitStack
+    ) -> dict[str, Path]:
+        """By request id, the directory of each checkpoint that these commands have loaded, until `files` is closed."""
+        return {
+            executed.command.request_id: files.enter_context(self._store.reading(self._loaded_from(executed, model)))
+            for executed in commands
+            if executed.command.kind == Kind.LOAD_WEIGHTS
+        }
+
+    async def _alone(self, model_id: str, work: Callable[[], None]) -> None:
+        """Run on the backend thread, and not beside a suspect, so that a death is blamed on one of them."""
+        while self._scheduler.suspect_is_due and not self._signals.is_stopped:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(SUSPECTS_S)
+        if self._signals.is_stopped:
+            raise Stopped
+        if model_id not in self._scheduler:
+            raise Closed
+        with self._scheduler.repeating():
+            await self._threads.on_backend(work)
+        if self.suspected:
+            self._signals.wake()
+
+    def _loaded_from(self, executed: ExecutedCommand, model: ModelRecord) -> str:
+        """The checkpoint store's key of the checkpoint that a command has loaded. Raises FileNotFoundError when the
+        checkpoint has been deleted or replaced."""
+        load = decode_json(LoadWeightsCommand, self._body(executed.command))
+        reader = load.source_tenant or model.tenant
+        saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
+        if saved is None or saved.store_key is None or _is_replaced(saved, load, executed):
+            raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
+        return saved.store_key
+
+    def _load_snapshot(self, model: ModelRecord) -> None:
+        """Runs on the backend thread, also for a model without a snapshot: an earlier try may have left something. The
+        crash ledger records this and each command, because the engine may die of it again."""
+        self._backend.delete_model(model.id)
+        if model.next_seq == 0:
+            return
+        with self._recorded(f"snapshot {model.id}", "its snapshot was loaded"):
+            self._backend.restore_model(model.id, model.lora, self._snapshots.path(model.id, model.next_seq))
+
+    def _repeat(self, executed: ExecutedCommand, model: ModelRecord, loaded: Mapping[str, Path]) -> None:
+        """Runs on the backend thread. Takes snapshots after steps, as training does, so that another stop or death
+        repeats little of this."""
+        command, began_at = executed.command, time.time()
+        assert command.seq_id is not None
+        with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
+            repeat_command(executed, self._body(command), model, self._backend, loaded, self._pictures)
+        self._tracing.repeated(command, began_at)
+        self._snapshots.ran(model.id, command.kind)
+        if command.kind is Kind.OPTIM_STEP:
+            self._snapshots.attempt(self._snapshots.after_step, model.id, command.seq_id + 1)
+
+    def _body(self, command: Command) -> bytes:
+        return self._database.read(lambda c: rows.bodies(c, [command.request_id]))[command.request_id]
+
+    def _recorded(self, key: str, action: str) -> AbstractContextManager[None]:
+        if self._counts.get(key, 0) >= DEATHS_TO_BLAME:
+            raise RuntimeError(f"the engine died {DEATHS_TO_BLAME} times while {action}")
+        return self._ledger.running([key], not_blamed=(Exception,))
+
+
+def _is_replaced(saved: Checkpoint, load: LoadWeightsCommand, executed: ExecutedCommand) -> bool:
+    """Whether the checkpoint of that name is another one than the command has loaded. Early versions of skyrl did not
+    write the loaded key; their times tell."""
+    if load.loaded_key is None:
+        return saved.created_at > executed.completed_at
+    return saved.store_key != load.loaded_key
+
+
+def repeat_command(
+    executed: ExecutedCommand,
+    body: bytes,
+    model: ModelRecord,
+    backend: Backend,
+    loaded: Mapping[str, Path],
+    pictures: PassPictures,
+) -> None:
+    """Repeat a command's change of its model. Saves and forward passes change nothing.
+
+    `loaded`: by request id of a load, the directory with its files. Runs on the backend thread.
+    """
+    command = executed.command
+    if command.kind is Kind.CREATE_MODEL:
+        backend.create_model(model.id, model.lora)
+    elif command.kind is Kind.FORWARD_BACKWARD:
+        training_pass = decode_pass(command, body, backend, pictures)
+        if training_pass.backward:
+            _repeat_pass(command, training_pass, backend)
+    elif command.kind is Kind.OPTIM_STEP:
+        _repeat_step(executed, body, model.id, backend)
+    elif command.kind is Kind.LOAD_WEIGHTS:
+        if command.seq_id == 0:
+            backend.create_model(model.id, model.lora)
+        optimizer = decode_json(LoadWeightsCommand, body).optimizer
+        backend.load_state(model.id, loaded[command.request_id], optimizer=optimizer)
+
+
+def _repeat_pass(command: Command, training_pass: TrainingPass, backend: Backend) -> None:
+    for result in backend.run([training_pass]):
+        with _unless_rounding(command, backend, InvalidRequest):
+            if isinstance(result, Exception):
+                raise result
+
+
+def _repeat_step(executed: ExecutedCommand, body: bytes, model_id: str, backend: Backend) -> None:
+    """A step that failed is not repeated, because rounding might let it succeed now. The step had either refused
+    hyper-parameters, which changed nothing, or a gradient that was not finite and was dropped."""
+    if executed.status == "done":
+        params = adam_params(decode_json(OptimStepRequest, body))
+        with _unless_rounding(executed.command, backend, FloatingPointError):
+            backend.optim_step(model_id, params)
+        return
+    try:
+        backend.check_step(adam_params(decode_json(OptimStepRequest, body)))
+    except (InvalidRequest, RequestError):
+        return
+    backend.clear_gradient(model_id)
+
+
+@contextlib.contextmanager
+def _unless_rounding(command: Command, backend: Backend, error: type[Exception]) -> Iterator[None]:
+    """`error` means that a number is not finite now, but was finite when the command first ran. Where repeating is
+    exact, raise the error: the model's state must differ. Elsewhere rounding explains the error: log it and go on."""
+    try:
+        yield
+    except error as found:
+        if backend.repeats_exactly:
+            raise
+        name = command.model_id, command.seq_id
+        logger.warning("model %s: command %d succeeded before and fails when repeated: %s", *name, found)

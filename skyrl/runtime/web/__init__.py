@@ -1,1 +1,0 @@
-"""How every HTTP server of skyrl listens: connections with bounds, and the end of a server. Knows no routes."""

@@ -1,0 +1,299 @@
+"""Sampling from one base model: what its samples go through, from a request and its sampling session to the outcome.
+
+`BaseModelSampling` holds the parts of one base model, and `BaseModels` finds the one that a sample belongs to.
+`job_for`, `served_name` and `usage_of` say what follows from the sampling session of a request: the job, the name of
+the weights, and the usage that is counted. The engine, which runs samples itself in `colocate_all`, uses them, too.
+`ForwardedSamples` has one task for each sample that an API process forwards, from its turn under the quota to its
+stored outcome. Does not know how a sample is requested, checked or recorded; `service` does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from skyrl.base.config.several import ByName
+from skyrl.base.pictures.picture import Pictures
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, served_version
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest, RequestError
+from skyrl.base.wire.sample_request import SampleRequest
+from skyrl.runtime.metrics.tallies import outcome_label
+from skyrl.runtime.tracing import current_trace
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.completion import SampleAnswer
+from skyrl.sampling.job import ContextLimits, FeatureGuard, SampleJob, make_job
+from skyrl.sampling.metrics import Ages, SampleMetrics
+from skyrl.sampling.order import Admission, FairOrder
+from skyrl.sampling.pictures import PictureIngress
+from skyrl.sampling.quota_account import Ticket
+from skyrl.sampling.retries import SampleProgress
+from skyrl.sampling.servers import CurrentWeightsCheck
+from skyrl.storage.db.adapter_versions import dropped_sentence
+from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.samplers import Sampler, Samplers
+from skyrl.storage.db.usage import UsageCounter, UsageKey, sample_amounts
+from skyrl.storage.futures.store import FutureStore
+
+
+def job_for(
+    request: SampleRequest,
+    request_id: str,
+    sampler: Sampler,
+    limits: ContextLimits,
+    base_name: str,
+    *,
+    full_finetuning: bool = False,
+    pictures: Pictures | None = None,
+) -> SampleJob:
+    """The job that samples from the weights of a sampling session. `base_name` is the inference servers' name for the
+    base model. Raises RequestError naming the field."""
+    model = served_name(sampler.weights, base_name, "sampling_session_id", full_finetuning=full_finetuning)
+    return make_job(
+        request,
+        request_id=request_id,
+        session_key=f"{sampler.id}:{request.seq_id}",
+        model=model,
+        weights=sampler.weights,
+        limits=limits,
+        version=served_version(sampler.weights) if full_finetuning else None,
+        pictures=pictures,
+    )
+
+
+def served_name(weights: WeightsRef, base_name: str, field: str, *, full_finetuning: bool = False) -> str:
+    """The name by which inference servers know these weights: full weights take the place of the base model. Raises
+    RequestError naming `field` for weights that this server cannot sample from."""
+    match weights:
+        case BaseWeights():
+            return base_name
+        case AdapterVersion(name):
+            if not full_finetuning:
+                return name
+            refused = f"adapter {name!r} cannot be sampled from: this server trains whole models, and has no adapters"
+        case FullWeights(version):
+            if full_finetuning:
+                return base_name
+            refused = (
+                f"version {version!r} of the full weights cannot be sampled from: this server samples from the base "
+                "model and from adapters"
+            )
+    raise RequestError(refused, field=field)
+
+
+def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:
+    """The amounts that a sample adds to the usage of its tenant."""
+    return sample_amounts(
+        sampler.tenant,
+        sampler.session_id,
+        sampler.base_model,
+        sampler.weights,
+        prompt=answer.prompt_tokens,
+        cached=answer.cached_tokens,
+        sampled=answer.sampled_tokens,
+        again=answer.computed_again,
+    )
+
+
+logger = logging.getLogger(__name__)
+
+
+class ForwardedSamples:
+    """Owns the tasks, by request id. `order` is None if the inference server ignores priorities. `client` is None if
+    the engine samples; then nobody calls `start`."""
+
+    def __init__(
+        self,
+        client: ForwardingClient | None,
+        futures: FutureStore,
+        samplers: Samplers,
+        admission: Admission,
+        order: FairOrder | None,
+        usage: UsageCounter,
+        metrics: SampleMetrics,
+    ) -> None:
+        self._client = client
+        self._futures = futures
+        self._samplers = samplers
+        self._admission = admission
+        self._order = order
+        self._usage = usage
+        self._metrics = metrics
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ages = Ages()
+        self.completed = 0
+        """Samples whose inference server returned a result."""
+        metrics.watch(self._ages)
+        metrics.watch_events(lambda: {} if client is None else client.counts)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tasks
+
+    def progress(self, request_id: str) -> SampleProgress | None:
+        """Where a sample stands after its turn under the quota has come; None for others."""
+        return None if self._client is None else self._client.progress(request_id)
+
+    def adapters_in_flight(self) -> int:
+        return 0 if self._client is None else self._client.adapters_in_flight()
+
+    def start(self, job: SampleJob, sampler: Sampler, size: int, ticket: Ticket | None) -> None:
+        """Forward a sample that is recorded and counted in the admission with `size` bytes."""
+        began = time.perf_counter()
+        task = asyncio.create_task(self._forward(job, sampler, ticket, began))
+        self._tasks[job.request_id] = task
+        self._ages.begin(job.request_id, began)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.pop(job.request_id, None)
+            self._ages.end(job.request_id)
+            if task.cancelled():
+                self._metrics.cancelled()
+            self._admission.leave(sampler.tenant, size)
+            self._samplers.note_use(sampler)  # again: the sample may have taken hours
+            if ticket is not None:  # the ticket is still open if the task was cancelled
+                ticket.end()
+
+        task.add_done_callback(end)
+
+    async def _forward(self, job: SampleJob, sampler: Sampler, ticket: Ticket | None, began: float) -> None:
+        assert self._client is not None
+        turn, upstream_s = began, 0.0
+        try:
+            if ticket is not None:
+                await ticket.wait_turn()
+                turn = time.perf_counter()
+            answer = await self._sample(self._client, job, sampler.tenant)
+            outcome = Outcome(answer.body, "proto:sample")
+            self._usage.count(usage_of(answer, sampler))
+            used = answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens
+            self._metrics.succeeded(*used, again=answer.computed_again)
+            if answer.changed_weights:
+                self._client.counts["changed_weights"] += 1
+                logger.info("request %s was sampled by several versions of the weights", job.request_id)
+            upstream_s = answer.upstream_s
+            self.completed += 1
+            if ticket is not None:
+                ticket.used = answer.prompt_tokens + answer.sampled_tokens
+        except FailedRequest as error:
+            outcome = await self._failure(error, sampler)
+        except Exception:  # the exception's text may hold addresses and names that only the operator may see
+            logger.exception("forwarding request %s failed", job.request_id)
+            message = f"the server could not compute this sample; its log says why, under request {job.request_id}"
+            outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
+        if ticket is not None:
+            ticket.end()  # before the client gets the outcome and sends its next sample
+        span = None if (trace := current_trace.get()) is None else trace.child("settle")
+        await self._futures.settle(job.request_id, outcome)
+        if span is not None:
+            span.end({"skyrl.request_id": job.request_id}, outcome.error)
+        now = time.perf_counter()
+        ended = outcome_label(outcome.error, outcome.error_category)
+        self._metrics.ended(ended, now - began, now - turn - upstream_s)
+
+    async def _sample(self, client: ForwardingClient, job: SampleJob, tenant: str) -> SampleAnswer:
+        if self._order is None:
+            return await client.sample(job)
+        place, answer = self._order.enter(tenant, job), None
+        try:
+            answer = await client.sample(job, place.priority)
+            return answer
+        finally:
+            self._order.leave(place, job.num_samples, answer, None if answer is None else answer.server)
+
+    async def _failure(self, error: FailedRequest, sampler: Sampler) -> Outcome:
+        """The outcome of a failed sample. If the adapter was dropped, the drop is the cause, not the inference server.
+        This process may not know of the drop yet, because it was stopped at that time."""
+        if error.category is ErrorCategory.SERVER and isinstance(sampler.weights, AdapterVersion):
+            with contextlib.suppress(DatabaseError):  # without the database this process cannot know of a drop
+                if await self._samplers.is_dropped(sampler):
+                    return Outcome(error=dropped_sentence(sampler.id), error_category=ErrorCategory.USER)
+        return Outcome(error=error.message, error_category=error.category)
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Stop forwarding these samples. The connection is closed, so vLLM stops, too."""
+        for request_id in request_ids:
+            if (task := self._tasks.get(request_id)) is not None:
+                task.cancel()
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait until all samples have ended, then cancel those that still run after `grace_s`. Cancelled samples stay
+        pending, and the next start of this process forwards them again."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
+        unfinished = list(self._tasks.values())
+        for task in unfinished:
+            task.cancel()
+        if unfinished:
+            logger.info("%d samples in flight are left for the next start", len(unfinished))
+            await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class BaseModelSampling:
+    """`base_name` is the inference servers' name for the base model. `client` is None if the engine samples, `order` if
+    the inference servers ignore priorities, `loaded` if they never change their weights. `places` is how many adapters
+    they run at a time, None if that is unknown. `why_away` says why no inference server runs, if that is known."""
+
+    base_name: str
+    limits: Callable[[], ContextLimits]
+    client: ForwardingClient | None
+    order: FairOrder | None
+    guard: FeatureGuard
+    pictures: PictureIngress
+    forwarded: ForwardedSamples
+    loaded: CurrentWeightsCheck | None = None
+    places: int | None = None
+    why_away: Callable[[], str] = lambda: ""
+
+
+_SESSION = re.compile(rb'"sampling_session_id"\s*:\s*"([^"\\]{1,200})"')
+_HEAD = 2**12
+"""The SDK writes the fields of a sample in a fixed order, with this one near the beginning or the end."""
+
+
+class BaseModels:
+    """The lanes of a server's base models, in the order of its configuration."""
+
+    def __init__(self, lanes: Sequence[BaseModelSampling], names: ByName) -> None:
+        self._lanes = tuple(lanes)
+        self._names = names
+
+    def __iter__(self) -> Iterator[BaseModelSampling]:
+        return iter(self._lanes)
+
+    def of(self, base_model: str, field: str) -> BaseModelSampling:
+        """The lane of the base model in a stored row. The only lane takes rows of every name: the operator may have
+        given the base model another one since. Raises RequestError naming `field`."""
+        if len(self._lanes) == 1:
+            return self._lanes[0]
+        number = self._names.number(base_model)
+        if number is None:
+            raise RequestError(
+                f"belongs to the base model {base_model!r}, which is not served here any more; there is: "
+                f"{', '.join(self._names.served)}",
+                field=field,
+            )
+        return self._lanes[number]
+
+    def with_sample(self, request_id: str) -> BaseModelSampling | None:
+        """The lane in which this process forwards a sample now."""
+        return next((lane for lane in self._lanes if request_id in lane.forwarded), None)
+
+    def guess(self, body: bytes, base_model_of: Callable[[str], str | None]) -> BaseModelSampling | None:
+        """The lane of a sample whose body is not decoded yet: only to decode it faster. `base_model_of` tells the base
+        model of a sampling session that this process knows."""
+        if len(self._lanes) == 1:
+            return self._lanes[0]
+        found = _SESSION.search(body, max(0, len(body) - _HEAD)) or _SESSION.search(body, 0, _HEAD)
+        if found is None or (base_model := base_model_of(found[1].decode(errors="replace"))) is None:
+            return None
+        number = self._names.number(base_model)
+        return None if number is None else self._lanes[number]

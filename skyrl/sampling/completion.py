@@ -1,0 +1,390 @@
+"""The codec between a sample job and vLLM's `/v1/completions`: encodes requests, and decodes complete answers.
+
+`PromptAnswer` reads the prompt's part of an answer: logprobs, best tokens, and the rows that skyrl's plugin in vLLM has
+appended. `pictures` has the codec of the other route, for prompts with pictures. Does not know connections, retries or
+futures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from skyrl.base.wire.results import Alternatives, SampledSequence, SampleResult, TopkRow, encode_sample
+from skyrl.base.wire.tensors import WireTensor
+from skyrl.inference.vllm_plugin.protocol import PromptScores
+from skyrl.sampling.job import SampleJob, as_json
+from skyrl.sampling.servers import NOT_TOLD, check_began, spans_in
+
+
+class MalformedAnswer(Exception):
+    """A 2xx answer that is no completion, or an incomplete one."""
+
+
+class PromptCell(msgspec.Struct, gc=False):
+    logprob: float
+
+
+PromptRow = dict[str, PromptCell] | None
+_row_decoder: msgspec.json.Decoder[PromptRow] = msgspec.json.Decoder(PromptRow)
+
+
+def prompt_scores(job: SampleJob) -> PromptScores | None:
+    """The scores that the job needs from the plugin in vLLM; None if it needs none."""
+    if job.target is None and not job.alternatives:
+        return None
+    rows = ids = np.zeros(0, np.int32)
+    if job.target is not None:
+        named = job.target.values >= 0
+        rows, ids = job.target.row_of_value()[named].astype(np.int32), job.target.values[named].astype(np.int32)
+    return PromptScores(rows, ids, job.alternatives, job.seed if job.alternatives else None)
+
+
+def best_first(cells: Iterable[tuple[int, float]]) -> TopkRow:
+    return sorted(cells, key=lambda cell: -cell[1])
+
+
+class PromptAnswer:
+    """The prompt rows of one choice (all choices have the same rows), read for one job. A part that the job does not
+    want is None. Raises MalformedAnswer or msgspec.DecodeError if a part that the job wants is missing."""
+
+    def __init__(self, rows: list[msgspec.Raw] | None, job: SampleJob) -> None:
+        self._job = job
+        self._appended: list[tuple[int, float]] = []
+        self.logprobs: list[float | None] | None = None
+        """One value per prompt token."""
+        self.topk: list[TopkRow | None] | None = None
+        """The k best tokens per position. vLLM also sends the token of the prompt; it is dropped unless it is one of
+        them."""
+        if not job.wants_prompt:
+            return
+        scores = prompt_scores(job)
+        own, appended = len(job.prompt), 0 if scores is None else scores.appended(len(job.prompt))
+        if rows is None or len(rows) != own + appended:
+            more = f" and {appended} of the plugin" if appended else ""
+            raise MalformedAnswer(f"{len(rows or [])} rows of prompt logprobs for {own} tokens{more}")
+        self._read_own(rows[:own])
+        self._appended = [_only_cell(_row_decoder.decode(row)) for row in rows[own:]]
+
+    def _read_own(self, rows: list[msgspec.Raw]) -> None:
+        """Decodes one row at a time, so that memory holds the objects of one row only."""
+        job, first, prompt = self._job, self._first_wanted(), self._job.prompt[:]
+        logprobs: list[float | None] = []
+        topk: list[TopkRow | None] = []
+        for index, raw in enumerate(rows):
+            row = _row_decoder.decode(raw) if index >= first else None
+            if job.prompt_logprobs:
+                logprobs.append(None if index < first else _own_logprob(row, index, prompt[index]))
+            if job.topk_prompt:
+                cells = None if row is None else ((int(token), cell.logprob) for token, cell in row.items())
+                topk.append(None if cells is None else best_first(cells)[: job.topk_prompt])
+        self.logprobs = logprobs if job.prompt_logprobs else None
+        self.topk = topk if job.topk_prompt else None
+
+    def target_logprobs(self) -> WireTensor | None:
+        """float32 in the layout of the target; 0.0 for cells without an id."""
+        target = self._job.target
+        if target is None:
+            return None
+        named = target.values >= 0
+        cells = self._appended[: int(named.sum())]
+        if [token for token, _ in cells] != target.values[named].tolist():
+            raise MalformedAnswer("logprobs of other tokens than were asked for")
+        values = np.zeros(len(target.values), np.float32)
+        values[named] = [logprob for _, logprob in cells]
+        return target.with_values(values)
+
+    def alternatives(self) -> Alternatives | None:
+        job = self._job
+        if not job.alternatives:
+            return None
+        shape = (len(job.prompt) - 1, job.alternatives)
+        drawn = self._appended[len(self._appended) - shape[0] * shape[1] :]
+        return Alternatives(
+            np.asarray([token for token, _ in drawn], np.int64).reshape(shape),
+            np.asarray([logprob for _, logprob in drawn], np.float32).reshape(shape),
+        )
+
+    def _first_wanted(self) -> int:
+        """The first prompt position whose logprobs the client wants; position 0 has none."""
+        last_n = self._job.prompt_logprobs_last_n
+        return 1 if last_n is None else max(1, len(self._job.prompt) - last_n)
+
+
+def _own_logprob(row: PromptRow, index: int, token: int) -> float:
+    cell = (row or {}).get(str(token))
+    if cell is None:
+        raise MalformedAnswer(f"no logprob for prompt token {index}")
+    return cell.logprob
+
+
+def _only_cell(row: PromptRow) -> tuple[int, float]:
+    """The token and logprob of a row that the plugin appended."""
+    if row is None or len(row) != 1:
+        raise MalformedAnswer("a row appended to the prompt logprobs does not hold one token")
+    ((token, cell),) = row.items()
+    return int(token), cell.logprob
+
+
+PATH = "/v1/completions"
+TOKEN_ID_PREFIX = "token_id:"
+LARGE_BYTES = 256 * 2**10
+"""A larger answer is decoded on a thread, one choice at a time. Decoded at once on the event loop, an answer of 30 MB
+would stop the loop for 0.2 s."""
+MINUS_INFINITY = -9999.0
+"""vLLM writes this number for minus infinity, which JSON lacks."""
+
+
+STOP_TOKEN = "stop_token"
+"""What some inference servers say for "stop" where a token ended the sequence."""
+ENDED: dict[str | None, Literal["stop", "length"]] = {"stop": "stop", STOP_TOKEN: "stop", "length": "length"}
+"""The `finish_reason` of a whole sequence, and what it is called here."""
+
+
+class MissingLogprobs(MalformedAnswer):
+    """Tokens without their log-probabilities."""
+
+
+class SampleAnswer(msgspec.Struct):
+    """A decoded answer: `body` is the encoded SampleResponse.
+
+    `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
+    came from the prefix cache, 0 if the server does not report it. `computed_again` are prompt tokens that were
+    computed for several sequences: all but the first time, 0 if the server does not report it. `sampled_tokens` is the
+    sum over all sequences.
+    `upstream_s` is how long the server had the request, in seconds; the client sets it. `changed_weights`: the weights
+    changed while a sequence was sampled. `server` is the replica that a router has named, see `FairOrder.leave`.
+    """
+
+    body: bytes
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    upstream_s: float = 0.0
+    changed_weights: bool = False
+    server: str | None = None
+    computed_again: int = 0
+
+
+class AbortedAnswer(Exception):
+    """vLLM aborted the request: the `finish_reason` is none of ENDED."""
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: msgspec.Raw = NOT_TOLD
+    """Read only where they are asked for. vLLM sends a row for every token in any case, and to decode these rows takes
+    as long as all else."""
+
+
+class Choice(Protocol):
+    """One sequence of an answer, in the form of either route."""
+
+    index: int
+    finish_reason: str | None
+    token_ids: list[int] | None
+    prompt_logprobs: list[msgspec.Raw] | None
+    """Undecoded rows. As objects, all rows together would take several times the memory of the body."""
+    weight_versions: msgspec.Raw
+    """Read only where servers change their weights."""
+    cached_prompt_tokens: int | None
+    """Of several sequences, those that this one found in the prefix cache. Servers without skyrl's plugin do not tell
+    it."""
+
+    def sampled_logprobs(self) -> list[float | None] | None:
+        """One for each token; None if the answer has no logprobs."""
+        ...
+
+    def cells(self) -> Sequence[Sequence[tuple[int, float]]]:
+        """For each token the most likely tokens with their logprobs, in any order; empty if the answer has none.
+        Raises msgspec.DecodeError and ValueError."""
+        ...
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[msgspec.Raw] | None = None
+    weight_versions: msgspec.Raw = NOT_TOLD
+    cached_prompt_tokens: int | None = None
+
+    def sampled_logprobs(self) -> list[float | None] | None:
+        return None if self.logprobs is None else self.logprobs.token_logprobs
+
+    def cells(self) -> Sequence[Sequence[tuple[int, float]]]:
+        rows = (None if self.logprobs is None else _rows_decoder.decode(self.logprobs.top_logprobs)) or []
+        return [[(int(key.removeprefix(TOKEN_ID_PREFIX)), value) for key, value in (row or {}).items()] for row in rows]
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: Usage | None = None
+
+
+class _LargeCompletion(msgspec.Struct):
+    """A large completion with undecoded choices. All other threads wait while msgspec decodes, so each choice is
+    decoded in a call of its own."""
+
+    choices: list[msgspec.Raw]
+    usage: Usage | None = None
+
+
+C = TypeVar("C", bound=Choice)
+_encoder = msgspec.json.Encoder()
+_completion_decoder = msgspec.json.Decoder(_Completion)
+_large_decoder = msgspec.json.Decoder(_LargeCompletion)
+_choice_decoder = msgspec.json.Decoder(_Choice)
+_rows_decoder = msgspec.json.Decoder(list[dict[str, float] | None] | None)
+
+
+def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
+    """The body to post. The server runs requests with lower `priority` first; None if the server ignores priorities."""
+    params = sampling_params(job)
+    params["logprobs"] = job.topk_sample
+    if (scores := prompt_scores(job)) is not None:
+        params["vllm_xargs"] = scores.to_extra_args()
+    if priority is not None:
+        params["priority"] = priority
+    if job.topk_sample:
+        params["return_tokens_as_token_ids"] = True  # keys by text would merge tokens that have the same text
+    return _encoder.encode(
+        {"model": job.model, "prompt": as_json(job.prompt), **params, "return_token_ids": True, "stream": False}
+    )
+
+
+def sampling_params(job: SampleJob) -> dict[str, Any]:
+    """The parameters that both routes of vLLM know by these names. A greedy job asks for one sequence: vLLM refuses
+    n > 1, and all sequences would be equal."""
+    params: dict[str, Any] = {
+        "n": 1 if job.greedy else job.num_samples,
+        "max_tokens": job.max_tokens,
+        **msgspec.structs.asdict(job.distribution),
+    }
+    if job.seed is not None:
+        params["seed"] = job.seed
+    if job.stop_strings:
+        # vLLM looks for stop strings in the text. Special tokens are in the text only if they are not skipped.
+        params |= {"stop": job.stop_strings, "skip_special_tokens": False}
+    if job.stop_token_ids:
+        params["stop_token_ids"] = job.stop_token_ids
+    if job.ignore_eos:
+        params["ignore_eos"] = True
+    if job.wants_prompt:
+        params["prompt_logprobs"] = job.topk_prompt
+    return params
+
+
+def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> SampleAnswer:
+    """The SampleResponse for a 2xx answer, with its token counts.
+
+    `zero_fill` accepts tokens without logprobs and gives them 0.0. Raises MalformedAnswer, MissingLogprobs,
+    AbortedAnswer, OtherWeights.
+    """
+    try:
+        answer = (_completion_decoder if len(body) <= LARGE_BYTES else _large_decoder).decode(body)
+        choices = [
+            _choice_decoder.decode(choice) if isinstance(choice, msgspec.Raw) else choice for choice in answer.choices
+        ]
+    except (msgspec.DecodeError, ValueError) as error:
+        raise MalformedAnswer(f"not a completion: {error}") from error
+    return answer_of(choices, answer.usage, job, zero_fill=zero_fill)
+
+
+def answer_of(choices: list[C], usage: Usage | None, job: SampleJob, *, zero_fill: bool) -> SampleAnswer:
+    """The SampleResponse made of an answer's parts. Sorts `choices`. Raises as `decode_answer`."""
+    expected = 1 if job.greedy else job.num_samples
+    if len(choices) != expected:
+        raise MalformedAnswer(f"{len(choices)} choices for {expected} samples")
+    choices.sort(key=lambda choice: choice.index)
+    for choice in choices:  # before other checks: an aborted answer may lack the parts that they need
+        if choice.finish_reason not in ENDED:
+            raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
+    if job.version is not None:
+        check_began((spans_in(choice.weight_versions) for choice in choices), job.version)
+    try:
+        return _encode(choices, usage, job, zero_fill)
+    except msgspec.DecodeError as error:
+        raise MalformedAnswer(f"not a completion: {error}") from error
+    except (ValueError, OverflowError) as error:
+        raise MalformedAnswer(f"not token ids: {error}") from error
+
+
+def _encode(choices: Sequence[Choice], usage: Usage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
+    sequences = [_sequence(choice, job, zero_fill) for choice in choices]
+    if job.greedy:
+        sequences = sequences * job.num_samples
+    details = usage.prompt_tokens_details if usage is not None else None
+    prompt = PromptAnswer(choices[0].prompt_logprobs, job)
+    result = SampleResult(
+        sequences,
+        prompt.logprobs,
+        prompt.topk,
+        (details.cached_tokens or 0) if details is not None else 0,
+        prompt.target_logprobs(),
+        prompt.alternatives(),
+    )
+    return SampleAnswer(
+        encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt),
+        prompt_tokens=len(job.prompt),
+        cached_tokens=result.cached_tokens,
+        sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
+        changed_weights=any(len(sequence.weight_versions or ()) > 1 for sequence in sequences),
+        computed_again=_computed_again(choices, len(job.prompt), result.cached_tokens),
+    )
+
+
+def _computed_again(choices: Sequence[Choice], prompt: int, cached: int) -> int:
+    """`SampleAnswer.computed_again` of a prompt of so many tokens, of which `cached` were found in the cache."""
+    found = [choice.cached_prompt_tokens for choice in choices]
+    computed = sum(prompt - each for each in found if each is not None)
+    return max(0, computed - (prompt - cached)) if None not in found else 0
+
+
+def _sequence(choice: Choice, job: SampleJob, zero_fill: bool) -> SampledSequence:
+    if choice.token_ids is None:
+        raise MalformedAnswer("no token_ids")
+    logprobs = choice.sampled_logprobs()
+    if logprobs is None and choice.token_ids:
+        if not zero_fill:
+            raise MissingLogprobs("no logprobs for the sampled tokens")
+        logprobs = [0.0] * len(choice.token_ids)
+    logprobs = logprobs or []
+    if len(logprobs) != len(choice.token_ids):
+        raise MalformedAnswer(f"{len(logprobs)} logprobs for {len(choice.token_ids)} tokens")
+    if None in logprobs:
+        if not zero_fill:
+            raise MissingLogprobs("a sampled token has no logprob")
+        logprobs = [0.0 if value is None else value for value in logprobs]
+    topk = _sample_topk(choice, job.topk_sample) if job.topk_sample else None
+    return SampledSequence(
+        ENDED[choice.finish_reason],
+        choice.token_ids,
+        cast("list[float]", logprobs),
+        topk,
+        None if job.version is None else _spans(choice),
+    )
+
+
+def _spans(choice: Choice) -> list[tuple[str, int, int]]:
+    return [(span.version, span.start, span.end) for span in spans_in(choice.weight_versions) or ()]
+
+
+def _sample_topk(choice: Choice, k: int) -> list[TopkRow]:
+    rows = choice.cells()
+    if len(rows) != len(choice.token_ids or []):
+        raise MalformedAnswer("top_logprobs do not match the tokens")
+    # top_p and top_k give tokens minus infinity
+    return [best_first(cell for cell in row if cell[1] > MINUS_INFINITY)[:k] for row in rows]

@@ -1,0 +1,429 @@
+"""Pictures of requests: how they come in, where they stand in a prompt, and the codec of samples that have some.
+
+`PictureIngress` takes the files out of a request before the request is recorded: it checks each file in a worker
+process, stores the file once, and notes its use. A sample with a wrong picture is refused at once. A training command
+is recorded all the same, and fails when its turn comes (see `skyrl.api.routes.training`); then the database has the
+reason in place of the file.
+
+`encode_request` and `decode_answer` know the body of vLLM's `/inference/v1/generate`, which takes token ids and
+pictures: in the request each picture has one `image_token_id`, and vLLM's processor makes as many of it as the picture
+has tokens. `completion` makes the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from skyrl.base.pictures.picture import BadPicture, PictureFormat, Pictures, format_of
+from skyrl.base.pictures.places import KnownPicture, place
+from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.wire.decoding import with_short_switches
+from skyrl.base.wire.errors import FailedRequest, RequestError
+from skyrl.base.wire.sample_request import (
+    LOCATION,
+    Chunk,
+    ModelInput,
+    SampleRequest,
+    TakenOut,
+    decode_sample_request,
+    may_have_images,
+    take_out,
+    text_and_images,
+)
+from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
+from skyrl.sampling.completion import (
+    ENDED,
+    LARGE_BYTES,
+    MalformedAnswer,
+    SampleAnswer,
+    Usage,
+    answer_of,
+    prompt_scores,
+    sampling_params,
+)
+from skyrl.sampling.job import SampleJob
+from skyrl.sampling.metrics import ImageMetrics
+from skyrl.sampling.servers import NOT_TOLD
+from skyrl.sampling.transport import Pieces
+from skyrl.storage.db import pictures as rows
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.pictures import PictureFiles
+
+NOT_CHECKED_S = 5.0
+
+
+class PictureChecks:
+    """Of one API process, with one worker."""
+
+    def __init__(self, metrics: ImageMetrics) -> None:
+        self._checker = PictureChecker()
+        self._metrics = metrics
+
+    async def size(self, data: bytes, form: PictureFormat) -> tuple[int, int]:
+        """Width and height in pixels. Raises BadPicture; and RequestError if too many pictures wait for their check
+        (429), or if there is no worker (503)."""
+        try:
+            with self._metrics.check():
+                return await self._checker.check(data, form)
+        except TooManyPictures as error:
+            raise RequestError(str(error), status=429, retry_after_s=error.retry_after_s) from error
+        except NotChecked as error:
+            raise RequestError(str(error), status=503, retry_after_s=NOT_CHECKED_S) from error
+
+    async def close(self) -> None:
+        """End the worker. May be called twice."""
+        await self._checker.close()
+
+
+def is_text(prompt: ModelInput) -> bool:
+    """Whether all chunks are text. Quick for the one chunk that most prompts have."""
+    chunks = prompt.chunks
+    return (len(chunks) == 1 and chunks[0].tokens is not None) or all(chunk.tokens is not None for chunk in chunks)
+
+
+def seeing(sight: VisionConfig | NoVision, name: str) -> VisionConfig:
+    """Raises RequestError naming the image if the base model takes text only."""
+    if isinstance(sight, NoVision):
+        raise RequestError(f"is an image, and the base model takes text only: {sight}", field=name)
+    return sight
+
+
+def place_images(
+    request: SampleRequest, known: Mapping[str, KnownPicture], sight: VisionConfig, tenant: str
+) -> Pictures:
+    """Replace the chunks of the request's prompt by one of tokens, in which the pictures have their places. Raises
+    RequestError that names the chunk."""
+    text, images = text_and_images(request.prompt)
+    try:
+        array = np.asarray(text, np.int64)
+    except OverflowError as error:
+        raise RequestError("token ids must fit 64 bits", field="prompt") from error
+    tokens, placed = place(array, images, known, sight)
+    request.prompt.chunks[:] = [Chunk(tokens=tokens.tolist())]
+    return Pictures(tenant, sight.image_token_id, placed)
+
+
+async def place_stored(
+    request: SampleRequest, database: Database, sight: VisionConfig | NoVision, tenant: str
+) -> Pictures:
+    """`place_images` of a stored request, whose files were taken out before."""
+    images = text_and_images(request.prompt)[1]
+    sight = seeing(sight, images[0].name)
+    digests = [image.location.removeprefix(LOCATION) for image in images]
+    known = await database.read_async(lambda c: rows.find(c, tenant, digests))
+    return place_images(request, known, sight, tenant)
+
+
+class StoredPictureFiles:
+    """Reads them from the database; those that were used last are in memory."""
+
+    def __init__(self, files: PictureFiles) -> None:
+        self._files = files
+
+    async def read(self, pictures: Pictures) -> Mapping[str, bytes]:
+        """By digest. Raises FailedRequest if one is not stored any more."""
+        digests = {picture.digest for picture in pictures.placed}
+        found = await self._files.read_async(pictures.tenant, digests)
+        if len(found) < len(digests):
+            raise FailedRequest("an image of this request is not stored any more")
+        return found
+
+
+LARGE_BODY_BYTES = 256 * 2**10
+"""Larger bodies are read on a thread, one at a time: several such threads would take turns with the event loop, which
+then waits for each of them (`make bench BENCH="--only beside-pictures"`)."""
+
+
+class PictureIngress:
+    """Of one API process. `sight`: how the base model sees. `most_bytes` bounds the files in the database."""
+
+    def __init__(
+        self,
+        database: Database,
+        checks: PictureChecks,
+        files: PictureFiles,
+        sight: VisionConfig | NoVision,
+        most_bytes: int,
+        metrics: ImageMetrics,
+    ) -> None:
+        self._database = database
+        self._checks = checks
+        self._files = files
+        self._sight = sight
+        self._most_bytes = most_bytes
+        self._metrics = metrics
+        self._reading = asyncio.Lock()
+        self._writes = asyncio.Lock()
+        self._checking: dict[str, asyncio.Task[rows.CheckedFile]] = {}
+
+    async def sample(
+        self, body: bytes, request: SampleRequest, vocab_size: int | None, tenant: str, request_id: str
+    ) -> tuple[bytes, SampleRequest, Pictures]:
+        """The body of a sample request without its files; and the request with a prompt of tokens, in which its
+        pictures have their places. Raises RequestError that names the chunk."""
+        sight = seeing(self._sight, text_and_images(request.prompt)[1][0].name)
+        taken = await self._taken_out(body, "json")
+        known, new = await self._look(taken, tenant)
+        request = decode_sample_request(taken.body, vocab_size)
+        pictures = place_images(request, known, sight, tenant)
+        await self._keep(tenant, request_id, taken, known, new)
+        return taken.body, request, pictures
+
+    async def stored_sample(self, request: SampleRequest, tenant: str) -> Pictures:
+        """The pictures of a stored request, whose files were taken out before. Raises RequestError."""
+        return await place_stored(request, self._database, self._sight, tenant)
+
+    async def training(self, body: bytes, body_format: str, tenant: str, request_id: str) -> tuple[bytes, int]:
+        """The body of a training command without its files, and how many tokens its pictures take."""
+        if isinstance(self._sight, NoVision) or not may_have_images(body, body_format):
+            return body, 0
+        try:
+            taken = await self._taken_out(body, body_format)
+        except RequestError:  # the command fails for the same reason when its turn comes
+            return body, 0
+        known, new = await self._look(taken, tenant)
+        await self._keep(tenant, request_id, taken, known, new)
+        counts = (len(taken.names[digest]) * _tokens(found, self._sight) for digest, found in known.items())
+        return taken.body, sum(counts)
+
+    async def _taken_out(self, body: bytes, body_format: str) -> TakenOut:
+        if len(body) <= LARGE_BODY_BYTES:
+            return take_out(body, body_format)
+        async with self._reading:
+            return await asyncio.to_thread(with_short_switches, partial(take_out, body, body_format))
+
+    async def _look(self, taken: TakenOut, tenant: str) -> tuple[dict[str, KnownPicture], dict[str, rows.CheckedFile]]:
+        """What is known of the pictures of a request, and those among them that are not stored. Files that are not
+        stored are checked, each once, however many requests have it."""
+        known = await self._database.read_async(lambda c: rows.find(c, tenant, list(taken.names)))
+        new: dict[str, rows.CheckedFile] = {}
+        for digest in taken.files:
+            if digest not in known:
+                new[digest] = await self._checked(digest, taken.files[digest])
+        faulty = sum(file.known.error is not None for file in new.values())
+        self._metrics.taken(len(new) - faulty, len(known), faulty)
+        return known | {digest: file.known for digest, file in new.items()}, new
+
+    async def _checked(self, digest: str, data: bytes) -> rows.CheckedFile:
+        running = self._checking.get(digest)
+        if running is None:
+            running = self._checking[digest] = asyncio.create_task(self._check(data))
+            running.add_done_callback(lambda _: self._checking.pop(digest, None))
+        return await asyncio.shield(running)
+
+    async def _check(self, data: bytes) -> rows.CheckedFile:
+        try:
+            form = format_of(data)
+            width, height = await self._checks.size(data, form)
+        except BadPicture as error:
+            return rows.CheckedFile(KnownPicture("png", error=str(error)), b"")
+        return rows.CheckedFile(KnownPicture(form, width, height), data)
+
+    async def _keep(
+        self,
+        tenant: str,
+        request_id: str,
+        taken: TakenOut,
+        known: Mapping[str, KnownPicture],
+        new: Mapping[str, rows.CheckedFile],
+    ) -> None:
+        """Store the new files, and note that the request uses its pictures. Returns when this is durable."""
+        for digest, data in taken.files.items():
+            if known[digest].error is None:
+                self._files.put(tenant, digest, data)
+        most, digests = self._most_bytes, list(known)
+        async with self._writes:  # one at a time, so that the group commit gets the write lock in between
+            write = self._database.write
+            lost = await asyncio.to_thread(write, lambda c: rows.keep(c, tenant, request_id, digests, new, most))
+            # Deleted since they were looked up, because nobody had used them for long: the request may have the files.
+            files = ((digest, taken.files[digest]) for digest in lost if digest in taken.files)
+            again = {digest: rows.CheckedFile(known[digest], data) for digest, data in files}
+            if again:
+                await asyncio.to_thread(write, lambda c: rows.keep(c, tenant, request_id, again, again, most))
+
+
+def _tokens(known: KnownPicture, sight: VisionConfig) -> int:
+    """0 for a picture that is not taken: its command fails."""
+    try:
+        return 0 if known.error is not None else sight.tokens(known.width, known.height)
+    except BadPicture:
+        return 0
+
+
+PATH = "/inference/v1/generate"
+PIECE_BYTES = 192 * 2**10
+"""How much of a file becomes base64 at a time: some 0.1 ms. Divisible by 3, so that the pieces' texts can be joined."""
+
+
+class OtherTokens(MalformedAnswer):
+    """The inference server's processor has made other tokens of the prompt than this server."""
+
+
+class _Cell(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Sampled(msgspec.Struct, gc=False):
+    logprob: float | None = None
+    top_logprobs: msgspec.Raw = NOT_TOLD
+    """Read only where they are asked for."""
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Sampled] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[msgspec.Raw] | None = None
+    """Not in the choice: the answer has them once."""
+    weight_versions: msgspec.Raw = NOT_TOLD
+    cached_prompt_tokens: int | None = None
+    """Not told by this route."""
+
+    @property
+    def _content(self) -> list[_Sampled] | None:
+        return None if self.logprobs is None else self.logprobs.content
+
+    def sampled_logprobs(self) -> list[float | None] | None:
+        content = self._content
+        return None if content is None else [sampled.logprob for sampled in content]
+
+    def cells(self) -> Sequence[Sequence[tuple[int, float]]]:
+        rows = (_cells_decoder.decode(sampled.top_logprobs) or [] for sampled in self._content or [])
+        return [[(cell.token_id, cell.logprob) for cell in row] for row in rows]
+
+
+class _Placeholder(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Parts(msgspec.Struct, kw_only=True):
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: dict[str, list[_Placeholder]] | None = None
+    prompt_logprobs: list[msgspec.Raw] | None = None
+
+
+class _Generation(_Parts, kw_only=True):
+    choices: list[_Choice]
+
+
+class _LargeGeneration(_Parts, kw_only=True):
+    """A large answer with undecoded choices: each is decoded in a call of its own."""
+
+    choices: list[msgspec.Raw]
+
+
+_encoder = msgspec.json.Encoder()
+_generation_decoder = msgspec.json.Decoder(_Generation)
+_large_decoder = msgspec.json.Decoder(_LargeGeneration)
+_choice_decoder = msgspec.json.Decoder(_Choice)
+_cells_decoder = msgspec.json.Decoder(list[_Cell] | None)
+
+
+def encode_request(job: SampleJob, priority: int | None, files: Mapping[str, bytes]) -> tuple[bytes, Pieces]:
+    """The beginning of the body to post, and the rest, which is made while it is sent. `files`: by digest. `job` must
+    have pictures."""
+    assert job.pictures is not None
+    params = sampling_params(job)
+    # vLLM lists the sampled token first and cuts the list to this length, so one more keeps the k best whole.
+    params["logprobs"] = job.topk_sample and job.topk_sample + 1
+    if not job.stop_strings:
+        params["detokenize"] = False  # saves the text, also of each logprob, which nobody reads
+    if (scores := prompt_scores(job)) is not None:
+        params["extra_args"] = scores.to_extra_args()
+    fields = {
+        "model": job.model,  # first: skyrl's router reads it in the beginning of a long body
+        "token_ids": one_for_each(job.prompt[:], job.pictures),
+        "sampling_params": params,
+        "return_token_ids": True,
+        "stream": False,
+    }
+    if priority is not None:
+        fields["priority"] = priority
+    start = _encoder.encode(fields)[:-1] + b',"content_parts":['
+    heads = [
+        b'%s{"type":"image_url","uuid":"%s","url":"data:image/%s;base64,'
+        % (b"," if number else b"", picture.digest.encode(), picture.format.encode())
+        for number, picture in enumerate(job.pictures.placed)
+    ]
+    pictures = [files[picture.digest] for picture in job.pictures.placed]
+    size = sum(len(head) + _base64_length(len(data)) + 2 for head, data in zip(heads, pictures, strict=True)) + 2
+    return start, Pieces(size, _pieces(heads, pictures))
+
+
+def one_for_each(prompt: Sequence[int], pictures: Pictures) -> list[int]:
+    """The prompt with one `image_token_id` for each picture."""
+    tokens: list[int] = []
+    end = 0
+    for picture in pictures.placed:
+        tokens += prompt[end : picture.start]
+        tokens.append(pictures.image_token_id)
+        end = picture.stop
+    return [*tokens, *prompt[end:]]
+
+
+def _pieces(heads: Sequence[bytes], pictures: Sequence[bytes]) -> Iterator[bytes]:
+    for head, data in zip(heads, pictures, strict=True):
+        yield head
+        view = memoryview(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            yield binascii.b2a_base64(view[start : start + PIECE_BYTES], newline=False)
+        yield b'"}'
+    yield b"]}"
+
+
+def _base64_length(size: int) -> int:
+    return (size + 2) // 3 * 4
+
+
+def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> SampleAnswer:
+    """The SampleResponse for a 2xx answer, with its token counts. Logprobs of the prompt at places of a picture are
+    those of `image_token_id`, as vLLM computes them.
+
+    `zero_fill` accepts tokens without logprobs and gives them 0.0. Raises MalformedAnswer, OtherTokens,
+    MissingLogprobs, AbortedAnswer, OtherWeights.
+    """
+    try:
+        answer = (_generation_decoder if len(body) <= LARGE_BYTES else _large_decoder).decode(body)
+        choices = [
+            _choice_decoder.decode(choice) if isinstance(choice, msgspec.Raw) else choice for choice in answer.choices
+        ]
+    except (msgspec.DecodeError, ValueError) as error:
+        raise MalformedAnswer(f"not a generation: {error}") from error
+    for choice in choices:
+        choice.prompt_logprobs = answer.prompt_logprobs
+    if all(choice.finish_reason in ENDED for choice in choices):  # if not, the answer may lack the prompt
+        _check_prompt(answer, job)
+    return answer_of(choices, answer.usage, job, zero_fill=zero_fill)
+
+
+def _check_prompt(answer: _Parts, job: SampleJob) -> None:
+    """Raise OtherTokens unless vLLM has computed the prompt of the job."""
+    assert job.pictures is not None
+    prompt = job.prompt[:]
+    if answer.prompt_token_ids == prompt:
+        return
+    found = (answer.mm_placeholders or {}).get("image", [])
+    for number, (picture, placed) in enumerate(zip(job.pictures.placed, found, strict=False)):
+        if picture.tokens != placed.length:
+            raise OtherTokens(
+                f"the inference server made {placed.length} tokens of image {number + 1} of the prompt, and this "
+                f"server counted {picture.tokens}: their image processors have different settings"
+            )
+    raise OtherTokens(
+        f"the inference server made a prompt of {len(answer.prompt_token_ids or [])} tokens, and the request has "
+        f"{len(prompt)}, with other ids"
+    )

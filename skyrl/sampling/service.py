@@ -1,0 +1,376 @@
+"""Sample requests in the API process: finds the sampling session, checks and records the request, starts the sample.
+
+A forwarded sample becomes an EXTERNAL future and a task (`base_model.ForwardedSamples`). With `colocate_all` a sample
+becomes a SAMPLE future, which the engine runs.
+
+`CutNotes` counts the samples whose `max_tokens` did not fit the context and was cut. Only the first one of a sampling
+session gets a note, which the SDK writes to its user's log: the same note for each of thousands of samples would flood
+that log.
+
+`SampleOwnership` decides which of several API processes on one database forwards a sample. Each process writes a
+heartbeat into the database every BEAT_S. If a process reads the same heartbeat of another process for MISSES rounds, it
+treats that process as dead and takes over its samples; the first process to do so gets them. Rounds are counted, not
+seconds, because no rounds pass while the database is away or the counting process is stopped. A process that was only
+stalled finds at its next round that its samples have another owner, and leaves them to that owner. The outcome that is
+stored first stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+from msgspec.structs import replace
+
+from skyrl.base.pictures.picture import Pictures
+from skyrl.base.types.requests import SAMPLES, Kind, NewRequest, new_request_id, sample_sequence_ids
+from skyrl.base.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
+from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
+from skyrl.sampling.base_model import BaseModels, BaseModelSampling, job_for
+from skyrl.sampling.job import SampleJob
+from skyrl.sampling.metrics import RefusalMetrics
+from skyrl.sampling.order import Admission
+from skyrl.sampling.pictures import is_text
+from skyrl.sampling.quota_account import Ticket
+from skyrl.sampling.quotas import Quotas
+from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.processes import ApiProcesses, PendingSample
+from skyrl.storage.db.samplers import Sampler, Samplers
+from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.doorbell import Doorbell
+from skyrl.storage.futures.store import FutureStore
+from skyrl.storage.notices import PeerNotifier
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 10_000
+"""Sampling sessions that got a note. When there are more, all are forgotten, and each gets one more note."""
+
+
+def cut_to(request: SampleRequest, job: SampleJob) -> int | None:
+    """The number to which `max_tokens` was cut; None if it was not cut."""
+    asked = request.sampling_params.max_tokens
+    if asked is None or job.max_tokens is None or job.max_tokens >= asked:
+        return None
+    return job.max_tokens
+
+
+class CutNotes:
+    """Counts cut samples, and remembers the sampling sessions that got a note."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._noted: set[str] = set()
+
+    def note(self, request: SampleRequest, job: SampleJob, sampler_id: str) -> str | None:
+        """A sentence for the user; None if nothing was cut, or if the sampling session got a note before."""
+        fits = cut_to(request, job)
+        if fits is None:
+            return None
+        self.count += 1
+        if sampler_id in self._noted:
+            return None
+        if len(self._noted) >= MAX_REMEMBERED:
+            self._noted.clear()
+        self._noted.add(sampler_id)
+        asked = request.sampling_params.max_tokens
+        logger.info("sampling session %s: max_tokens is cut to what fits, first from %d to %d", sampler_id, asked, fits)
+        return (
+            f"sampling_params.max_tokens: {asked} is more than the {fits} tokens that fit the model's context after "
+            f"this prompt of {len(job.prompt)}; it was cut to {fits}. Later samples of this sampling client are cut in "
+            "the same way without another notice"
+        )
+
+
+CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
+
+
+class Promise(msgspec.Struct, frozen=True):
+    """The immediate answer to `asample`. `max_tokens` is set if the request's `max_tokens` was cut to this number.
+    `note` is a sentence about the cut, for the first sample of a sampling session that is cut."""
+
+    request_id: str
+    sample_sequence_ids: list[str]
+    max_tokens: int | None = None
+    note: str | None = None
+
+
+class SampleService:
+    """Takes `asample` bodies. Where a lane has a client, this process forwards the samples. Otherwise the engine
+    samples, and `engine` is its doorbell."""
+
+    def __init__(
+        self,
+        futures: FutureStore,
+        samplers: Samplers,
+        sessions: Sessions,
+        lanes: BaseModels,
+        *,
+        engine: Doorbell | None,
+        admission: Admission,
+        quotas: Quotas,
+        metrics: RefusalMetrics | None = None,
+    ) -> None:
+        self._futures = futures
+        self._samplers = samplers
+        self._sessions = sessions
+        self.lanes = lanes
+        self._engine = engine
+        self._admission = admission
+        self._quotas = quotas
+        self._metrics = metrics or RefusalMetrics()
+        self._stopping = False
+        self.cuts = CutNotes()
+        self.to_engine = 0
+        """Samples that were recorded for the engine."""
+
+    async def submit(self, body: bytes, tenant: str) -> Promise:
+        """Record one sample request and start it.
+
+        Raises RequestError (400, 404, 429, 503); then nothing was recorded.
+        """
+        if self._stopping:
+            self._metrics.refused("stopping")
+            raise RequestError("the server is stopping; send the sample again", status=503, retry_after_s=1)
+        guessed = self.lanes.guess(body, lambda session: self._cached_base_model(session, tenant))
+        request = decode_sample_request(body, None if guessed is None else guessed.limits().vocab_size)
+        sampler, lane = await self._resolve(request, tenant)
+        request_id = new_request_id()
+        pictures = None
+        if not is_text(request.prompt):
+            vocab_size = lane.limits().vocab_size
+            body, request, pictures = await lane.pictures.sample(body, request, vocab_size, tenant, request_id)
+        job = _job(request, request_id, sampler, lane, pictures)
+        lane.guard.check(request)
+        request.prompt.chunks.clear()  # the job has the tokens, in less memory
+        if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
+            raise RequestError("must be in [0, 2**63)", field="seq_id")
+        self._admission.enter(tenant, len(body))
+        started = new = False
+        ticket: Ticket | None = None
+        try:
+            if self._quotas.in_use:
+                ticket = self._quotas.admit(tenant, request_id, job.most_tokens)
+            request_id, new = await self._futures.record(
+                NewRequest(
+                    kind=Kind.SAMPLE if lane.client is None else Kind.EXTERNAL,
+                    tenant=tenant,
+                    session_id=sampler.session_id,
+                    body=body,
+                    sampling_session_id=sampler.id,
+                    sample_seq_id=request.seq_id,
+                    id=request_id,
+                    not_before=None if ticket is None else ticket.not_before,
+                )
+            )
+            self._samplers.note_use(sampler)
+            if new:
+                if ticket is not None:
+                    ticket.request_id = request_id
+                if lane.client is not None:
+                    if request_id != job.request_id:  # an earlier try was stored under another id
+                        job = replace(job, request_id=request_id)
+                    lane.forwarded.start(job, sampler, len(body), ticket)
+                    started = True
+                elif self._engine is not None:
+                    self.to_engine += 1
+                    self._engine.ring()
+                    if ticket is not None:
+                        ticket.hand_over()
+        except OverQuota:
+            self._metrics.refused("quota")
+            raise
+        finally:
+            if not started:
+                self._admission.leave(tenant, len(body))
+            if ticket is not None and not new:
+                ticket.end()
+        note = self.cuts.note(request, job, sampler.id)
+        return Promise(request_id, sample_sequence_ids(request_id, request.num_samples), cut_to(request, job), note)
+
+    def _cached_base_model(self, sampling_session_id: str, tenant: str) -> str | None:
+        sampler = self._samplers.cached(sampling_session_id, tenant)
+        return None if sampler is None else sampler.base_model
+
+    async def _resolve(self, request: SampleRequest, tenant: str) -> tuple[Sampler, BaseModelSampling]:
+        field = "sampling_session_id"
+        if request.sampling_session_id is None:
+            raise RequestError("is missing: create a sampling session first", field=field)
+        sampler = await self.open_sampler(request.sampling_session_id, tenant)
+        lane = self.lanes.of(sampler.base_model, field)
+        if lane.loaded is not None:
+            await lane.loaded.check(sampler.weights, field)
+        return sampler, lane
+
+    async def open_sampler(self, sampling_session_id: str, tenant: str, field: str = "sampling_session_id") -> Sampler:
+        """The tenant's sampling session, if its session is active. Raises NotFound naming `field`."""
+        sampler = self._samplers.cached(sampling_session_id, tenant)
+        if sampler is None:
+            sampler = await self._samplers.find(sampling_session_id, tenant)
+        if sampler is None:
+            raise NotFound(f"no sampling session {sampling_session_id!r}", field=field)
+        # The sampling session's row is closed later. Not 410: on a 410 the SDK sends the sample again for ever.
+        session = await self._sessions.find(sampler.session_id, tenant)
+        if session is None or session.status != "active":
+            raise NotFound(f"the session of {sampling_session_id!r} has ended", field=field)
+        return sampler
+
+    async def adopt(self, sample: PendingSample) -> None:
+        """Forward a pending sample that another API process, or the predecessor of this one, has left."""
+        if sample.sampling_session_id is not None and sample.sample_seq_id is not None:
+            key = ("sample", sample.sampling_session_id, sample.sample_seq_id)
+        else:
+            key = None
+        if not self._futures.adopt(sample.id, Kind.EXTERNAL, sample.tenant, sample.session_id, sample.digest, key):
+            return
+        pictures = None
+        try:
+            request = decode_sample_request(sample.body, None)
+            sampler, lane = await self._resolve(request, sample.tenant)
+            if not is_text(request.prompt):
+                pictures = await lane.pictures.stored_sample(request, sample.tenant)
+            job = _job(request, sample.id, sampler, lane, pictures)
+        except RequestError as error:  # the session has ended, or the server has another base model now
+            await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
+            return
+        self._admission.add(sample.tenant, len(sample.body))
+        ticket = self._quotas.adopt(sample.tenant, sample.id, sample.not_before) if self._quotas.in_use else None
+        lane.forwarded.start(job, sampler, len(sample.body), ticket)
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Stop forwarding these samples; vLLM stops computing them, too."""
+        for lane in self.lanes:
+            lane.forwarded.cancel(request_ids)
+
+    async def cancel_future(self, request_id: str, tenant: str) -> None:
+        """End a pending sample as cancelled. A sample that has ended stays as it is.
+
+        Raises NotFound, and RequestError for a request that is no sample: a training command cannot be cancelled.
+        """
+        try:
+            kind = await self._futures.kind_of(request_id, tenant)
+        except KeyError as error:
+            raise NotFound(f"no request {request_id!r}", field="request_id") from error
+        if kind not in SAMPLES:
+            raise RequestError(f"{request_id!r} is no sample, and only samples can be cancelled", field="request_id")
+        if self._futures.is_pending(request_id):  # if not, its result is being written now
+            self.cancel([request_id])
+        await self._futures.end(request_id, CANCELLED)
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that this process forwards now."""
+        return sum(len(lane.forwarded) for lane in self.lanes)
+
+    @property
+    def forwarded(self) -> int:
+        """Samples that this process has forwarded, and that have a result."""
+        return sum(lane.forwarded.completed for lane in self.lanes)
+
+    def refuse_new(self) -> None:
+        """Answer new samples with 503 from now on: the server is stopping."""
+        self._stopping = True
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait up to `grace_s` until samples in flight have ended. The others stay pending, and the next start of this
+        process forwards them."""
+        self.cancel(list(self._quotas.waiting))  # these have not been sent yet
+        await asyncio.gather(*(lane.forwarded.drain(grace_s) for lane in self.lanes))
+
+
+def _job(
+    request: SampleRequest, request_id: str, sampler: Sampler, lane: BaseModelSampling, pictures: Pictures | None
+) -> SampleJob:
+    full = lane.loaded is not None
+    limits, name = lane.limits(), lane.base_name
+    return job_for(request, request_id, sampler, limits, name, full_finetuning=full, pictures=pictures)
+
+
+BEAT_S = 2.0
+MISSES = 5
+
+
+class SampleOwnership:
+    """Keeps `peers.living`, the other processes that are alive, and takes over the samples of dead ones. `forwards` is
+    false if the engine samples; then no samples are taken over."""
+
+    def __init__(
+        self,
+        processes: ApiProcesses,
+        peers: PeerNotifier,
+        futures: FutureStore,
+        sampling: SampleService,
+        *,
+        forwards: bool,
+    ) -> None:
+        self._processes = processes
+        self._peers = peers
+        self._futures = futures
+        self._sampling = sampling
+        self._forwards = forwards
+        self._beats: dict[str, tuple[float, int]] = {}
+        """By process: the last heartbeat that was read, and the number of rounds for which it has not changed."""
+
+    async def start(self) -> None:
+        """Forward the samples of this process's predecessor, and samples that no process owns."""
+        self._note_heartbeats(await self._processes.beat())
+        if self._forwards:
+            await self._processes.take_over({})
+            await self._reconcile()
+
+    async def round(self) -> None:
+        """Call every BEAT_S: writes this process's heartbeat, and takes over the samples of dead processes."""
+        self._note_heartbeats(await self._processes.beat())
+        if not self._forwards or self._sampling.stopping:
+            return
+        taken = 0
+        dead = {process: heartbeat for process, (heartbeat, rounds) in self._beats.items() if rounds >= MISSES}
+        if dead or await self._processes.left():
+            taken = await self._processes.take_over(dead)
+            logger.info("%d samples of API processes that are gone are forwarded here; dead: %s", taken, [*dead])
+        if taken or not self._peers.alone:
+            await self._reconcile()
+
+    @property
+    def sees_others(self) -> bool:
+        """Whether the database lists other processes, alive or dead."""
+        return bool(self._beats)
+
+    def _note_heartbeats(self, heartbeats: dict[str, float]) -> None:
+        """Compare the heartbeats of other processes with those of the round before."""
+        before = self._beats
+        self._beats = {}
+        for process, heartbeat in heartbeats.items():
+            last, rounds = before.get(process, (None, 0))
+            self._beats[process] = (heartbeat, rounds + 1 if heartbeat == last else 0)
+        self._peers.living = frozenset(process for process, (_, rounds) in self._beats.items() if rounds < MISSES)
+
+    async def _reconcile(self) -> None:
+        """Make memory agree with the database. Forward a sample that this process owns in the database but does not
+        have in memory: it was taken over, or the connection broke when it was committed. Leave a sample that another
+        process owns in the database to that process."""
+        forwarded = self._futures.forwarded()  # before the read: a sample recorded during the read is in the database
+        owned = await self._processes.own()
+        await self._adopt([request_id for request_id in owned if not self._futures.forwards(request_id)])
+        not_owned = [request_id for request_id in forwarded if request_id not in owned]
+        if not_owned:
+            ended = await self._futures.read_outcomes(not_owned)
+            self._sampling.cancel(ended + self._futures.leave(not_owned))
+
+    async def _adopt(self, request_ids: list[str]) -> None:
+        for sample in await self._processes.samples(request_ids) if request_ids else []:
+            try:
+                await self._sampling.adopt(sample)
+            except DatabaseError:
+                self._futures.leave([sample.id])  # the next round finds it again
+                raise
+
+    async def leave(self) -> None:
+        """This process ends. Another process, or its next start, takes its pending samples over."""
+        await self._processes.leave()

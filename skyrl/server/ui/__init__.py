@@ -1,1 +1,0 @@
-"""The files of the status page. `skyrl.server.api.ui` serves them."""

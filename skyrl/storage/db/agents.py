@@ -1,0 +1,397 @@
+"""Agent sessions and their turns.
+
+A session is created, found, listed, ended, rewarded, and deleted some time after its end. A turn is written once, when
+its answer is complete, and never changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+from sqlalchemy import Connection, Select, and_, bindparam, case, delete, func, insert, or_, select, update
+
+from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn, EndReason, ForkReason, VersionSpan
+from skyrl.base.types.weights import WeightsRef
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.faults import ConstraintError
+from skyrl.storage.db.futures import MAX_NAMED
+from skyrl.storage.db.row_statements import RowStatement
+from skyrl.storage.db.tables import AgentSessionRow, AgentTurnRow
+from skyrl.storage.db.writer import GroupCommitWriter
+
+turns = AgentTurnRow.__table__  # type: ignore[attr-defined]
+sessions = AgentSessionRow.__table__  # type: ignore[attr-defined]
+
+COMPRESSED_BYTES = 1024
+"""Content of more bytes is compressed. A token id of a large vocabulary takes 4 bytes, and about 2.5 compressed."""
+_PLAIN, _ZSTD = b"\0", b"\1"
+_COLUMNS = ("id", "session_id", "parent", "key", "attempt", "ended_at", "added", "sampled", "fork", "content")
+_NAMES = ", ".join(_COLUMNS)
+_OPEN = "EXISTS (SELECT 1 FROM agent_sessions AS s WHERE s.id = session_id AND s.ended_at IS NULL)"
+_ADD = RowStatement(
+    insert(turns).from_select(
+        _COLUMNS,
+        select(
+            *(sessions.c.id if name == "session_id" else bindparam(name, type_=turns.c[name].type) for name in _COLUMNS)
+        ).where(sessions.c.id == bindparam("session_id"), sessions.c.ended_at.is_(None)),
+    ),
+    many=f"INSERT INTO agent_turns ({_NAMES}) SELECT {_NAMES} FROM given WHERE id IS NOT NULL AND {_OPEN}",
+    long=("content",),
+)
+"""Adds nothing to a session that has ended. The write lock decides whether an end or a turn was first."""
+
+
+class _Content(msgspec.Struct, array_like=True):
+    """What has no column of its own. Arrays are little-endian: int32 ids, float32 logprobs. `messages` and `setting`
+    are JSON if they are bytes."""
+
+    messages: list[dict[str, Any]] | bytes
+    setting: dict[str, Any] | bytes
+    added: bytes
+    sampled: bytes
+    logprobs: bytes
+    versions: list[tuple[int, str]]
+    answer: dict[str, Any]
+    finish_reason: str
+    stop_reason: str | int | None
+    usage: dict[str, int]
+    dialect: str
+    created_at: float
+    forked_at: int | None
+    routed_experts: bytes | None
+    template_note: str | None = None
+    constrained: bytes | None = None
+    """A bit for each sampled token. Rows of earlier versions lack it, the field before it and the next."""
+    own_logprobs: bool = True
+
+
+T = TypeVar("T")
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Content).decode
+
+
+class AgentTurns:
+    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+        self._database = database
+        self._writer = writer
+
+    async def add(self, turn: AgentTurn) -> AgentTurn | None:
+        """Store a turn, and return it; or the turn that was stored before with the same session, key and attempt. None
+        if the session has ended: then nothing is stored. Raises DatabaseError."""
+        constraint: ConstraintError | None = None
+        try:
+            if await self._writer.execute(_ADD, _row(turn)):
+                return turn
+        except ConstraintError as error:
+            constraint = error
+        same = (turns.c.session_id == turn.session_id) & (turns.c.key == turn.key)
+        query = select(turns).where(same, turns.c.attempt == turn.attempt)
+        stored = await self._database.read_async(lambda c: c.execute(query).first())
+        if stored is None and constraint is not None:
+            raise constraint
+        return None if stored is None else _turn(stored)
+
+    async def of(self, session_id: str, after: int = 0) -> tuple[list[AgentTurn], int]:
+        """The turns of a session in rows after the number `after`, oldest first, and the number of the last row. Raises
+        DatabaseError."""
+
+        def read(connection: Connection) -> tuple[list[AgentTurn], int]:
+            query = select(turns).where(turns.c.session_id == session_id, turns.c.n > after).order_by(turns.c.n)
+            rows = connection.execute(query).all()
+            return [_turn(row) for row in rows], rows[-1].n if rows else after
+
+        return await self._database.read_async(read)
+
+    async def page(self, session_id: str, after: int, limit: int) -> list[tuple[int, AgentTurn]]:
+        """The first `limit` turns in rows after the number `after`, oldest first, each with its row's number. Raises
+        DatabaseError."""
+
+        def read(connection: Connection) -> list[tuple[int, AgentTurn]]:
+            query = select(turns).where(turns.c.session_id == session_id, turns.c.n > after)
+            return [(row.n, _turn(row)) for row in connection.execute(query.order_by(turns.c.n).limit(limit))]
+
+        return await self._database.read_async(read)
+
+    async def find(self, session_id: str, turn_id: str) -> AgentTurn | None:
+        """Raises DatabaseError."""
+        query = select(turns).where(turns.c.session_id == session_id, turns.c.id == turn_id)
+        row = await self._database.read_async(lambda c: c.execute(query).first())
+        return None if row is None else _turn(row)
+
+
+def _row(turn: AgentTurn) -> dict[str, Any]:
+    content = _packed(
+        _Content(
+            messages=turn.messages,
+            setting=turn.setting,
+            added=turn.added.astype("<i4").tobytes(),
+            sampled=turn.sampled.astype("<i4").tobytes(),
+            logprobs=turn.logprobs.astype("<f4").tobytes(),
+            versions=[(span.first, span.version) for span in turn.versions],
+            answer=turn.answer,
+            finish_reason=turn.finish_reason,
+            stop_reason=turn.stop_reason,
+            usage=turn.usage,
+            dialect=turn.dialect,
+            created_at=turn.created_at,
+            forked_at=turn.forked_at,
+            routed_experts=turn.routed_experts,
+            template_note=turn.template_note,
+            constrained=None if turn.constrained is None else np.packbits(turn.constrained).tobytes(),
+            own_logprobs=turn.own_logprobs,
+        )
+    )
+    long = len(content) > COMPRESSED_BYTES
+    return {
+        "id": turn.id,
+        "session_id": turn.session_id,
+        "parent": turn.parent,
+        "key": turn.key,
+        "attempt": turn.attempt,
+        "ended_at": turn.ended_at,
+        "added": len(turn.added),
+        "sampled": len(turn.sampled),
+        "fork": turn.fork,
+        "content": _ZSTD + zstandard.ZstdCompressor(level=1).compress(content) if long else _PLAIN + content,
+    }
+
+
+def _packed(content: _Content) -> bytes:
+    try:
+        return _encode(content)
+    except OverflowError:
+        content.messages, content.setting = map(msgspec.json.encode, (content.messages, content.setting))
+        return _encode(content)
+
+
+def _turn(row: Any) -> AgentTurn:
+    stored: bytes = row.content
+    packed = stored[1:] if stored[:1] == _PLAIN else zstandard.ZstdDecompressor().decompress(stored[1:])
+    content = _decode(packed)
+    fork: ForkReason | None = row.fork
+    return AgentTurn(
+        id=row.id,
+        session_id=row.session_id,
+        parent=row.parent,
+        key=row.key,
+        attempt=row.attempt,
+        messages=_given(content.messages),
+        setting=_given(content.setting),
+        added=np.frombuffer(content.added, "<i4"),
+        sampled=np.frombuffer(content.sampled, "<i4"),
+        logprobs=np.frombuffer(content.logprobs, "<f4"),
+        versions=tuple(VersionSpan(first, version) for first, version in content.versions),
+        answer=content.answer,
+        finish_reason=content.finish_reason,
+        stop_reason=content.stop_reason,
+        usage=content.usage,
+        dialect=content.dialect,
+        created_at=content.created_at,
+        ended_at=row.ended_at,
+        fork=fork,
+        forked_at=content.forked_at,
+        routed_experts=content.routed_experts,
+        template_note=content.template_note,
+        constrained=None if content.constrained is None else _bits(content.constrained, len(content.sampled) // 4),
+        own_logprobs=content.own_logprobs,
+    )
+
+
+def _bits(packed: bytes, count: int) -> NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)
+
+
+def _given(value: T | bytes) -> T:
+    if isinstance(value, bytes):
+        given: T = msgspec.json.decode(value)
+        return given
+    return value
+
+
+SessionState = Literal["open", "ended"]
+FORGET_SESSIONS, FORGET_TURNS, FORGET_BYTES = 20, 250, 4 * 2**20
+"""The most rows, and bytes of turns, that one step of `forget` deletes."""
+USES_LATE_S = 120.0
+"""How old `used_at` may be beyond the last use: each process writes it about once a minute."""
+_OPTIONS = ("sampling", "metadata", "keep_thinking", "routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sums over the turns of a session. `added` and `sampled` are tokens."""
+
+    turns: int = 0
+    added: int = 0
+    sampled: int = 0
+    forks: int = 0
+
+
+class AgentSessions:
+    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+        self._database = database
+        self._writer = writer
+        self._used: set[str] = set()
+
+    async def create(self, session: AgentSession, most_open: int) -> bool:
+        """Add a session. False if its tenant has `most_open` sessions that have not ended."""
+
+        def add(connection: Connection) -> bool:
+            open_now = select(func.count()).where(sessions.c.tenant == session.tenant, sessions.c.ended_at.is_(None))
+            if connection.execute(open_now).scalar_one() >= most_open:
+                return False
+            connection.execute(insert(sessions), _values(session))
+            return True
+
+        return await self._writer.transact(add)
+
+    async def find(self, session_id: str) -> AgentSession | None:
+        query = select(sessions).where(sessions.c.id == session_id)
+        row = await self._database.read_async(lambda c: c.execute(query).first())
+        return None if row is None else _session(row)
+
+    async def counts(self, session_ids: list[str]) -> dict[str, Counts]:
+        """By id; sessions without a turn are left out."""
+        return await self._database.read_async(lambda c: _counts(c, session_ids))
+
+    async def page(
+        self, tenant: str, limit: int, offset: int, state: SessionState | None = None
+    ) -> tuple[list[tuple[AgentSession, Counts]], int]:
+        """A tenant's sessions, newest first, and how many there are."""
+
+        def read(connection: Connection) -> tuple[list[tuple[AgentSession, Counts]], int]:
+            shown = _shown(tenant, state)
+            found = [
+                _session(row)
+                for row in connection.execute(
+                    select(sessions)
+                    .where(shown)
+                    .order_by(sessions.c.created_at.desc(), sessions.c.id)
+                    .limit(limit)
+                    .offset(offset)
+                )
+            ]
+            counts = _counts(connection, [session.id for session in found])
+            total = connection.execute(select(func.count()).select_from(sessions).where(shown)).scalar_one()
+            return [(session, counts.get(session.id, Counts())) for session in found], total
+
+        return await self._database.read_async(read)
+
+    async def end(self, session_id: str, reason: EndReason, now: float) -> bool:
+        """False if it has ended before, or there is none."""
+        open_one = and_(sessions.c.id == session_id, sessions.c.ended_at.is_(None))
+        statement = update(sessions).where(open_one).values(ended_at=now, end_reason=reason)
+        return await self._writer.transact(lambda c: c.execute(statement).rowcount > 0)
+
+    async def end_over(self, now: float, limit: int = MAX_NAMED) -> Counter[EndReason]:
+        """End at most `limit` open sessions whose time is over or that were idle for too long. Returns how many, by
+        reason: of several processes that do this, one counts a session. Whether a session was idle is known USES_LATE_S
+        later."""
+        return await self._writer.transact(lambda c: _end_over(c, now, limit))
+
+    async def reward(self, session_id: str, tenant: str, reward: float) -> bool:
+        """Give a session its reward, in place of an earlier one. False if the tenant has no such session."""
+        own = and_(sessions.c.id == session_id, sessions.c.tenant == tenant)
+        statement = update(sessions).where(own).values(reward=reward)
+        return await self._writer.transact(lambda c: c.execute(statement).rowcount > 0)
+
+    def note_use(self, session_id: str) -> None:
+        """A turn was asked for. `write_uses` writes that later, for many sessions at once."""
+        self._used.add(session_id)
+
+    async def write_uses(self) -> None:
+        """Call it about once a minute."""
+        used, self._used = sorted(self._used), set()
+        now = time.time()
+        statement = update(sessions).where(sessions.c.id.in_(bindparam("ids", expanding=True))).values(used_at=now)
+        try:
+            for start in range(0, len(used), MAX_NAMED):
+                some = used[start : start + MAX_NAMED]
+                await self._writer.transact(lambda c, ids=some: c.execute(statement, {"ids": ids}).rowcount)
+        except BaseException:
+            self._used.update(used)
+            raise
+
+
+def _end_over(connection: Connection, now: float, limit: int) -> Counter[EndReason]:
+    over = sessions.c.created_at + sessions.c.limits["seconds"].as_float() <= now
+    idle = sessions.c.used_at + sessions.c.limits["idle_s"].as_float() <= now - USES_LATE_S
+    found = select(sessions.c.id).where(sessions.c.ended_at.is_(None), or_(over, idle)).limit(limit)
+    values = {"ended_at": now, "end_reason": case((over, "time"), else_="idle")}
+    ended = update(sessions).where(sessions.c.id.in_(found)).values(values).returning(sessions.c.end_reason)
+    return Counter(connection.execute(ended).scalars())
+
+
+def forget(connection: Connection, ended_before: float) -> int:
+    """Delete turns of sessions that ended before this time, and sessions that have no turns any more: at most
+    FORGET_TURNS turns of FORGET_SESSIONS sessions, of about FORGET_BYTES together. Returns the number of deleted rows;
+    0 when none is left."""
+    over = select(sessions.c.id).where(sessions.c.ended_at < ended_before).order_by(sessions.c.ended_at)
+    ids = list(connection.execute(over.limit(FORGET_SESSIONS)).scalars())
+    if not ids:
+        return 0
+    # Neither database reads the content to get its length.
+    rows = select(turns.c.n, func.length(turns.c.content)).where(turns.c.session_id.in_(ids)).limit(FORGET_TURNS)
+    numbers: list[int] = []
+    total_bytes = 0
+    for number, content_bytes in connection.execute(rows).all():
+        numbers.append(number)
+        total_bytes += content_bytes
+        if total_bytes >= FORGET_BYTES:
+            break
+    if numbers:
+        return connection.execute(delete(turns).where(turns.c.n.in_(numbers))).rowcount
+    return connection.execute(delete(sessions).where(sessions.c.id.in_(ids))).rowcount
+
+
+def pinned() -> Select[WeightsRef]:
+    """The weights that open sessions are pinned to."""
+    return select(sessions.c.weights).where(
+        sessions.c.ended_at.is_(None), sessions.c.follows == "pinned", sessions.c.weights != "base"
+    )
+
+
+def _shown(tenant: str, state: SessionState | None) -> Any:
+    ended = sessions.c.ended_at.is_not(None)
+    wanted = or_(ended, ~ended) if state is None else ended if state == "ended" else ~ended
+    return and_(sessions.c.tenant == tenant, wanted)
+
+
+def _counts(connection: Connection, session_ids: list[str]) -> dict[str, Counts]:
+    sums = (func.count(), func.sum(turns.c.added), func.sum(turns.c.sampled), func.count(turns.c.fork))
+    query = select(turns.c.session_id, *sums).where(turns.c.session_id.in_(session_ids)).group_by(turns.c.session_id)
+    found = connection.execute(query)
+    return {session_id: Counts(*(int(each) for each in sums)) for session_id, *sums in found}
+
+
+def _values(session: AgentSession) -> dict[str, Any]:
+    values = asdict(session)
+    return {
+        **{column.key: values[column.key] for column in sessions.c if column.key not in ("options", "weights")},
+        "weights": session.weights,
+        "options": {name: values[name] for name in _OPTIONS},
+    }
+
+
+def _session(row: Any) -> AgentSession:
+    return AgentSession(
+        id=row.id,
+        tenant=row.tenant,
+        name=row.name,
+        model=row.model,
+        base_model=row.base_model,
+        weights=row.weights,
+        follows=row.follows,
+        limits=AgentLimits(**row.limits),
+        created_at=row.created_at,
+        used_at=row.used_at,
+        ended_at=row.ended_at,
+        end_reason=row.end_reason,
+        reward=row.reward,
+        **row.options,
+    )

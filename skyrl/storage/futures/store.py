@@ -1,0 +1,330 @@
+"""The futures of an API process: a request is recorded, its client waits for it, and it ends with an outcome.
+
+`FutureStore` is what other packages use. `Waiting` waits for outcomes: in memory while a request is pending, else in
+the database. `Settling` stores the outcomes of samples that this process forwards, then tells them to those who wait,
+here and in other processes. Outcomes that other processes have stored are read from the database: as soon as a notice
+of them arrives, and every second in case a notice was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
+
+from skyrl.base.types.requests import Kind, NewRequest, RequestKey
+from skyrl.base.wire.errors import ErrorCategory
+from skyrl.runtime.processes.backoff import Backoff
+from skyrl.runtime.processes.logs import LimitedLog, plain
+from skyrl.storage.db import futures as rows
+from skyrl.storage.db.database import Change, Database
+from skyrl.storage.db.faults import DatabaseError, is_transient, reason
+from skyrl.storage.db.futures import Outcome, StoredFuture
+from skyrl.storage.db.writer import GroupCommitWriter
+from skyrl.storage.futures.completion_feed import CompletionFeed
+from skyrl.storage.futures.entries import Entries, Entry, Recording
+from skyrl.storage.notices import PeerNotifier
+
+
+class Waiting:
+    """Waits in one API process for outcomes, whichever process settles the requests."""
+
+    def __init__(self, database: Database, entries: Entries) -> None:
+        self._database = database
+        self._entries = entries
+        self._closing = False
+
+    async def wait(self, request_id: str, tenant: str, timeout_s: float) -> Outcome | None:
+        """See `FutureStore.wait`. A returned outcome is removed from memory; the database still has it."""
+        entry = self._entries.by_id.get(request_id)
+        if entry is None:
+            stored = await self._database.read_async(lambda connection: rows.find(connection, request_id))
+            if stored is None or stored.tenant != tenant:
+                raise KeyError(request_id)
+            if stored.outcome is not None:
+                return stored.outcome
+            entry = self._entries.by_id.get(request_id) or self._add_entry(stored)
+        if entry.tenant != tenant:
+            raise KeyError(request_id)
+        if entry.outcome is None and not self._closing:
+            await entry.next_change(timeout_s)
+        if entry.outcome is not None:
+            self._entries.forget(entry)
+            return entry.outcome
+        if request_id not in self._entries.by_id and not self._closing:
+            raise KeyError(request_id)
+        return None
+
+    def _add_entry(self, stored: StoredFuture) -> Entry:
+        """Add an entry for a pending row that is not in memory. Another process settles it, because the samples that
+        this process forwards are in memory."""
+        sampling_session = stored.sampling_session_id
+        sampler = None if sampling_session is None else (sampling_session, stored.sample_seq_id)
+        entry = Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None, sampler)
+        self._entries.add(entry, owned_elsewhere=True)
+        return entry
+
+    def follow(self, pending: Sequence[StoredFuture]) -> None:
+        """Learn of the outcomes of these pending rows from now on."""
+        for stored in pending:
+            if stored.id not in self._entries.by_id:
+                self._add_entry(stored)
+
+    async def kind_of(self, request_id: str, tenant: str) -> Kind:
+        """Raises KeyError when no such request is stored, or when it belongs to another tenant."""
+        request = self._entries.by_id.get(request_id)
+        request = request or await self._database.read_async(lambda connection: rows.find(connection, request_id))
+        if request is None or request.tenant != tenant:
+            raise KeyError(request_id)
+        return Kind(request.kind)
+
+    def release(self) -> None:
+        """Answer at once all that wait, and all that come, that there is no outcome yet: the process is about to
+        end."""
+        self._closing = True
+        self._entries.wake_all()
+
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.1
+MAX_RETRY_S = 5.0
+"""The pauses between tries to store an outcome."""
+
+
+class Settling:
+    """Settles the requests of one API process. `peers` tells the other API processes of each."""
+
+    def __init__(
+        self, database: Database, writer: GroupCommitWriter, entries: Entries, ends: CompletionFeed, peers: PeerNotifier
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._entries = entries
+        self._ends = ends
+        self._peers = peers
+        self._failures = LimitedLog(logger)
+
+    async def settle(self, request_id: str, outcome: Outcome) -> None:
+        """End a forwarded sample: store its outcome, then tell those who wait. Returns when the outcome is durable.
+
+        Tries again until the database takes the outcome. Nobody is told before, because after a crash the sample is
+        forwarded again and may have another outcome. If the request was dropped meanwhile, the outcome is discarded.
+        """
+        entry = self._entries.by_id.get(request_id)
+        if entry is None or not entry.pending:
+            logger.info("request %s ended after it was dropped; its result is discarded", request_id)
+            return
+        entry.settling = True
+        try:
+            self._tell(entry, await self._store(request_id, outcome, time.time()))
+        finally:
+            entry.settling = False
+        self._peers.request_ended(request_id, None if entry.sampler is None else entry.sampler[0])
+
+    async def _store(self, request_id: str, outcome: Outcome, now: float) -> Outcome:
+        """Store the outcome of a sample. Returns the stored outcome, which may be another one: the row may have ended
+        before (with its session, or in another process), and a result that the database refuses for good is replaced by
+        a failure."""
+        backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+        while True:
+            try:
+                changed = await self._writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, now))
+                if changed:
+                    return outcome
+                stored = await self._database.read_async(lambda connection: rows.find(connection, request_id))
+                return outcome if stored is None or stored.outcome is None else stored.outcome
+            except DatabaseError as error:
+                if not is_transient(error):
+                    if outcome.error is not None:
+                        raise
+                    logger.error("the result of request %s cannot be stored: %s", request_id, reason(error))
+                    outcome = Outcome(error="the result cannot be stored", error_category=ErrorCategory.SERVER)
+                    continue
+                retry_s = backoff.pause()
+                logger.error("a result cannot be stored, tried again in %g s: %s", retry_s, reason(error))
+                await asyncio.sleep(retry_s)
+
+    def _tell(self, entry: Entry, outcome: Outcome) -> None:
+        """Tell a stored outcome to those who wait for it in this process."""
+        if outcome.error is not None:
+            self._log_failure(entry, outcome)
+        self._entries.set_outcome(entry, outcome)
+        if len(self._ends) and (target := entry.target) is not None:
+            self._ends.ended(target)
+
+    def _log_failure(self, entry: Entry, outcome: Outcome) -> None:
+        """Log a limited number of failures: a client may have thousands of requests that fail with the same cause."""
+        server_fault = outcome.error_category != ErrorCategory.USER
+        self._failures.say(
+            logging.WARNING if server_fault else logging.INFO,
+            (entry.tenant, entry.kind, outcome.error_category),
+            f"failed {entry.kind} {entry.id} (tenant {entry.tenant}, category {outcome.error_category}): "
+            f"{plain(outcome.error or '')}",
+        )
+
+    async def end(self, request_id: str, outcome: Outcome) -> bool:
+        """See `FutureStore.end`."""
+        entry = self._entries.by_id.get(request_id)
+        if entry is not None and entry.kind == Kind.EXTERNAL:
+            if not entry.pending:
+                return False
+            await self.settle(request_id, outcome)
+            return True
+        ended = await self._writer.transact(lambda c: rows.settle_pending(c, request_id, outcome, time.time()))
+        await self.read_outcomes([request_id])
+        if ended:
+            self._peers.request_ended(request_id)
+        return ended
+
+    async def fail_session(self, session_id: str) -> None:
+        """See `FutureStore.fail_session`."""
+        await self._writer.transact(
+            lambda c: rows.end_requests_of_sessions(c, [session_id], time.time(), Kind.EXTERNAL)
+        )
+
+    async def read_outcomes(self, request_ids: Iterable[str]) -> list[str]:
+        """See `FutureStore.read_outcomes`."""
+        pending_ids = [request_id for request_id in request_ids if self._entries.is_pending(request_id)]
+        forwarded: list[str] = []
+        for start in range(0, len(pending_ids), rows.MAX_NAMED):
+            some_ids = pending_ids[start : start + rows.MAX_NAMED]
+            for stored in await self._database.read_async(lambda c, ids=some_ids: rows.find_settled(c, ids)):
+                entry = self._entries.by_id.get(stored.id)
+                if entry is None or not entry.pending or stored.outcome is None:
+                    continue
+                if self._entries.is_own(entry.id):
+                    forwarded.append(entry.id)
+                self._tell(entry, stored.outcome)
+        return forwarded
+
+    async def poll_outcomes(self) -> None:
+        """See `FutureStore.poll_outcomes`."""
+        if self._entries.owned_elsewhere:
+            ids = list(self._entries.owned_elsewhere)
+            await self.read_outcomes(await self._database.read_async(lambda c: rows.ended_among(c, ids)))
+
+
+SAFETY_POLL_S = 1.0
+"""How often the outcomes of requests that other processes settle are looked up, in case a notice was lost. There are no
+look-ups while no such request is pending."""
+
+
+class FutureStore:
+    """All requests of one API process. `owner` is the name of the process: it owns the samples that it forwards.
+    `peers` tells the other API processes of the database which requests have ended here. `recorder` writes the rows of
+    new forwarded samples; `writer` does without it.
+
+    `record`, `wait` and `settle` return the coroutine of their part: every sample passes through them, and a coroutine
+    around a coroutine would cost it time."""
+
+    def __init__(
+        self,
+        database: Database,
+        writer: GroupCommitWriter,
+        owner: str | None = None,
+        peers: PeerNotifier | None = None,
+        recorder: GroupCommitWriter | None = None,
+    ) -> None:
+        peers = peers or PeerNotifier()
+        self._entries = Entries()
+        self._recording = Recording(database, writer, recorder or writer, self._entries, owner)
+        self._waiting = Waiting(database, self._entries)
+        self.ends = CompletionFeed(database, self._waiting.follow, lambda: peers.alone)
+        """Answers the long polls for all samples of a client."""
+        self._settling = Settling(database, writer, self._entries, self.ends, peers)
+
+    # A request comes in.
+
+    def record(self, request: NewRequest, first: Change | None = None) -> Coroutine[Any, Any, tuple[str, bool]]:
+        """Store a request durably. Returns its id, and whether the caller must start it. A repeat returns the id of the
+        first request, which was started before. `first` runs in the transaction that stores the request's row, before
+        the row is written: both changes are stored, or neither.
+
+        Raises RequestError when the key was used before with another body, and what `first` raises.
+        """
+        return self._recording.record(request, first)
+
+    # Its client waits for it.
+
+    def wait(self, request_id: str, tenant: str, timeout_s: float) -> Coroutine[Any, Any, Outcome | None]:
+        """The stored outcome, or None when there is none after `timeout_s`.
+
+        Raises KeyError when no such request is stored, or when it belongs to another tenant.
+        """
+        return self._waiting.wait(request_id, tenant, timeout_s)
+
+    async def kind_of(self, request_id: str, tenant: str) -> Kind:
+        """Raises KeyError when no such request is stored, or when it belongs to another tenant."""
+        return await self._waiting.kind_of(request_id, tenant)
+
+    def is_pending(self, request_id: str) -> bool:
+        """Whether the request is in memory and has not ended."""
+        return self._entries.is_pending(request_id)
+
+    @property
+    def pending(self) -> int:
+        return self._entries.pending
+
+    # The request ends.
+
+    def settle(self, request_id: str, outcome: Outcome) -> Coroutine[Any, Any, None]:
+        """End a forwarded sample: store its outcome, then tell those who wait. Returns when the outcome is durable."""
+        return self._settling.settle(request_id, outcome)
+
+    async def end(self, request_id: str, outcome: Outcome) -> bool:
+        """End a pending request with an outcome that nobody had to compute, for example of a cancelled request. Returns
+        False if the request had ended before: the first outcome stays."""
+        return await self._settling.end(request_id, outcome)
+
+    async def read_outcomes(self, request_ids: Iterable[str]) -> list[str]:
+        """Read outcomes that another process has stored, and tell those who wait for them. Returns the ids of those
+        requests that this process was forwarding."""
+        return await self._settling.read_outcomes(request_ids)
+
+    async def poll_outcomes(self) -> None:
+        """Look up the outcomes of all pending requests that other processes settle."""
+        await self._settling.poll_outcomes()
+
+    # Which process settles the request.
+
+    def adopt(
+        self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: RequestKey | None
+    ) -> bool:
+        """Remember a pending request that was found in the database. This process settles it if it is a sample to
+        forward. Returns False if this process settles it already."""
+        return self._recording.adopt(request_id, kind, tenant, session_id, digest, key)
+
+    def leave(self, request_ids: Iterable[str]) -> list[str]:
+        """Hand over samples to another process: those that this process forwards and that have not ended. Local waiters
+        keep waiting. Returns the ids of the samples that were handed over."""
+        return self._entries.hand_over(request_ids)
+
+    def forwards(self, request_id: str) -> bool:
+        """Whether the request is in memory and this process settles it."""
+        return self._entries.is_own(request_id)
+
+    def forwarded(self) -> list[str]:
+        """Ids of the recorded, pending requests that this process settles."""
+        return self._entries.own_pending()
+
+    # Its session, or the process, ends.
+
+    def drop_session(self, session_id: str) -> list[str]:
+        """Forget a closed session's pending requests in memory. Those who wait for them get KeyError or TargetGone.
+        Returns the ids of the requests."""
+        self.ends.drop_session(session_id)
+        return self._entries.drop_session(session_id)
+
+    async def fail_session(self, session_id: str) -> None:
+        """Fail a closed session's pending samples in the database. For a server without an engine; the engine does it
+        otherwise."""
+        await self._settling.fail_session(session_id)
+
+    def release_waiters(self) -> None:
+        """Answer at once all that wait, and all that come, that there is no outcome yet: the process is about to
+        end."""
+        self._waiting.release()
+        self.ends.release()

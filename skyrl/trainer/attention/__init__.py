@@ -1,0 +1,1 @@
+"""What mixes rows of a sequence, over packed rows: attention, and layers whose state runs along the sequence."""

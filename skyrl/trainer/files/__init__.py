@@ -1,0 +1,1 @@
+"""A model's files: config.json, safetensors, and which tensors of files make which parameter."""

@@ -1,0 +1,210 @@
+"""Adapters on disk: a PEFT adapter that samplers and other programs load, and the optimizer state next to it.
+
+Writes only safetensors and JSON, which hold no code. The caller makes the directory and moves it to its place.
+
+On experts, PEFT's files have one pair of matrices for each expert, or one for all experts of a layer. Where a release
+has gate and up in one tensor of all experts, PEFT trains that tensor itself (`target_parameters`), and vLLM reads what
+PEFT writes: for the experts `<experts>`, the pair of `gate_up_proj` as `<experts>.base_layer`, and the pair of
+`down_proj` as `<experts>`, because one wraps the other. lora_A is [experts * rank, inputs] with the expert first,
+lora_B [outputs, rank * experts] with the rank first. Elsewhere a pair is `<experts>.<number>.<projection>`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from skyrl.trainer.lora.adapter import Adapter, Target
+from skyrl.trainer.protocol import InvalidRequest
+
+FORMAT = 2
+STATE_JSON, OPTIMIZER_TENSORS = "state.json", "optimizer.safetensors"
+PEFT_JSON, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+FORMAT_1_TENSORS = "state.safetensors"
+"""Weights and optimizer in one file, as `weights.<module>.lora_A`: still read, no longer written."""
+OPTIMIZER_PARTS = ("exp_avg", "exp_avg_sq", "gradient")
+_TRAIN_FLAGS = ("train_attn", "train_mlp", "train_unembed")
+_PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".weight"
+
+
+def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
+    """Write the adapter in PEFT format, and the moments and the pending gradient if the adapter has them: float32
+    tensors named `<part>.<module>.lora_A`."""
+    save_adapter(adapter, base_model, directory)
+    tensors: dict[str, Tensor] = {}
+    parts = []
+    for part in OPTIMIZER_PARTS:
+        flat: Tensor | None = getattr(adapter, part)
+        if flat is not None:
+            parts.append(part)
+            tensors |= {f"{part}.{name}": view.cpu().contiguous() for name, view in adapter.views(flat).items()}
+    if tensors:
+        save_file(tensors, directory / OPTIMIZER_TENSORS)
+    description = {
+        "format": FORMAT,
+        "step": adapter.step,
+        "parts": parts,
+        "lora": asdict(adapter.spec),
+        "targets": _names(adapter),
+    }
+    (directory / STATE_JSON).write_text(json.dumps(description, indent=1) + "\n")
+
+
+def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *, optimizer: bool) -> Adapter:
+    """The saved adapter, on the device of `adapter`, which stays as it is: weights, and with `optimizer` also moments,
+    step count and pending gradient.
+
+    It trains the layers that it was saved with. Under equal train flags these may be others than those of `adapter`: in
+    a mixture of experts the server's setting decides. `trainable`: the layers that adapters of this base model can
+    train.
+
+    Raises InvalidRequest when the saved adapter has another rank or alpha, other train flags, or layers that are not
+    trainable; OSError, ValueError or SafetensorError when files are missing or damaged.
+    """
+    description: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
+    if "lora" not in description:
+        raise InvalidRequest("path: the checkpoint holds a whole model, and this model is a LoRA adapter")
+    if description["format"] not in (1, FORMAT):
+        raise ValueError(f"{directory / STATE_JSON}: format {description['format']}, this version reads 1 and {FORMAT}")
+    for key in ("rank", "alpha"):
+        saved, own = description["lora"][key], getattr(adapter.spec, key)
+        if saved != own:
+            raise InvalidRequest(f"lora_config.{key}: the saved adapter has {saved}, this model has {own}")
+    adapter = Adapter(adapter.spec, _saved_layers(adapter, description, trainable), adapter.device, drawn=False)
+    if description["format"] == 1:
+        stored = load_file(directory / FORMAT_1_TENSORS)
+        weights = _part(stored, "weights")
+        parts = [part for part in OPTIMIZER_PARTS if _part(stored, part)]
+    else:
+        peft = load_file(directory / PEFT_TENSORS)
+        named = {name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX): t for name, t in peft.items()}
+        weights = _with_joined_experts(adapter, named)
+        parts = description["parts"]
+        stored = load_file(directory / OPTIMIZER_TENSORS) if optimizer and parts else {}
+    packed = adapter.pack(weights)
+    loaded = {part: adapter.pack(_part(stored, part)) for part in parts} if optimizer else {}
+    step = int(description["step"]) if optimizer else 0
+    exp_avg, exp_avg_sq, gradient = (loaded.get(part) for part in OPTIMIZER_PARTS)
+    adapter.replace(packed, exp_avg, exp_avg_sq, gradient, step)
+    return adapter
+
+
+def _saved_layers(adapter: Adapter, description: dict[str, Any], trainable: Sequence[Target]) -> Sequence[Target]:
+    saved = description["targets"]
+    if saved == _names(adapter):
+        return adapter.targets
+    if any(description["lora"][flag] != getattr(adapter.spec, flag) for flag in _TRAIN_FLAGS):
+        differing = sorted(set(saved) ^ set(_names(adapter)))
+        raise InvalidRequest(
+            "lora_config: the saved adapter trains other layers (train_attn, train_mlp or train_unembed "
+            "differ): " + ", ".join(differing[:3])
+        )
+    layers = [target for target in trainable if target.name in saved]
+    if len(layers) < len(saved):
+        lacking = sorted(set(saved) - {target.name for target in layers})
+        raise InvalidRequest(
+            "path: the saved adapter trains layers of the base model that this server cannot train: "
+            + ", ".join(lacking[:3])
+        )
+    return layers
+
+
+def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the adapter in PEFT format: tensors `base_model.model.<module>.lora_A.weight`, rounded to the nearest
+    `dtype`. Of experts, as `expert_files` says."""
+    fused = fused_experts(adapter.targets)
+    tensors = {
+        f"{_PEFT_PREFIX}{of_file}{_PEFT_SUFFIX}": matrix.detach().to("cpu", dtype).contiguous()
+        for name, view in adapter.views(adapter.weights).items()
+        for of_file, matrix in ({name: view} if view.ndim == 2 else split(name, view, fused)).items()
+    }
+    save_file(tensors, directory / PEFT_TENSORS, metadata={"format": "pt"})
+    alpha = float(adapter.spec.alpha)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": adapter.spec.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": 0.0,
+        **_peft_targets(adapter, fused),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    (directory / PEFT_JSON).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _peft_targets(adapter: Adapter, fused: frozenset[str]) -> dict[str, list[str]]:
+    """By the last part of a module's name; of fused experts, by the last parts of their parameters' names."""
+    named = [target.name.rpartition(".") for target in adapter.targets]
+    modules = {leaf for module, _, leaf in named if module not in fused}
+    parameters = {".".join([*module.rsplit(".", 2)[-2:], leaf]) for module, _, leaf in named if module in fused}
+    # gate_up_proj comes first: PEFT then names its pair `base_layer`
+    more = {"target_parameters": sorted(parameters, reverse=True)} if parameters else {}
+    return {"target_modules": sorted(modules), **more}
+
+
+def _with_joined_experts(adapter: Adapter, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a PEFT file, with one for all experts where the adapter has one. They stay as they are where an
+    expert's is lacking or has another shape."""
+    fused = fused_experts(adapter.targets)
+    for name, shape in adapter.shapes.items():
+        if len(shape) == 3 and (joined := join(name, shape, stored, fused)) is not None:
+            stored[name] = joined
+    return stored
+
+
+def _part(stored: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{part}."): tensor for name, tensor in stored.items() if name.startswith(f"{part}.")}
+
+
+def _names(adapter: Adapter) -> list[str]:
+    return [target.name for target in adapter.targets]
+
+
+FUSED = "gate_up_proj"
+_FUSED_NAMES = {FUSED: ".base_layer", "down_proj": ""}
+
+
+def fused_experts(targets: Sequence[Target]) -> frozenset[str]:
+    """The modules of experts, by name, whose adapter has one pair for gate and up."""
+    found = (target.name.rpartition(".") for target in targets if target.experts is not None)
+    return frozenset(module for module, _, leaf in found if leaf == FUSED)
+
+
+def split(name: str, matrices: Tensor, fused: frozenset[str]) -> dict[str, Tensor]:
+    """What a file holds for all experts' matrices. name: `<experts>.<projection>.lora_A`; matrices: [experts, rank,
+    inputs], or for lora_B [experts, outputs, rank]. `fused`: see `fused_experts`."""
+    experts, projection, which = name.rsplit(".", 2)
+    if experts not in fused:
+        return {f"{experts}.{number}.{projection}.{which}": matrix for number, matrix in enumerate(matrices)}
+    joined = matrices.flatten(0, 1) if which == "lora_A" else matrices.permute(1, 2, 0).flatten(1)
+    return {f"{experts}{_FUSED_NAMES[projection]}.{which}": joined}
+
+
+def join(name: str, shape: tuple[int, ...], stored: dict[str, Tensor], fused: frozenset[str]) -> Tensor | None:
+    """All experts' matrices, of the shape that `split` takes, from the tensors of a file, which this function takes out
+    of `stored`. None, and nothing is taken, if one is lacking or has another shape."""
+    with torch.device("meta"):
+        expected = split(name, torch.empty(shape), fused)
+    if any(each not in stored or stored[each].shape != like.shape for each, like in expected.items()):
+        return None
+    found = [stored.pop(each) for each in expected]
+    if name.rsplit(".", 2)[0] not in fused:
+        return torch.stack(found)
+    experts, first, second = shape
+    if name.endswith("lora_A"):
+        return found[0].reshape(shape)
+    return found[0].reshape(first, second, experts).permute(2, 0, 1)

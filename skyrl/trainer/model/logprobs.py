@@ -1,0 +1,211 @@
+"""Log-probabilities of target tokens from final hidden states, in chunks of rows to bound the memory.
+
+Each row goes through the output layer once, whatever the number of its targets. Rows whose targets no loss has a
+gradient at go through it without one. Knows the output layer, and what a model does to its logits afterwards: scaling
+and soft-capping, under the names that transformers' configurations give to both. Knows nothing of losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from skyrl.base.config.pass_memory import LOGITS_BYTES
+from skyrl.trainer.lora.linear import LoraSegment
+
+_WIDEST = 200.0
+"""Logits of the check lie between minus this and this: every known soft-capping and scaling shows there."""
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """logits -> cap(scale * logits), where cap(x) is softcap * tanh(x / softcap), or x without a softcap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @staticmethod
+    def of(config: Any) -> LogitTransform:
+        """As transformers' configuration of a text model says: `logit_scale` (Cohere) multiplies, `logits_scaling`
+        (Granite) divides, `final_logit_softcapping` (Gemma) caps."""
+        scale = getattr(config, "logit_scale", None)
+        divisor = getattr(config, "logits_scaling", None)
+        return LogitTransform(
+            scale=(1.0 if scale is None else float(scale)) / (1.0 if divisor is None else float(divisor)),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """lm_head with the model's transform of logits. `linear`: the layer on rows [n, hidden] of one segment, whichever
+    segments are active; `base`: the frozen linear layer inside."""
+
+    linear: Callable[[Tensor, LoraSegment], Tensor]
+    base: nn.Linear
+    transform: LogitTransform
+
+    def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
+        """The logits [n, vocabulary] of rows [n, hidden] of one segment."""
+        return self.transform(self.linear(rows, segment))
+
+
+@contextmanager
+def given_logits(head: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, the output layer gives evenly spaced numbers in the place of its logits. The list gets them."""
+    given: list[Tensor] = []
+
+    def replace(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        spaced = torch.linspace(-_WIDEST, _WIDEST, output.numel(), device=output.device)
+        given.append(spaced.to(output.dtype).view(output.shape))
+        return given[-1]
+
+    handle = head.register_forward_hook(replace)
+    try:
+        yield given
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class RowTargets:
+    """Pairs of a row and a target, each pair once, by row.
+
+    rows: int64 [R], ascending places in the slice; owners: int64 [pairs], ascending, for each pair the index of its row
+    in `rows`, on the CPU; ids: int64 [pairs]. rows and ids are on the device."""
+
+    rows: Tensor
+    owners: npt.NDArray[np.int64]
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Targets of one slice, or of consecutive slices. `trained`: of the rows where the loss has a gradient; `other`: of
+    the rest. entries: int64 [M], for each entry of the sequences' target_tokens its place in the pairs of `trained`
+    followed by `other`."""
+
+    trained: RowTargets
+    other: RowTargets
+    entries: Tensor
+
+    @staticmethod
+    def of(
+        arrays: Sequence[npt.NDArray[Any]],
+        rows_of: Sequence[npt.NDArray[np.int64]],
+        trained: npt.NDArray[np.bool_],
+        device: torch.device,
+    ) -> Targets:
+        """From int64 target_tokens arrays [N] or [N, K] of the sequences, their rows [N], and, for each entry of these
+        arrays, whether the loss has a gradient there: bool [M]."""
+        ids = np.concatenate([array.reshape(-1) for array in arrays])
+        rows = np.concatenate([np.repeat(rows, array[0].size) for rows, array in zip(rows_of, arrays, strict=True)])
+        row_is_trained = np.zeros(int(rows.max()) + 1, np.bool_)
+        row_is_trained[rows[trained]] = True
+        # One number for each pair; the pairs of trained rows come first, each part by row
+        key = (np.where(row_is_trained, 0, len(row_is_trained)) + np.arange(len(row_is_trained)))[rows]
+        width = int(ids.max()) + 1
+        pairs, entries = np.unique(key * width + ids, return_inverse=True)
+        pair_rows, pair_ids = np.divmod(pairs, width)
+        first_other = int(np.searchsorted(pair_rows, len(row_is_trained)))
+        return Targets(
+            _row_targets(pair_rows[:first_other], pair_ids[:first_other], device),
+            _row_targets(pair_rows[first_other:] - len(row_is_trained), pair_ids[first_other:], device),
+            torch.from_numpy(entries).to(device),
+        )
+
+
+def _row_targets(rows: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], device: torch.device) -> RowTargets:
+    own, owners = np.unique(rows, return_inverse=True)
+    return RowTargets(torch.from_numpy(own).to(device), owners, torch.from_numpy(ids).to(device))
+
+
+def exceed_a_chunk(targets: Sequence[Targets], lm_head: OutputLayer) -> bool:
+    """Whether the rows of a micro-batch's slices that have a gradient make more than one chunk together."""
+    return sum(len(of_slice.trained.rows) for of_slice in targets) > _rows_of_a_chunk(lm_head)
+
+
+def target_logprobs(
+    hidden: Tensor, targets: Targets, lm_head: OutputLayer, segment: LoraSegment, *, recompute: bool
+) -> Tensor:
+    """log softmax(lm_head(hidden)) at the targets, temperature 1. hidden: [rows, hidden]; returns float32 [M].
+
+    With gradients and `recompute`, each chunk's logits are computed again in backward. Without, they are all kept.
+    """
+    with torch.no_grad():
+        other = _pair_logprobs(hidden, targets.other, lm_head, segment, recompute=False)
+    trained = _pair_logprobs(hidden, targets.trained, lm_head, segment, recompute=recompute)
+    return torch.cat([trained, other]).index_select(0, targets.entries)
+
+
+def _rows_of_a_chunk(lm_head: OutputLayer) -> int:
+    return max(1, LOGITS_BYTES // (4 * lm_head.base.out_features))
+
+
+def _pair_logprobs(
+    hidden: Tensor, targets: RowTargets, lm_head: OutputLayer, segment: LoraSegment, *, recompute: bool
+) -> Tensor:
+    """float32 [pairs]"""
+
+    def logprobs(rows: Tensor, owners: Tensor, ids: Tensor, of_chunk: LoraSegment) -> Tensor:
+        return _LogSoftmaxAt.apply(lm_head.for_segment(rows, of_chunk).float(), owners, ids)
+
+    count = _rows_of_a_chunk(lm_head)
+    total = len(targets.rows)
+    parts = [hidden.new_empty(0, dtype=torch.float32)]
+    for start in range(0, total, count):
+        stop = min(start + count, total)
+        first, last = np.searchsorted(targets.owners, [start, stop])
+        owners = torch.from_numpy(targets.owners[first:last] - start).to(hidden.device)
+        chosen = targets.rows[start:stop]
+        rows = hidden if len(chosen) == len(hidden) else hidden.index_select(0, chosen)
+        arguments = (rows, owners, targets.ids[first:last], _on_rows(segment, chosen))
+        if torch.is_grad_enabled() and recompute:
+            parts.append(checkpoint(logprobs, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(logprobs(*arguments))
+    return torch.cat(parts)
+
+
+def _on_rows(segment: LoraSegment, chosen: Tensor) -> LoraSegment:
+    """The segment with the ends of its adapters among the `chosen` rows, which ascend."""
+    if segment.ends is None:
+        return segment
+    return replace(segment, ends=torch.searchsorted(chosen, segment.ends, out_int32=True))
+
+
+class _LogSoftmaxAt(torch.autograd.Function):
+    """log softmax(logits)[owners, ids], without a copy of the logits: backward makes their gradient in their place.
+
+    logits: float32 [rows, vocabulary], which nothing else reads; owners, ids: int64 [pairs], no pair twice. With
+    p = softmax(logits) and the outputs' gradient g, the logits' gradient is -p_ij (sum of g over row i's pairs), plus g
+    at the pairs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, owners: Tensor, ids: Tensor) -> Tensor:
+        norms = logits.logsumexp(1)
+        ctx.save_for_backward(logits, norms, owners, ids)
+        return logits[owners, ids] - norms[owners]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        logits, norms, owners, ids = ctx.saved_tensors
+        of_row = torch.zeros_like(norms).index_add_(0, owners, gradient)
+        result = logits.sub_(norms[:, None]).exp_().mul_(-of_row[:, None])
+        result.view(-1).index_add_(0, owners * logits.shape[1] + ids, gradient)
+        return result, None, None

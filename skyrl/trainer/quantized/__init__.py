@@ -1,0 +1,1 @@
+"""Quantized weights: the formats of releases, and weights that stay quantized while the model trains."""

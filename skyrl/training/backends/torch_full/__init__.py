@@ -1,1 +1,0 @@
-"""The torch backend for full fine-tuning: all parameters of one model are trained, on one device or on ranks."""

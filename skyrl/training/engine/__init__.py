@@ -1,1 +1,0 @@
-"""The engine process: runs each model's commands in order, and models in turn."""
