@@ -7,6 +7,7 @@ Equal inputs give an equal page. Measures nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from skyrl.base.config.server import ConfigError
 from skyrl.trainer.files.config import SAME_CLASS
 from skyrl.trainer.model.base_model import check_config
 from tests.architectures.cookbook import Cookbook, model_type_of
-from tests.architectures.rows import ROWS, Row
+from tests.architectures.rows import ROWS
 from tests.environments import ROOT
 from tests.families import FAMILIES, MIXTURES
 
@@ -127,11 +128,10 @@ def text_part(model_type: str) -> str:
 
 
 def _families(measured: Figures) -> str:
-    cells = ["family", "`model_type`", "what it tries", "vLLM"]
+    cells = ["family", "`model_type`", "vLLM"]
     rows = []
     for family, each in measured.items():
-        row = ROWS.get(family, Row(family, ""))
-        rows.append([row.title, f"`{TRIED[family]['model_type']}`", row.tries, _vllm(each)])
+        rows.append([ROWS.get(family, family), f"`{TRIED[family]['model_type']}`", _vllm(each)])
     return _table(cells, rows)
 
 
@@ -141,7 +141,7 @@ def _adapted(measured: Figures) -> str:
     for family, each in measured.items():
         adapted = each.get("adapted", {})
         cells = (_names(adapted.get("train_attn", ())), _names(adapted.get("train_mlp", ())))
-        alike.setdefault(cells, []).append(ROWS.get(family, Row(family, "")).plain)
+        alike.setdefault(cells, []).append(re.sub(r" \[.*", "", ROWS.get(family, family)))
     rows = [[", ".join(dict.fromkeys(names)), *cells] for cells, names in alike.items()]
     return _table(["families", "`train_attn`", "`train_mlp`"], rows)
 
