@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.errors import RequestError
-from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.transport import Answer, describe
 
 TOO_LONG = "This model's maximum context length is"

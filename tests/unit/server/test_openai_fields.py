@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, TOKEN_BYTES
@@ -17,15 +18,7 @@ from skyrl.chat.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, c
 from skyrl.chat.openai.models import Target
 from skyrl.sampling.exchanges import MAX_ANSWER_BYTES
 from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.job import (
-    MAX_ECHOED,
-    MAX_NUM_SAMPLES,
-    MAX_PROMPT_CELLS,
-    MAX_SAMPLED,
-    MAX_SEED,
-    MAX_STOP_STRINGS,
-    ContextLimits,
-)
+from skyrl.sampling.job import MAX_ECHOED, MAX_NUM_SAMPLES, MAX_PROMPT_CELLS, MAX_SAMPLED, MAX_SEED, MAX_STOP_STRINGS
 
 LIMITS = ContextLimits(vocab_size=1000, max_context=4096)
 UNKNOWN = ContextLimits()
