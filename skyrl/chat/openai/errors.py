@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from skyrl.base.wire.errors import RequestError
+from skyrl.http.client import Answer
 from skyrl.sampling.job import ContextLimits
-from skyrl.sampling.transport import Answer, describe
+from skyrl.sampling.transport import describe
 
 TOO_LONG = "This model's maximum context length is"
 """The beginning of vLLM's sentence about a prompt that does not fit. litellm recognizes the error by these words."""
