@@ -31,7 +31,7 @@ TURNS = (
 
 @cache
 def use_plugin() -> None:
-    """Change vLLM in this process as its plugin does, as far as parsers go. Once: a patch on a patch doubles its work."""
+    """Change vLLM in this process as its plugin does, as far as parsers go. Only once: patches would pile up."""
     import_module("skyrl.inference.vllm_plugin.patches").add_parsers()
     import_module("skyrl.inference.vllm_plugin.server_patches").read_prompts()
 
