@@ -33,7 +33,6 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_base_models.py",
         "tests/e2e/test_cluster_gateways.py",
         "tests/e2e/test_colocated.py",
-        "tests/e2e/test_cpu_cost.py",
         "tests/e2e/test_durability.py",
         "tests/e2e/test_full_finetuning.py",
         "tests/e2e/test_keys.py",
