@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The number of test processes; tests/grouping.py spreads the tests over them.
 # WORKERS=0 runs all tests in one process.
-WORKERS ?= 5
+WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
 .PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-real test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs tables bench soak chaos fuzz screenshots release-check audit lock proto clean
