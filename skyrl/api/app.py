@@ -223,7 +223,7 @@ def create_app(services: Services) -> HttpTable:
     tracing = () if services.spans is None else (TraceHook(services.spans, services.config.trace_ratio),)
     hooks: tuple[Hook, ...] = (
         *tracing,
-        RequestMetrics(services.metrics.http, declared),
+        RequestMetrics(services.metrics.http),
         RequestIds(),
         AccessCheck(services.access, services.urls),
         BodyMemoryHook(bodies),

@@ -16,6 +16,7 @@ from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, com
 from replicas import SOON_S, group_of
 
 from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.results import encode_json

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, TOKEN_BYTES
