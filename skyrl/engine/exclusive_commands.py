@@ -125,7 +125,7 @@ class ExclusiveCommands:
             raise FailedRequest(f"path: {request.path!r} cannot be trained on; load what save_weights has saved")
         reader = request.source_tenant or model.tenant
         saved = self._database.read(lambda c: checkpoints.find_checkpoint(c, path, reader))
-        if saved is None or saved.store_key is None:
+        if saved is None:
             raise FailedRequest(f"path: no training checkpoint {request.path!r}")
         if saved.base_model not in self._own:  # its shapes may fit by chance
             raise FailedRequest(

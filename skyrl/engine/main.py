@@ -30,6 +30,7 @@ from skyrl.engine.recovery import LOOK_S
 from skyrl.engine.sampler_check import StartCheck
 from skyrl.engine.telemetry import CommandTracing, measuring
 from skyrl.engine.threads import EngineSignals
+from skyrl.http.client import HttpClient
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import Vllm
@@ -44,7 +45,7 @@ from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.runtime.ray_cluster.connection import connect
 from skyrl.runtime.tracing import open_spans
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.pictures import StoredPictureFiles
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.base import CheckpointStore
@@ -82,7 +83,7 @@ def _colocated_sampler(
     import torch
 
     client = ForwardingClient(
-        HttpTransport(),
+        HttpClient(),
         FixedEndpoint(runtime.inference_url),
         host,
         api_key=runtime.inference_api_key,
@@ -118,7 +119,7 @@ def _load_backend(config: ServerConfig, ranks: RankActors | None = None) -> Back
     """
     gc.disable()  # the import of torch and transformers makes a million objects and no garbage: a fifth of its time
     try:
-        return create_backend(config.backend, config, ranks)
+        return create_backend(config, ranks)
     except ConfigError as error:
         if isinstance(error.__cause__, OSError):  # reading the files, or getting them from the hub, has failed
             raise NotLoaded(str(error)) from error
