@@ -45,7 +45,6 @@ from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.runtime.ray_cluster.connection import connect
 from skyrl.runtime.tracing import open_spans
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.pictures import StoredPictureFiles
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.base import CheckpointStore

@@ -24,7 +24,6 @@ from skyrl.engine.colocated_sampling import ColocatedSampler
 from skyrl.http.client import HttpClient
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.pictures import StoredPictureFiles
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.db.pictures import PictureFiles
