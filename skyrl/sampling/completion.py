@@ -17,6 +17,7 @@ from skyrl.base.wire.results import Alternatives, SampledSequence, SampleResult,
 from skyrl.base.wire.tensors import WireTensor
 from skyrl.inference.vllm_plugin.protocol import PromptScores
 from skyrl.sampling.job import SampleJob, as_json
+from skyrl.sampling.metrics import Used
 from skyrl.sampling.servers import NOT_TOLD, check_began, spans_in
 
 
@@ -148,25 +149,17 @@ class MissingLogprobs(MalformedAnswer):
     """Tokens without their log-probabilities."""
 
 
-class SampleAnswer(msgspec.Struct):
+class SampleAnswer(Used, kw_only=True):
     """A decoded answer: `body` is the encoded SampleResponse.
 
-    `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
-    came from the prefix cache, 0 if the server does not report it. `computed_again` are prompt tokens that were
-    computed for several sequences: all but the first time, 0 if the server does not report it. `sampled_tokens` is the
-    sum over all sequences.
     `upstream_s` is how long the server had the request, in seconds; the client sets it. `changed_weights`: the weights
     changed while a sequence was sampled. `server` is the replica that a router has named, see `FairOrder.leave`.
     """
 
     body: bytes
-    prompt_tokens: int
-    cached_tokens: int
-    sampled_tokens: int
     upstream_s: float = 0.0
     changed_weights: bool = False
     server: str | None = None
-    computed_again: int = 0
 
 
 class AbortedAnswer(Exception):
@@ -337,7 +330,7 @@ def _encode(choices: Sequence[Choice], usage: Usage | None, job: SampleJob, zero
         prompt.alternatives(),
     )
     return SampleAnswer(
-        encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt),
+        body=encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt),
         prompt_tokens=len(job.prompt),
         cached_tokens=result.cached_tokens,
         sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),

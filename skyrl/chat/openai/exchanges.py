@@ -24,6 +24,7 @@ from skyrl.chat.openai.generation import CHAT, GENERATE, RENDERED, Generation
 from skyrl.chat.openai.models import Target
 from skyrl.sampling.completion import STOP_TOKEN, AbortedAnswer, MalformedAnswer
 from skyrl.sampling.http import AnswerStream
+from skyrl.sampling.metrics import Used
 from skyrl.sampling.servers import NOT_TOLD, Endpoint, OtherWeights, Span, check_began, spans_in
 from skyrl.sampling.transport import (
     CONTROL_ANSWER_BYTES,
@@ -97,15 +98,6 @@ _TOKEN_ID = re.compile(rb'\{\s*"token_id"\s*:\s*(\d+)')
 _FINISHED = frozenset({None, "function_call", "length", "stop", STOP_TOKEN, "tool_calls"})
 
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(slots=True)
-class Used:
-    """Numbers of tokens. `cached_tokens` is the part of the prompts that came from the prefix cache."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    sampled_tokens: int = 0
 
 
 class _Details(msgspec.Struct):

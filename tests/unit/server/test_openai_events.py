@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 
 from skyrl.chat.openai.errors import code_in, refusal_of
-from skyrl.chat.openai.exchanges import DONE, EventRewriter, Events, Used, rewritten
+from skyrl.chat.openai.exchanges import DONE, EventRewriter, Events, rewritten
 from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
 from skyrl.sampling.http import AnswerStream
+from skyrl.sampling.metrics import Used
 from skyrl.sampling.transport import Answer, Interrupted
 
 WIRE = b': ping\n\ndata: {"a": "x\\n\\n"}\n\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
