@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, Scope, served_version
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, served_version
 from skyrl.base.wire.errors import FailedRequest
 from skyrl.engine.threads import EngineThreads
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
@@ -26,9 +26,9 @@ from skyrl.inference.full_weights import VersionFiles
 from skyrl.inference.remote.references import BASE_MODEL, base_directory, reference_to
 from skyrl.inference.vllm_client import VllmError
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
-from skyrl.storage.checkpoint_store.directories import atomic_directory, fetch, link_files, sizes_of
+from skyrl.storage.checkpoint_store.directories import fetch, link_files
 from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key, full_directory, full_key
-from skyrl.storage.db import adapter_versions, early_rows, full_weights
+from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_state_dir
 from skyrl.storage.db.models import find_model
@@ -113,14 +113,11 @@ def _location(config: ServerConfig, weights: BaseWeights | FullWeights) -> str:
 
 
 def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
-    """Complete the rows of adapters. Failures are logged, and the next start tries again. Raises only the errors of the
-    database."""
-    travels, scope = config.weights_travel, config.role.scope
+    """Publish where this server's adapters are, and store those that nodes will fetch. Failures are logged, and the
+    next start tries again. Raises only the errors of the database."""
+    travels = config.weights_travel
     state_dir = None if travels else str(config.state_dir)
     database.write(lambda c: publish_state_dir(c, state_dir, config.role.state_keys[0]))
-    _link_into_place(config.state_dir, database, scope)
-    _store_sampler_weights(config.state_dir, database, store, scope)
-    _record_sizes(config.state_dir, database, scope)
     if travels:
         _store_unnamed(config, database, store)
 
@@ -148,47 +145,6 @@ def _store_once(store: CheckpointStore, key: str, directory: Path) -> None:
     except NotStored:
         with store.writing(key) as scratch:
             link_files(directory, scratch)
-
-
-def _link_into_place(state_dir: Path, database: Database, scope: Scope) -> None:
-    """Link the files of adapters in other directories into the directories that follow from their names. The old files
-    stay."""
-    for adapter, elsewhere in database.read(lambda c: early_rows.adapters_elsewhere(c, scope)).items():
-        directory = adapter_directory(state_dir, adapter)
-        try:
-            if not directory.is_dir():
-                with atomic_directory(directory) as scratch:
-                    link_files(state_dir / elsewhere, scratch)
-        except OSError:
-            logger.exception("adapter %s could not be brought in from %s", adapter.name, elsewhere)
-            continue
-        logger.info("adapter %s was brought in from %s", adapter.name, elsewhere)
-        database.write(lambda c, adapter=adapter: early_rows.set_in_place(c, adapter))
-
-
-def _store_sampler_weights(state_dir: Path, database: Database, store: CheckpointStore, scope: Scope) -> None:
-    """Store sampler weights that were saved before there was a checkpoint store."""
-    for checkpoint_id, adapter in database.read(lambda c: early_rows.adapters_not_stored(c, scope)).items():
-        directory = adapter_directory(state_dir, adapter)
-        key = f"{directory.parent.name}/{directory.name}-{checkpoint_id}"
-        try:
-            with store.writing(key) as scratch:
-                link_files(directory, scratch)
-        except (OSError, StoreError):
-            logger.exception("the sampler weights in %s could not be put into the checkpoint store", directory)
-            continue
-        database.write(lambda c, n=checkpoint_id, key=key: early_rows.set_stored(c, n, key))
-
-
-def _record_sizes(state_dir: Path, database: Database, scope: Scope) -> None:
-    """Record the sizes of adapters that were saved before sizes were recorded."""
-    sizes = {}
-    for sampler_id, adapter in database.read(lambda c: early_rows.adapters_not_measured(c, scope)).items():
-        directory = adapter_directory(state_dir, adapter)
-        if directory.is_dir():
-            sizes[sampler_id] = sum(sizes_of(directory).values())
-    if sizes:
-        database.write(lambda c: early_rows.set_sizes(c, sizes))
 
 
 def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointStore) -> None:

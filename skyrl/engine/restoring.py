@@ -21,7 +21,7 @@ from skyrl.base.types.requests import Command, ExecutedCommand, Kind
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.paths import parse_path
-from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
+from skyrl.base.wire.requests import LoadWeightsCommand
 from skyrl.engine.activity import Holds
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.engine.exclusive_commands import adam_params
@@ -32,7 +32,7 @@ from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db import commands as rows
-from skyrl.storage.db.checkpoints import Checkpoint, find_checkpoint
+from skyrl.storage.db.checkpoints import find_checkpoint
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import ModelRecord
 from skyrl.trainer.protocol import Backend, InvalidRequest, TrainingPass
@@ -130,7 +130,7 @@ class Restoring:
         load = decode_json(LoadWeightsCommand, self._body(executed.command))
         reader = load.source_tenant or model.tenant
         saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
-        if saved is None or saved.store_key is None or _is_replaced(saved, load, executed):
+        if saved is None or saved.store_key != load.loaded_key:
             raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
         return saved.store_key
 
@@ -162,14 +162,6 @@ class Restoring:
         if self._counts.get(key, 0) >= DEATHS_TO_BLAME:
             raise RuntimeError(f"the engine died {DEATHS_TO_BLAME} times while {action}")
         return self._ledger.running([key], not_blamed=(Exception,))
-
-
-def _is_replaced(saved: Checkpoint, load: LoadWeightsCommand, executed: ExecutedCommand) -> bool:
-    """Whether the checkpoint of that name is another one than the command has loaded. Early versions of skyrl did not
-    write the loaded key; their times tell."""
-    if load.loaded_key is None:
-        return saved.created_at > executed.completed_at
-    return saved.store_key != load.loaded_key
 
 
 def repeat_command(
@@ -211,12 +203,12 @@ def _repeat_step(executed: ExecutedCommand, body: bytes, model_id: str, backend:
     """A step that failed is not repeated, because rounding might let it succeed now. The step had either refused
     hyper-parameters, which changed nothing, or a gradient that was not finite and was dropped."""
     if executed.status == "done":
-        params = adam_params(decode_json(OptimStepRequest, body))
+        params = adam_params(body)
         with _unless_rounding(executed.command, backend, FloatingPointError):
             backend.optim_step(model_id, params)
         return
     try:
-        backend.check_step(adam_params(decode_json(OptimStepRequest, body)))
+        backend.check_step(adam_params(body))
     except (InvalidRequest, RequestError):
         return
     backend.clear_gradient(model_id)

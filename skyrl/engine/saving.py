@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyrage
 
@@ -308,10 +308,11 @@ def _both(first: Change, second: Change | None) -> Change:
 AGE_SUFFIX = ".age"
 MAX_RECIPIENTS = 10
 _age: Any = pyrage
-"""pyrage has no type hints."""
+Recipient: TypeAlias = Any
+"""A public key of pyrage, which has no type hints."""
 
 
-def parse_recipients(texts: Sequence[str] | None, field: str) -> list[Any]:
+def parse_recipients(texts: Sequence[str] | None, field: str) -> list[Recipient]:
     """Native recipients (`age1...`) and SSH public keys. None, a request without encryption, gives an empty list.
 
     Raises RequestError that names the field and the invalid recipient. An empty list is an error, too: the client
@@ -321,7 +322,7 @@ def parse_recipients(texts: Sequence[str] | None, field: str) -> list[Any]:
         return []
     if not 1 <= len(texts) <= MAX_RECIPIENTS:
         raise RequestError(f"must be 1 to {MAX_RECIPIENTS} recipients, or null for none, got {len(texts)}", field=field)
-    recipients: list[Any] = []
+    recipients: list[Recipient] = []
     for index, text in enumerate(texts):
         kind = _age.ssh.Recipient if text.startswith("ssh-") else _age.x25519.Recipient
         try:
@@ -335,7 +336,7 @@ def parse_recipients(texts: Sequence[str] | None, field: str) -> list[Any]:
     return recipients
 
 
-def encrypt_files(directory: Path, recipients: Sequence[Any]) -> None:
+def encrypt_files(directory: Path, recipients: Sequence[Recipient]) -> None:
     """Replace every file by its encrypted form, `<file>.age`."""
     for file in list(directory.iterdir()):
         _age.encrypt_file(str(file), str(file.with_name(file.name + AGE_SUFFIX)), list(recipients))

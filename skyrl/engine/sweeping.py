@@ -149,7 +149,7 @@ class FileSweeper:
         """Adapter versions that have files here or in the checkpoint store, and that no sampling session and no
         checkpoint holds. At most MAX_NAMED; the next call finds the rest."""
         expired = self._database.write(lambda c: pop_expired(c, time.time(), self._scope))
-        self._expired |= {checkpoint.store_key for checkpoint in expired if checkpoint.store_key is not None}
+        self._expired |= {checkpoint.store_key for checkpoint in expired}
         paths = [path for model in subdirectories(self._config.adapters_dir) for path in subdirectories(model)]
         found = dict.fromkeys([*(adapter for path in paths if (adapter := adapter_in(path))), *self._stored])
         mine = self._files.among(adapter.model_id for adapter in found)

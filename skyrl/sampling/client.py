@@ -23,12 +23,14 @@ from msgspec.structs import replace
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import add_prompt
+from skyrl.http.client import Answer
+from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.runtime.tracing import OpenSpan, current_trace
 from skyrl.sampling import completion
 from skyrl.sampling.completion import SampleAnswer
-from skyrl.sampling.exchanges import AnswerReader, Exchange, PictureExchange, PictureFiles, PictureSends, SampleExchange
+from skyrl.sampling.exchanges import AnswerReader, Exchange, PictureExchange, PictureSends, SampleExchange
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.retries import (
     Attempts,
@@ -53,16 +55,8 @@ from skyrl.sampling.servers import (
     ServedContext,
     health_of,
 )
-from skyrl.sampling.transport import (
-    Answer,
-    CompletionTransport,
-    Interrupted,
-    NotAccepted,
-    Verdict,
-    describe,
-    server_failure,
-    verdict_of,
-)
+from skyrl.sampling.transport import CompletionTransport, Verdict, describe, server_failure, verdict_of
+from skyrl.storage.db.pictures import PictureFiles
 
 
 def is_apart(job: SampleJob) -> bool:

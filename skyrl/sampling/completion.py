@@ -214,17 +214,39 @@ class _Choice(msgspec.Struct):
         return [[(int(key.removeprefix(TOKEN_ID_PREFIX)), value) for key, value in (row or {}).items()] for row in rows]
 
 
-class _CachedTokens(msgspec.Struct):
+class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
-    prompt_tokens_details: _CachedTokens | None = None
+class AnswerUsage(msgspec.Struct):
+    """The numbers of tokens that an answer of the inference server tells, on every route."""
+
+    prompt_tokens: int | None = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+
+    @property
+    def cached(self) -> int:
+        """How many of the prompt's tokens came from the prefix cache."""
+        details = self.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
+
+    @property
+    def reasoning(self) -> int:
+        """How many of the sampled tokens are thinking."""
+        details = self.completion_tokens_details
+        return 0 if details is None else details.reasoning_tokens or 0
+
+    def used(self) -> Used:
+        prompt = self.prompt_tokens or 0
+        return Used(prompt, min(self.cached, prompt), self.completion_tokens or 0)
 
 
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 class _LargeCompletion(msgspec.Struct):
@@ -232,7 +254,7 @@ class _LargeCompletion(msgspec.Struct):
     decoded in a call of its own."""
 
     choices: list[msgspec.Raw]
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 C = TypeVar("C", bound=Choice)
@@ -296,7 +318,7 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
     return answer_of(choices, answer.usage, job, zero_fill=zero_fill)
 
 
-def answer_of(choices: list[C], usage: Usage | None, job: SampleJob, *, zero_fill: bool) -> SampleAnswer:
+def answer_of(choices: list[C], usage: AnswerUsage | None, job: SampleJob, *, zero_fill: bool) -> SampleAnswer:
     """The SampleResponse made of an answer's parts. Sorts `choices`. Raises as `decode_answer`."""
     expected = 1 if job.greedy else job.num_samples
     if len(choices) != expected:
@@ -315,17 +337,16 @@ def answer_of(choices: list[C], usage: Usage | None, job: SampleJob, *, zero_fil
         raise MalformedAnswer(f"not token ids: {error}") from error
 
 
-def _encode(choices: Sequence[Choice], usage: Usage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
+def _encode(choices: Sequence[Choice], usage: AnswerUsage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
     sequences = [_sequence(choice, job, zero_fill) for choice in choices]
     if job.greedy:
         sequences = sequences * job.num_samples
-    details = usage.prompt_tokens_details if usage is not None else None
     prompt = PromptAnswer(choices[0].prompt_logprobs, job)
     result = SampleResult(
         sequences,
         prompt.logprobs,
         prompt.topk,
-        (details.cached_tokens or 0) if details is not None else 0,
+        0 if usage is None else usage.cached,
         prompt.target_logprobs(),
         prompt.alternatives(),
     )

@@ -106,7 +106,7 @@ def checkpoint(tenant: str, model_id: str, kind: str, name: str, **more: Any) ->
         "model_id": model_id,
         "kind": kind,
         "name": name,
-        "store_key": f"nowhere/{name}" if kind != "sampler_weights" else None,
+        "store_key": f"nowhere/{name}",
         "weights": AdapterVersion.of(model_id, 1) if kind == "sampler_weights" else None,
         "base_model": BASE,
         **lora_values(LoraSpec(8, 32.0, 1)),

@@ -116,7 +116,7 @@ async def _save_trained_as(http: httpx.AsyncClient, state_dir: Path, database: D
     saved = Checkpoint(
         path=TinkerPath(model, "sampler_weights", "saved"),
         tenant=record.tenant,
-        store_key=None,
+        store_key=f"nowhere/{model}",
         weights=adapter,
         base_model="acme/base",
         lora=record.lora,

@@ -266,7 +266,7 @@ def copy_routes(services: Services) -> Routes:
                 "exports cannot be copied; copy the checkpoint that they were made from", field="source_path"
             )
         source = await services.checkpoints.find(path, reader)
-        if source is None or source.store_key is None:
+        if source is None:
             raise NotFound(f"no checkpoint {body.source_path!r}", field="source_path")
         if isinstance(source.weights, FullWeights):
             raise RequestError("this server does not copy full weights, only adapters", field="source_path")

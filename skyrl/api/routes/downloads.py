@@ -57,7 +57,7 @@ def download_routes(services: Services) -> Routes:
     async def find_for_download(path: TinkerPath, tenant: str) -> _StoredCheckpoint:
         """A checkpoint that the tenant may download. The download is noted in the owner's audit log."""
         saved = await services.checkpoints.find(path, tenant)
-        if saved is None or saved.store_key is None:
+        if saved is None:
             raise NotFound(f"no checkpoint {path}", field="checkpoint_id")
         reader = {} if saved.tenant == tenant else {"reader": tenant}
         await services.audit.record(
@@ -68,7 +68,7 @@ def download_routes(services: Services) -> Routes:
     async def find_for_link(path: TinkerPath, save: str) -> _StoredCheckpoint:
         """The checkpoint that a signed link is for."""
         saved = await services.checkpoints.live(path)
-        if saved is not None and saved.store_key is not None:
+        if saved is not None:
             found = _StoredCheckpoint(saved, saved.store_key)
             if found.save == save:
                 return found

@@ -104,7 +104,10 @@ class SequencedRequest(msgspec.Struct):
     seq_id: int | None = None
 
 
-class AdamParams(msgspec.Struct):
+class AdamParams(msgspec.Struct, frozen=True):
+    """One AdamW step as torch defines it (decoupled decay); `grad_clip_norm` 0 means no clipping. Defaults are
+    Tinker's."""
+
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -171,7 +174,7 @@ RESOLVED = ("source_tenant", "refused", "loaded_key")
 class LoadWeightsCommand(msgspec.Struct):
     """A LoadWeightsRequest in the command log. The access token is replaced by `source_tenant`, the tenant of the token
     (None: the tenant of the model), or by `refused`, the reason why the token was refused. `loaded_key` is the
-    checkpoint store's key of the loaded checkpoint; None before the load has ended, and for loads of early versions."""
+    checkpoint store's key of the loaded checkpoint; None before the load has ended."""
 
     path: str
     optimizer: bool = False

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.errors import RequestError
-from skyrl.sampling.job import ContextLimits
-from skyrl.sampling.transport import Answer, describe
+from skyrl.http.client import Answer
+from skyrl.sampling.transport import describe
 
 TOO_LONG = "This model's maximum context length is"
 """The beginning of vLLM's sentence about a prompt that does not fit. litellm recognizes the error by these words."""

@@ -22,18 +22,12 @@ from skyrl.chat.openai.errors import code_in, impossible_shape, refusal_of
 from skyrl.chat.openai.fields import Sampling
 from skyrl.chat.openai.generation import CHAT, GENERATE, RENDERED, Generation
 from skyrl.chat.openai.models import Target
-from skyrl.sampling.completion import STOP_TOKEN, AbortedAnswer, MalformedAnswer
-from skyrl.sampling.http import AnswerStream
+from skyrl.http.client import CONTROL_ANSWER_BYTES, Answer, AnswerStream
+from skyrl.http.connection import Interrupted
+from skyrl.sampling.completion import STOP_TOKEN, AbortedAnswer, AnswerUsage, MalformedAnswer
 from skyrl.sampling.metrics import Used
 from skyrl.sampling.servers import NOT_TOLD, Endpoint, OtherWeights, Span, check_began, spans_in
-from skyrl.sampling.transport import (
-    CONTROL_ANSWER_BYTES,
-    Answer,
-    CompletionTransport,
-    Interrupted,
-    describe,
-    server_failure,
-)
+from skyrl.sampling.transport import CompletionTransport, describe, server_failure
 
 DONE = b"[DONE]"
 """The last event of a complete stream."""
@@ -100,21 +94,6 @@ _FINISHED = frozenset({None, "function_call", "length", "stop", STOP_TOKEN, "too
 _encode = msgspec.json.Encoder().encode
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: _Details | None = None
-
-    def used(self) -> Used:
-        details = self.prompt_tokens_details
-        cached = (details.cached_tokens or 0) if details is not None else 0
-        return Used(self.prompt_tokens, min(cached, self.prompt_tokens), self.completion_tokens or 0)
-
-
 class _AssistantDelta(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
@@ -138,7 +117,7 @@ class _Seen(msgspec.Struct):
     """What the server reads of an answer or an event."""
 
     choices: list[_Choice]
-    usage: _Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 _CALLED = "tool_calls"
@@ -188,7 +167,7 @@ def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[b
     if version is not None:
         check_began((spans_in(choice.weight_versions) for choice in seen.choices), version)
     _tell_stops(fields, seen, ())
-    return _encode(fields | {"model": model}), (seen.usage or _Usage()).used()
+    return _encode(fields | {"model": model}), (seen.usage or AnswerUsage()).used()
 
 
 def versions_in(event: bytes) -> list[list[Span] | None]:
@@ -228,7 +207,7 @@ class EventRewriter:
         _tell_stops(fields, seen, self._called)
         if seen.usage is not None:
             for choice in seen.choices:
-                self._prompts[choice.index // self._n] = seen.usage.prompt_tokens
+                self._prompts[choice.index // self._n] = seen.usage.prompt_tokens or 0
                 self._choices[choice.index] = seen.usage.completion_tokens or 0
             if not self._continuous_usage:
                 del fields["usage"]
@@ -335,17 +314,18 @@ class StreamedAnswer(_Exchange):
                 stream.close()
 
     async def _begin(self, stream: AnswerStream) -> Answer:
-        head = stream.head
-        if stream.status != 200 or head.content_type != EVENT_STREAM:
+        if stream.status != 200 or stream.content_type != EVENT_STREAM:
             body, whole = await stream.read_all(CONTROL_ANSWER_BYTES)
-            return Answer(stream.status, head.content_type, body, head.retry_after_s, whole, head.worker)
+            return Answer(stream.status, body, stream.headers, whole)
         events = Events(stream, self._request.size.answer_bytes)
         events.first = await events.next()
         if is_error(events.first):
-            return Answer(code_in(events.first), "application/json", events.first, worker=head.worker)
+            return Answer(
+                code_in(events.first), events.first, [(b"content-type", b"application/json"), *stream.headers]
+            )
         self._versions = await self._began(events)
         self._opened = events
-        return Answer(stream.status, head.content_type, b"", worker=head.worker)
+        return Answer(stream.status, b"", stream.headers)
 
     async def _began(self, events: Events) -> list[list[Span] | None]:
         """Read until an event tells which weights have begun the answer: before that the caller gets nothing."""

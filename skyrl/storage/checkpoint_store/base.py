@@ -82,8 +82,8 @@ class CheckpointStore(Protocol):
         """Remove incomplete directories that are older than `before` (seconds since the epoch), in `wanted` groups."""
         ...
 
-    def claim(self, owner: str, instead_of: str | None = None) -> str:
-        """Mark the store as `owner`'s if it has no owner or if its owner is `instead_of`. Returns its owner."""
+    def claim(self, owner: str) -> str:
+        """Mark the store as `owner`'s if it has no owner. Returns its owner."""
         ...
 
 

@@ -88,12 +88,10 @@ class LocalStore:
             for path in old if old and wanted(group.name) else ():
                 remove(path)
 
-    def claim(self, owner: str, instead_of: str | None = None) -> str:
+    def claim(self, owner: str) -> str:
         file = self._root / OWNER
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            if instead_of is not None and file.exists() and file.read_text() == instead_of:
-                file.unlink()
             with file.open("x") as stream:
                 stream.write(owner)
                 stream.flush()

@@ -174,15 +174,12 @@ class ObjectStore:
             if not complete and newest < end and wanted(key.partition("/")[0]):
                 self.delete(key)
 
-    def claim(self, owner: str, instead_of: str | None = None) -> str:
+    def claim(self, owner: str) -> str:
         with self._explained():
             try:
-                current = bytes(obstore.get(self._store, OWNER).bytes()).decode()
+                return bytes(obstore.get(self._store, OWNER).bytes()).decode()
             except FileNotFoundError:
-                current = None
-            if current is not None and current != instead_of:
-                return current
-            obstore.put(self._store, OWNER, owner.encode())
+                obstore.put(self._store, OWNER, owner.encode())
         return owner
 
     def _listed(self) -> dict[str, tuple[float, bool]]:

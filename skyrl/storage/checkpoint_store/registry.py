@@ -102,8 +102,8 @@ class CountingStore:
     def remove_leftovers(self, before: float, wanted: Callable[[str], bool] = any_group) -> None:
         self._store.remove_leftovers(before, wanted)
 
-    def claim(self, owner: str, instead_of: str | None = None) -> str:
-        return self._store.claim(owner, instead_of)
+    def claim(self, owner: str) -> str:
+        return self._store.claim(owner)
 
 
 def _size(directory: Path) -> int:

@@ -42,14 +42,13 @@ def _live() -> ColumnElement[bool]:
 class Checkpoint:
     """A named save of a model.
 
-    Its files are in the checkpoint store under `store_key`; None for sampler weights that an early version of skyrl has
-    saved, until the engine puts them there. `weights` is what samplers of this checkpoint sample from; None where
-    nobody can sample from it. Times are in seconds since the epoch.
+    Its files are in the checkpoint store under `store_key`. `weights` is what samplers of this checkpoint sample from;
+    None where nobody can sample from it. Times are in seconds since the epoch.
     """
 
     path: TinkerPath
     tenant: str
-    store_key: str | None
+    store_key: str
     weights: WeightsRef | None
     base_model: str
     lora: LoraSpec
@@ -153,15 +152,12 @@ def pop_expired(connection: Connection, now: float, scope: Scope = EVERYTHING) -
 
 def store_keys(connection: Connection) -> set[str]:
     """The keys in the checkpoint store of all checkpoints."""
-    held = select(checkpoints.c.store_key).where(checkpoints.c.store_key.is_not(None))
-    return set(connection.execute(held).scalars())
+    return set(connection.execute(select(checkpoints.c.store_key)).scalars())
 
 
 def store_key_of(connection: Connection, weights: WeightsRef) -> str | None:
     """The key of a checkpoint that holds these weights; None when no checkpoint does."""
-    holding = select(checkpoints.c.store_key).where(
-        checkpoints.c.weights == weights, checkpoints.c.store_key.is_not(None)
-    )
+    holding = select(checkpoints.c.store_key).where(checkpoints.c.weights == weights)
     return connection.execute(holding.limit(1)).scalar()
 
 

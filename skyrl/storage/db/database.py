@@ -173,20 +173,6 @@ class Database:
                 return False
         return not busy
 
-    def make_reclaimable(self) -> None:
-        """Make a SQLite file of an early version able to shrink, by rewriting it. Does nothing to other databases.
-
-        Meanwhile this takes twice the size of the file on the disk. Raises sqlite3.Error when the rewrite fails; then
-        the file is unchanged.
-        """
-        if self.file is None:
-            return
-        with closing(sqlite3.connect(self.file, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None)) as connection:
-            if connection.execute("PRAGMA auto_vacuum").fetchone() == (0,):
-                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
-                connection.execute("VACUUM")
-                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-
     def _returned(self, _: object, connection: ConnectionPoolEntry) -> None:
         """Close a connection that is returned to its pool after `close`: a thread may still have used it."""
         if self._closed:

@@ -100,7 +100,6 @@ def vacuum(database: Database) -> None:
         with database.writer.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("VACUUM (ANALYZE)")
         return
-    database.make_reclaimable()
     with closing(database.connect_driver()) as connection:
         connection.execute("VACUUM")
     database.empty_log()

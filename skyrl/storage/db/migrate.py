@@ -1,10 +1,8 @@
-"""Migrates an empty or older database to this version's schema, and refuses a newer one."""
+"""Migrates an empty database and one of version 0.2 to this version's schema, and refuses older and newer ones."""
 
 from __future__ import annotations
 
-import logging
 import re
-import sqlite3
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +16,6 @@ from alembic import command
 from skyrl.storage.db.database import Database, shown_url
 from skyrl.storage.db.faults import is_transient
 
-logger = logging.getLogger(__name__)
-
 
 class SchemaError(RuntimeError):
     """This version of skyrl cannot use the database. The message says why and what to do."""
@@ -31,6 +27,10 @@ class DatabaseAway(SchemaError):
 
 _REFUSED = re.compile(r"FATAL:(?!.*(?:starting up|shutting down|recovery|too many|connection slots))", re.DOTALL)
 """PostgreSQL's messages that it refuses this user, password or database. A later try would fail, too."""
+
+
+_BEFORE_0_2 = {f"{number:04}" for number in range(1, 18)}
+"""Revisions that version 0.2 brings to its own, 0018."""
 
 
 def _script_location() -> Path:
@@ -59,8 +59,8 @@ def newest_revision() -> str | None:
 def revision_of(database: Database) -> str | None:
     """The database's revision; None for an empty database.
 
-    Raises SchemaError when a newer version of skyrl has made the database, when the database refuses the user, and when
-    the file is no database. Raises DatabaseAway when the database cannot be reached now.
+    Raises SchemaError when a newer version of skyrl or one before 0.2 has made the database, when the database refuses
+    the user, and when the file is no database. Raises DatabaseAway when the database cannot be reached now.
     """
     try:
         current = database.read(lambda c: MigrationContext.configure(c).get_current_revision())
@@ -72,6 +72,11 @@ def revision_of(database: Database) -> str | None:
         try:
             _scripts().get_revision(current)
         except CommandError as error:
+            if current in _BEFORE_0_2:
+                raise SchemaError(
+                    f"the database is at revision {current}, of a version before 0.2: start skyrl 0.2 on it once, then "
+                    "this version"
+                ) from error
             raise SchemaError(
                 f"the database is at revision {current}, which this version of skyrl does not know: it was made by a "
                 "newer one. Run that version, or use another --database-url or --state-dir."
@@ -80,14 +85,6 @@ def revision_of(database: Database) -> str | None:
 
 
 def migrate(database: Database) -> None:
-    """Upgrade to the newest revision. Raises SchemaError as `revision_of` does.
-
-    A SQLite file of an early version, which cannot shrink, is rewritten once. If that fails, the file is unchanged, and
-    the next start tries again.
-    """
+    """Upgrade to the newest revision. Raises SchemaError as `revision_of` does."""
     if revision_of(database) != newest_revision():
         command.upgrade(_config(database.url), "head")
-    try:
-        database.make_reclaimable()
-    except sqlite3.Error as error:
-        logger.warning("the database's file cannot be made to shrink; tried again at the next start: %s", error)

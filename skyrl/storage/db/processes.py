@@ -27,7 +27,7 @@ processes = ApiProcessRow.__table__  # type: ignore[attr-defined]
 
 _FORWARDED = and_(futures.c.status == "pending", futures.c.kind == Kind.EXTERNAL)
 _WITHOUT_OWNER = or_(futures.c.owner.is_(None), futures.c.owner.not_in(select(processes.c.id)))
-"""The owner is not in the table of API processes, or the row is from an early version without owners."""
+"""The owner is not in the table of API processes, or there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from skyrl.storage.db.futures import MAX_NAMED
 
-Row = TypeVar("T")
+Row = TypeVar("Row")
 
 
 class BatchedRows(Generic[Row]):

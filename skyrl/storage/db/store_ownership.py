@@ -41,7 +41,7 @@ def claim_store(config: ServerConfig, database: Database, server: str) -> None:
     owner = database.write(owner_text)
     home = server if database.is_sqlite else database.read(_place)
     try:
-        marked = open_store(config).claim(f"{owner} {home}", instead_of=owner)  # early versions wrote no place
+        marked = open_store(config).claim(f"{owner} {home}")
     except StoreError as error:
         raise ConfigError(f"checkpoint_store: {error}") from error
     marked_owner, _, marked_home = marked.partition(" ")

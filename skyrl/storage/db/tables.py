@@ -105,10 +105,7 @@ class SamplingSessionRow(SQLModel, table=True):
     `status` is active, closed (the session has ended) or dropped (the adapter's files are deleted, see
     `skyrl.storage.db.adapter_versions`). `closed_at` is when the status stopped being active. `size_bytes` is the size
     of the adapter's files. `last_used_at` is the time of the last sample, written about once a minute. Both are None
-    for the base model. `clones` counts the copies of the client that have asked for a number.
-
-    `old_directory` is where an early version of skyrl has put the adapter's files, if that is not the directory that
-    follows from the version's name. When the engine starts, it brings them to that directory."""
+    for the base model. `clones` counts the copies of the client that have asked for a number."""
 
     __tablename__ = "sampling_sessions"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -130,7 +127,6 @@ class SamplingSessionRow(SQLModel, table=True):
     base_model: str
     model_path: str | None = None
     weights: WeightsRef = Field(sa_column=Column(WeightsText, nullable=False, index=True, server_default="base"))
-    old_directory: str | None = None
     status: str
     created_at: float
     clones: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
@@ -215,10 +211,9 @@ class CheckpointRow(SQLModel, table=True):
     """A named save. `kind` is weights (adapter and optimizer), sampler_weights (one adapter version) or
     external_weights (an adapter for download).
 
-    The files are in the checkpoint store under `store_key`. It is None for sampler weights from a version without a
-    checkpoint store, until the engine stores them there. `weights` are for sampling; None if nobody can sample from
-    this checkpoint. `old_directory` is as in `SamplingSessionRow`. If the checkpoint is a copy, `copy_key` is derived
-    from the idempotency key of the request that made it."""
+    The files are in the checkpoint store under `store_key`. `weights` are for sampling; None if nobody can sample from
+    this checkpoint. If the checkpoint is a copy, `copy_key` is derived from the idempotency key of the request that
+    made it."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
@@ -227,9 +222,8 @@ class CheckpointRow(SQLModel, table=True):
     model_id: str
     kind: str
     name: str
-    store_key: str | None = None
+    store_key: str
     weights: WeightsRef | None = Field(default=None, sa_column=Column(WeightsText, index=True))
-    old_directory: str | None = None
     copy_key: str | None = Field(default=None, index=True, unique=True)
     base_model: str
     lora_rank: int

@@ -63,7 +63,7 @@ def saved(database: Database, name: str, version: int, created_at: float, kind: 
         "model_id": RUN,
         "kind": kind,
         "name": name,
-        "store_key": None,
+        "store_key": f"nowhere/{name}",
         "weights": AdapterVersion.of(RUN, version),
         "base_model": BASE,
         **lora_values(LoraSpec(8, 32.0, 1)),

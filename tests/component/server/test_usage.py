@@ -415,7 +415,6 @@ async def test_sampling_from_a_checkpoint_is_in_the_audit_log_of_its_owner(api: 
     adapter = {
         "kind": "sampler_weights",
         "weights": weights,
-        "store_key": None,
         "public": True,
     }
     row = saved("a", 1, time.time()) | adapter

@@ -20,14 +20,11 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.types.requests import Kind
 from skyrl.engine import sweeping
-from skyrl.engine.publishing import adopt_adapters
-from skyrl.storage.checkpoint_store.base import OWNER, StoreError
-from skyrl.storage.checkpoint_store.versions import adapter_location
+from skyrl.storage.checkpoint_store.base import StoreError
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.store_ownership import claim_store, stores
 from tests.databases import make_tables
-from tests.log_lines import logged_lines
 from tests.postgres_server import ON_SQLITE, PostgresServer
 
 
@@ -286,19 +283,6 @@ def test_a_copy_of_the_database_may_not_use_the_checkpoint_store(
         claim_store(load_config({"state_dir": tmp_path / "other"}), copy, "restored")
 
 
-@ON_SQLITE
-def test_the_owner_mark_of_an_earlier_version_is_replaced(tmp_path: Path) -> None:
-    config = load_config({"state_dir": tmp_path / "live", "checkpoint_store": f"file://{tmp_path}/shared"})
-    with closing(Database(f"sqlite:///{tmp_path}/live.db")) as database:
-        make_tables(database)
-        claim_store(config, database, "live")
-        mark = tmp_path / "shared" / OWNER
-        now = mark.read_text()
-        mark.write_text(now.partition(" ")[0])
-        claim_store(config, database, "live")
-        assert mark.read_text() == now
-
-
 def test_servers_on_one_postgresql_database_share_its_store(tmp_path: Path, postgres: PostgresServer) -> None:
     names = [postgres.new_database() for _ in range(2)]
     config = load_config({"state_dir": tmp_path, "checkpoint_store": f"file://{tmp_path}/shared"})
@@ -313,37 +297,3 @@ def test_servers_on_one_postgresql_database_share_its_store(tmp_path: Path, post
             claim_store(config, restored, "first")
     for name in names:
         postgres.drop_database(name)
-
-
-async def test_sampler_weights_from_before_the_store_existed_are_copied_into_the_store(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = await world.trainer()
-    for name in ("a", "b"):
-        await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path=name)
-    kept, lost = world.harness.checkpoint_rows(trainer.model_id)
-    for row in (kept, lost):
-        world.harness.checkpoint_store.delete(row.store_key)
-    world.harness.database.write(lambda c: c.execute(update(checkpoints).values(store_key=None)))
-    shutil.rmtree(world.harness.adapter(lost.weights))
-    adopt_adapters(world.harness.config, world.harness.database, world.harness.checkpoint_store)
-    rows = world.harness.checkpoint_rows(trainer.model_id)
-    assert world.harness.stored(rows[0]) == files_in(world.harness.adapter(kept.weights)) != {}
-    assert rows[1].store_key is None
-    assert adapter_location(lost.weights) in caplog.text
-    assert len(world.harness.checkpoint_store.stored()) == 1
-
-
-async def test_a_checkpoint_without_sampler_weights_is_left_unchanged(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The sweep must not read the state directory itself, which holds secrets."""
-    trainer = await world.trainer()
-    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="a")
-    (row,) = world.harness.checkpoint_rows(trainer.model_id)
-    world.harness.checkpoint_store.delete(row.store_key)
-    nowhere = update(checkpoints).values(store_key=None, weights=None)
-    world.harness.database.write(lambda c: c.execute(nowhere))
-    adopt_adapters(world.harness.config, world.harness.database, world.harness.checkpoint_store)
-    assert world.harness.checkpoint_store.stored() == []
-    assert logged_lines(caplog) == []

@@ -17,7 +17,6 @@ from skyrl.base.config.several import base_models_of
 from skyrl.base.types.weights import AdapterVersion, FullWeights, LoraSpec, WeightsRef
 from skyrl.base.wire.paths import TinkerPath
 from skyrl.engine import sweeping
-from skyrl.engine.publishing import adopt_adapters
 from skyrl.engine.sweeping import FileScope, FileSweeper, new_probe
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
@@ -167,17 +166,6 @@ def test_idle_adapters_and_expired_checkpoints_are_the_business_of_their_own_eng
     dropped = select(samplers.c.base_model).where(samplers.c.status == "dropped")
     assert world.database.read(lambda c: c.execute(dropped).scalars().all()) == [SECOND]
     assert world.database.read(store_keys) == {f"{FIRST}/saved-{FIRST}"}
-
-
-def test_each_engine_completes_the_old_rows_of_its_own_models(world: World) -> None:
-    for name in (FIRST, SECOND):
-        adapter = AdapterVersion.of(name, 1)
-        old_directory(adapter_directory(world.state_dir, adapter))
-        world.add_sampler(name, 1, adapter)
-    config = world.configs[1]
-    adopt_adapters(config, world.database, open_store(config))
-    measured = select(samplers.c.base_model).where(samplers.c.size_bytes.is_not(None))
-    assert world.database.read(lambda c: c.execute(measured).scalars().all()) == [SECOND]
 
 
 def test_adapters_of_the_comparison_at_the_start_belong_to_the_engine_that_compares(world: World) -> None:

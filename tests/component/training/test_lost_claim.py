@@ -257,10 +257,6 @@ async def test_recovery_and_the_state_publisher_write_nothing_after_the_claim_is
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 5))
     await harness.stop()
     await harness.start()
-    homeless = update(checkpoints).values(
-        store_key=None, old_directory=str(make_old_directory(tmp_path / "earlier" / "v000001"))
-    )
-    harness.database.write(lambda c: c.execute(homeless))
     take_over(harness)
     before = rows_of(harness.database)
     with pytest.raises(Displaced):

@@ -266,23 +266,6 @@ async def test_a_load_is_repeated_with_its_own_files_whatever_the_clocks_say(
         assert harness.model_row(of_replaced.model_id).status == "failed"
 
 
-async def test_the_time_shows_which_files_a_load_of_an_early_version_has_read(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Early versions did not write into a load which files it has read."""
-    monkeypatch.setattr(Snapshots, "take", lambda *_: None)
-    monkeypatch.setattr(rows, "rewrite_body", lambda *_: None)
-    saver, of_kept, of_replaced = [await Trainer.create(harness) for _ in range(3)]
-    paths = [(await saver.do(Kind.SAVE_WEIGHTS, path=name))["path"] for name in ("kept", "replaced")]
-    for loader, path in zip((of_kept, of_replaced), paths, strict=True):
-        await loader.do(Kind.LOAD_WEIGHTS, path=path)
-    before = await of_kept.state()
-    await saver.do(Kind.SAVE_WEIGHTS, path="replaced", overwrite=True)
-    await restart(harness)
-    assert await of_kept.state() == before
-    assert harness.model_row(of_replaced.model_id).status == "failed"
-
-
 async def test_a_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     lost, other = await Trainer.create(harness), await Trainer.create(harness)
     for trainer in (lost, other):

@@ -18,7 +18,7 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import _config, newest_revision, revision_of
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE
 
-OLDER = "0003"
+OLDER = "0018"
 """The revision of an older schema."""
 
 
@@ -164,15 +164,17 @@ def test_check_reports_an_older_schema_and_upgrade_brings_it_to_the_newest(tmp_p
 
 @ON_SQLITE
 @pytest.mark.parametrize("name", ["check", "vacuum", "upgrade", "backup"])
-def test_a_newer_database_is_refused_and_a_missing_one_is_not_made(
+def test_a_newer_or_too_old_database_is_refused_and_a_missing_one_is_not_made(
     database: Database, tmp_path: Path, name: str
 ) -> None:
     arguments = [str(tmp_path / "copy")] if name == "backup" else []
-    database.write(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")))
-    done = run(database, name, *arguments)
-    assert done.exit_code == 2
-    assert "revision 9999" in done.stderr
-    assert "newer" in done.stderr
+    for version, sentence in (("9999", "newer"), ("0009", "start skyrl 0.2 on it once, then this version")):
+        change = text(f"UPDATE alembic_version SET version_num = '{version}'")
+        database.write(lambda c, change=change: c.execute(change))
+        done = run(database, name, *arguments)
+        assert done.exit_code == 2
+        assert f"revision {version}" in done.stderr
+        assert sentence in done.stderr
     empty = tmp_path / "empty"
     done = CliRunner().invoke(app, ["db", name, *arguments, "--state-dir", str(empty)])
     assert done.exit_code == 2

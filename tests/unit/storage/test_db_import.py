@@ -171,10 +171,10 @@ def test_import_is_refused_while_a_server_uses_the_file(source: Database, target
 
 def test_import_of_an_older_schema_is_refused_and_names_db_upgrade(tmp_path: Path, target: Database) -> None:
     with closing(Database(f"sqlite:///{tmp_path / 'skyrl.db'}")) as older:
-        command.upgrade(_config(older.url), "0006")
+        command.upgrade(_config(older.url), "0018")
         done = run(older, target)
     assert done.exit_code == 2
-    assert "is at revision 0006, not " in done.stderr
+    assert "is at revision 0018, not " in done.stderr
     assert "run `skyrl db upgrade`" in done.stderr
 
 
