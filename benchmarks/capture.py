@@ -26,7 +26,7 @@ from benchmarks.trainer_ways import spec
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.trainer.protocol import TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 VOCABULARY, RANK, MOST_ADAPTERS = 256, 8, 4
 COPIES = "copies to the device"
@@ -75,15 +75,15 @@ class _Trace(DeviceWork):
         self.copies += 1
 
 
-def _backend() -> TorchLoraBackend:
+def _backend() -> LoraBackend:
     settings = {"trainer.merge_passes": True, "trainer.micro_batch_tokens": 4096}
-    backend = TorchLoraBackend(load_config({"base_model": str(model_path()), "backend_config": settings}))
+    backend = LoraBackend(load_config({"base_model": str(model_path()), "backend_config": settings}))
     for number in range(MOST_ADAPTERS):
         backend.create_model(f"m{number}", spec(RANK, number))
     return backend
 
 
-def _run(backend: TorchLoraBackend, passes: Sequence[TrainingPass]) -> None:
+def _run(backend: LoraBackend, passes: Sequence[TrainingPass]) -> None:
     for outcome in backend.run(passes):
         if isinstance(outcome, Exception):
             raise outcome

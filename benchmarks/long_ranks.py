@@ -22,7 +22,7 @@ from benchmarks.models import make_deep
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import LoraRank
 from skyrl.trainer.ranks.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
@@ -65,7 +65,7 @@ def measure(path: str, ranks: int, tokens: int) -> Measured:
     }
     config = load_config({"base_model": path, "backend_config": settings})
     group = LocalRanks(ranks, rank_settings(config), MeasuredRank)
-    with closing(ShardedBackend(config, group)) as backend:
+    with closing(LoraBackend(config, group)) as backend:
         backend.create_model("m", LoraSpec(rank=8, alpha=32.0, seed=0))
         _run(backend, SHORT)
         before = group.call("reset_peak")
@@ -78,7 +78,7 @@ def measure(path: str, ranks: int, tokens: int) -> Measured:
     return Measured(above, cpu_s, wall_s, logprobs)
 
 
-def _run(backend: ShardedBackend, tokens: int) -> np.ndarray:
+def _run(backend: LoraBackend, tokens: int) -> np.ndarray:
     text = np.random.default_rng(tokens).integers(0, VOCABULARY, tokens + 1)
     datum = Datum(text[:-1], {"target_tokens": text[1:]})
     (outcome,) = backend.run([TrainingPass("m", [datum], "cross_entropy", {})])

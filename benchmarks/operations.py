@@ -78,7 +78,7 @@ def counting() -> Iterator[Operations]:
         ("bookkeeping", modeling_qwen3, "create_causal_mask"),
         ("backward", torch.autograd, "grad"),
         ("backward", torch.Tensor, "backward"),
-        ("optimizer", lora_backend.TorchLoraBackend, "optim_step"),
+        ("optimizer", lora_backend.LoraBackend, "optim_step"),
         ("optimizer", torch.optim.AdamW, "step"),
     ]
     with ExitStack() as stack:

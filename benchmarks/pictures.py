@@ -31,7 +31,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import AdamParams, Datum, ModelLimits, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 STEP = AdamParams(learning_rate=1e-4, eps=1e-8)
 QUESTION, ANSWER = 64, (32, 64)
@@ -95,7 +95,7 @@ def draw(limits: ModelLimits, side: int, samples: int, seed: int) -> Group:
 class Skyrl:
     """One pass for the group, or with `apart` one for each answer."""
 
-    def __init__(self, backend: TorchLoraBackend, *, apart: bool) -> None:
+    def __init__(self, backend: LoraBackend, *, apart: bool) -> None:
         """The backend has a model "m"."""
         self._backend, self._apart = backend, apart
 
@@ -177,7 +177,7 @@ def measure(
     each round; the first round does not count. `clock`: in seconds."""
     settings = {"trainer.merge_passes": False}
     config = load_config({"base_model": model, "threads": threads, "backend_config": settings})
-    together, apart = TorchLoraBackend(config), TorchLoraBackend(config)
+    together, apart = LoraBackend(config), LoraBackend(config)
     with TemporaryDirectory(prefix="skyrl-adapter-") as adapter:
         for backend in (together, apart):
             backend.create_model("m", LoraSpec(8, 32.0, 0))

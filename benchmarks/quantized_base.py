@@ -121,13 +121,14 @@ def trained(path: str, texts: str, keep_quantized: str) -> dict[str, Any]:
     from skyrl.base.types.weights import LoraSpec
     from skyrl.trainer.protocol import AdamParams, Datum, PassResult, TrainingPass
     from skyrl.trainer.quantized.weights import held_bytes
-    from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+    from skyrl.trainer.ranks.lora_backend import LoraBackend
+    from tests.local_ranks import rank_of
 
     settings = {"trainer.keep_quantized": bool(keep_quantized), "trainer.gradient_checkpointing": True}
     config = load_config({"base_model": path, "backend_config": settings})
     own = os.getpid()
     start = resident_mb(own)
-    backend = TorchLoraBackend(config)
+    backend = LoraBackend(config)
     loaded = peak_resident_mb(own) - start
     backend.create_model("m", LoraSpec(RANK, 32.0, seed=1))
     data = [Datum(text[:-1], {"target_tokens": text[1:]}) for text in np.load(texts)]
@@ -146,7 +147,7 @@ def trained(path: str, texts: str, keep_quantized: str) -> dict[str, Any]:
         run(backward=True)
         spent, peak = cpu_seconds(own) - before, peak_resident_mb(own) - resident
         backend.optim_step("m", AdamParams())
-    held = held_bytes(backend._base.packed.model.parameters())
+    held = held_bytes(rank_of(backend).base.packed.model.parameters())
     return {
         "logprobs": logprobs.tolist(),
         "held_mb": held / 1e6,

@@ -119,7 +119,7 @@ def _load_backend(config: ServerConfig, ranks: RankActors | None = None) -> Back
     """
     gc.disable()  # the import of torch and transformers makes a million objects and no garbage: a fifth of its time
     try:
-        return create_backend(config.backend, config, ranks)
+        return create_backend(config, ranks)
     except ConfigError as error:
         if isinstance(error.__cause__, OSError):  # reading the files, or getting them from the hub, has failed
             raise NotLoaded(str(error)) from error
