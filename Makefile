@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 5
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-real test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs tables bench soak chaos fuzz screenshots release-check audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-real test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs tables bench soak chaos fuzz screenshots findings release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -164,3 +164,7 @@ proto: setup
 
 clean:
 	rm -rf $(VENV) site build dist
+
+# What libraries do that one would not guess (findings/README.md): each script in an environment of its own
+findings:
+	for script in findings/*.sh; do echo "== $$script"; $$script || exit 1; done

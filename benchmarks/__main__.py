@@ -6,7 +6,6 @@ Usage: python -m benchmarks [--quick] [--only ROW ...] [--out DIRECTORY]
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import time
@@ -23,6 +22,7 @@ from benchmarks import (
     agent_tokenising,
     beside_pictures,
     machine,
+    program,
     radix,
     restarts,
     routers,
@@ -34,7 +34,6 @@ from benchmarks import (
     weights,
 )
 from benchmarks.calibration import calibrate
-from benchmarks.series import without_nan
 from benchmarks.stage import NullUpstream, Stage
 from benchmarks.table import Row, text_table
 from skyrl.cli.demo.server import ServerFailed
@@ -108,13 +107,9 @@ def main() -> None:
     print("\n" + text_table(rows) + "\n")
     if foreign > DISTURBED_CORES:
         print(f"Disturbed: other programs took up to {foreign:.1f} cores, so the figures are worse than the server.")
-    options.out.mkdir(parents=True, exist_ok=True)
     table = [asdict(row) | {"met": row.met, "ratio": row.ratio} for row in rows]
-    (options.out / "bench.json").write_text(
-        json.dumps(without_nan({"facts": facts, "rows": table, "raw": stage.raw}), indent=1) + "\n"
-    )
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    print(f"written: {options.out / 'bench.json'}")
+    program.write(options.out / "bench.json", {"facts": facts, "rows": table, "raw": stage.raw})
     if any(row.errors for row in rows):
         raise SystemExit(1)
 

@@ -9,7 +9,6 @@ adapters do: the whole conversation is rendered and tokenised for each turn, and
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 import httpx
 from transformers import AutoTokenizer
 
+from benchmarks import program
 from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer
 
@@ -122,11 +122,7 @@ def through_session(http: httpx.Client, temperature: float, seed: int, lost: Los
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.agent_drift",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("agent_drift", __doc__)
     parser.add_argument("--slime", type=Path, required=True, help="a checkout of slime")
     parser.add_argument("--conversations", type=int, default=40)
     given = parser.parse_args()

@@ -19,10 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks.picture_load import DEADLINE_S, MODEL, TEXT, Tenant, text
-from benchmarks.processes import busy_seconds, cpu_seconds
 from benchmarks.series import quantile
 from benchmarks.stage import Stage
 from benchmarks.table import Row, Target
@@ -38,8 +35,6 @@ RATE = 10.0
 ALONE_S, QUICK_ALONE_S = 20.0, 8.0
 WARM_UP_S = 3.0
 P99_MS = 50.0
-WORTH_TELLING = 0.02
-"""Cores of a process that the note names."""
 
 
 async def _texts(tenant: Tenant, until: Awaitable[object]) -> tuple[list[float], int]:
@@ -76,20 +71,15 @@ async def _beside(server: DemoServer, tenant: Tenant, count: int, in_flight: int
     assert load.stdout is not None
     try:
         await load.stdout.readline()  # the pictures are drawn
-        busy, cpu, began = busy_seconds(), _cpu_of_parts(server.pid), time.perf_counter()
         load.stdin.write(b"\n")
         told = asyncio.create_task(load.stdout.readline())
         found = await _texts(tenant, asyncio.wait([told], timeout=DEADLINE_S))
-        took = time.perf_counter() - began
-        parts = {name: used - cpu.get(name, 0.0) for name, used in _cpu_of_parts(server.pid).items()}
-        parts["all"] = busy_seconds() - busy
         sent = json.loads(told.result())
     finally:
         with suppress(ProcessLookupError):
             load.kill()
         await load.wait()
-    cores = {name: round(used / took, 2) for name, used in parts.items()}
-    return {"in_flight": in_flight, "pictures": sent, "cores": cores, **_figures(found)}
+    return {"in_flight": in_flight, "pictures": sent, **_figures(found)}
 
 
 async def _measure(server: DemoServer, count: int, in_flight: Sequence[int], alone_s: float) -> dict[str, Any]:
@@ -97,18 +87,6 @@ async def _measure(server: DemoServer, count: int, in_flight: Sequence[int], alo
         await _texts(tenant, asyncio.sleep(WARM_UP_S))
         alone = _figures(await _texts(tenant, asyncio.sleep(alone_s)))
         return {"alone": alone, "beside": [await _beside(server, tenant, count, most) for most in in_flight]}
-
-
-def _cpu_of_parts(launcher: int) -> dict[str, float]:
-    """CPU seconds of the server's processes so far, by module; all of a module together."""
-    found: dict[str, float] = {}
-    for child in psutil.Process(launcher).children(recursive=True):
-        with suppress(psutil.Error, FileNotFoundError):  # it has ended meanwhile
-            command = child.cmdline()
-            modules = [part for part in command if part.startswith(("skyrl.", "vllm."))]
-            name = modules[-1] if modules else command[0]
-            found[name] = found.get(name, 0.0) + cpu_seconds(child.pid)
-    return found
 
 
 def _figures(found: tuple[list[float], int]) -> dict[str, float]:
@@ -154,9 +132,8 @@ def _rows(stage: Stage, behind: str, in_flight: Sequence[int], *flags: str) -> l
     for beside in found["beside"]:
         sent, alone = beside["pictures"], found["alone"]
         failed = int(alone["errors"] + beside["errors"] + sent["errors"])
-        busiest = ", ".join(f"{name} {cores}" for name, cores in beside["cores"].items() if cores >= WORTH_TELLING)
-        note = f"{count} pictures in {sent['seconds']:.1f} s, {beside['samples']} text samples meanwhile; "
-        note += f"cores: {busiest}" + (f"; errors: {sent['first_error']}" if failed else "")
+        note = f"{count} pictures in {sent['seconds']:.1f} s, {beside['samples']} text samples meanwhile"
+        note += f"; errors: {sent['first_error']}" if failed else ""
         what = f"{{}} of a text sample beside pictures, {beside['in_flight']} in flight; {behind}"
         p50, p99 = (what.format(name) for name in ("p50", "p99"))
         rows += [

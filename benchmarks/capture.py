@@ -1,28 +1,24 @@
-"""Counts what keeps micro-batches from CUDA graphs and from torch.compile: which operations they run, where the host
-waits for the device, and how often a compiled layer is compiled again. Counts alone, of the tiny model on a CPU.
+"""Counts what keeps micro-batches from CUDA graphs: which operations they run, and where the host waits for the device.
+Counts alone, of the tiny model on a CPU.
 
-Usage: python -m benchmarks.capture [--micro-batches N] [--compile layer norms] [--backend eager | inductor]
+Usage: python -m benchmarks.capture [--micro-batches N]
 
-A CUDA graph can be replayed for a micro-batch that runs the same operations with the same shapes. `--compile` needs
-minutes, and with inductor a C++ compiler.
+A CUDA graph can be replayed for a micro-batch that runs the same operations with the same shapes.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 from transformers.utils import logging
 
+from benchmarks import program
 from benchmarks.operation_counts import DeviceWork
 from benchmarks.table import aligned
 from benchmarks.trainer_rows import Shape
@@ -30,11 +26,9 @@ from benchmarks.trainer_ways import spec
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.trainer.protocol import TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 VOCABULARY, RANK, MOST_ADAPTERS = 256, 8, 4
-WARM_UP = 5
-"""Micro-batches after which nothing should be compiled any more."""
 COPIES = "copies to the device"
 SAME = Shape(1, 4, (0, 0), (40, 40))
 OTHER_LENGTHS = Shape(1, 4, (0, 0), (10, 60))
@@ -81,15 +75,15 @@ class _Trace(DeviceWork):
         self.copies += 1
 
 
-def _backend() -> TorchLoraBackend:
+def _backend() -> LoraBackend:
     settings = {"trainer.merge_passes": True, "trainer.micro_batch_tokens": 4096}
-    backend = TorchLoraBackend(load_config({"base_model": str(model_path()), "backend_config": settings}))
+    backend = LoraBackend(load_config({"base_model": str(model_path()), "backend_config": settings}))
     for number in range(MOST_ADAPTERS):
         backend.create_model(f"m{number}", spec(RANK, number))
     return backend
 
 
-def _run(backend: TorchLoraBackend, passes: Sequence[TrainingPass]) -> None:
+def _run(backend: LoraBackend, passes: Sequence[TrainingPass]) -> None:
     for outcome in backend.run(passes):
         if isinstance(outcome, Exception):
             raise outcome
@@ -123,64 +117,13 @@ def traced(count: int) -> None:
         print(f"{times:4}  {line}")
 
 
-@contextmanager
-def _compiled(backend: TorchLoraBackend, part: str, counter: CompileCounterWithBackend) -> Iterator[None]:
-    """The decoder layers, or their norms, compiled for any number of rows."""
-    torch._dynamo.reset()
-    counters.clear()
-    for layer in backend._base.packed.decoder_layers:
-        norms = [module for module in layer.modules() if type(module).__name__.endswith("RMSNorm")]
-        for module in [layer] if part == "layer" else norms:
-            compiled: Any = torch.compile(module.forward, backend=counter, dynamic=True)
-            module.forward = compiled
-    with torch._dynamo.config.patch(recompile_limit=256):  # else dynamo gives up after 8, and runs without
-        yield
-
-
-def compiled(part: str, name: str, count: int) -> None:
-    """Print how many graphs dynamo has made while the micro-batches of each kind ran."""
-    table = [(f"{part}, {name}", "graphs", f"after {WARM_UP} micro-batches", "breaks", "failure")]
-    for kind, (shapes, adapters) in KINDS.items():
-        backend, counter = _backend(), CompileCounterWithBackend(name)
-        graphs: list[int] = []
-        failure = ""
-        with _compiled(backend, part, counter):
-            for seed in range(count):
-                try:
-                    _run(backend, _batch(shapes, adapters, seed))
-                except Exception as error:
-                    failure = type(error).__name__
-                    break
-                graphs.append(counter.frame_count)
-        late = counter.frame_count - graphs[min(WARM_UP, len(graphs)) - 1] if graphs else 0
-        breaks = sum(counters["graph_break"].values())
-        ran = f"{len(graphs)} of {count}, {kind}"
-        table.append((ran, str(counter.frame_count), str(late), str(breaks), failure))
-    print(aligned(table))
-
-
-PARTS: dict[str, Callable[[str, int], None]] = {
-    "layer": lambda name, count: compiled("layer", name, count),
-    "norms": lambda name, count: compiled("norms", name, count),
-}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.capture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("capture", __doc__)
     parser.add_argument("--micro-batches", type=int, default=30, help="of each kind (default: 30)")
-    parser.add_argument("--compile", nargs="*", choices=PARTS, default=[], help="compile these, and count graphs")
-    parser.add_argument(
-        "--backend", choices=("eager", "inductor"), default="eager", help="of torch.compile (default: eager)"
-    )
     options = parser.parse_args()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     traced(options.micro_batches)
-    for part in options.compile:
-        print()
-        PARTS[part](options.backend, options.micro_batches)
 
 
 if __name__ == "__main__":

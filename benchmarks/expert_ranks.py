@@ -10,7 +10,6 @@ these bits (`trainer.keep_quantized`).
 
 from __future__ import annotations
 
-import argparse
 import functools
 import multiprocessing
 import os
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks import program
 from benchmarks.processes import peak_resident_mb
 from skyrl.base.types.weights import LoraSpec
 from skyrl.runtime.processes.ports import free_port
@@ -184,7 +184,7 @@ def make_model(path: Path, options: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.parser("expert_ranks", __doc__)
     for name, default in (
         ("ranks", 2),
         ("layers", 8),

@@ -3,11 +3,6 @@ latency at 64, 512 and 2,048 in flight, and what is added to an upstream that ta
 
 Usage: python -m benchmarks.flat [/path/to/other/checkout ...] [--in-flight 64 512 2048] [--rounds 7] [--seconds 3]
        [--out FILE]
-       python -m benchmarks.flat --counters [--in-flight 64 512 2048] [--out FILE]
-
-`--counters` counts instead: what a sample costs in instructions, misses of simulated caches, system calls and so on
-(`benchmarks.counters`). It takes some ten minutes, most of them in the simulation, which always has 64 and 256 samples
-in flight; and it also serves on a busy machine.
 
 All servers run at once, in front of one null upstream, and get their loads in turns, so a machine that becomes slower
 slows all cells. Each window begins and ends in the steady state, when a multiple of the samples in flight has ended
@@ -19,16 +14,14 @@ which other programs took more than 0.3 cores are left out where enough others a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import counters, machine
+from benchmarks import machine, program
 from benchmarks.rows_forwarding import DELAY_MS, errors
 from benchmarks.stage import NullUpstream, Stage, gateway
 from benchmarks.table import aligned, number
@@ -108,31 +101,15 @@ def text(lines: Mapping[tuple[str, int], Mapping[str, float]]) -> str:
     return aligned([header, *rows])
 
 
-def write(out: Path | None, found: Mapping[str, Any]) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1) + "\n")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.flat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("flat", __doc__)
     parser.add_argument("others", nargs="*", type=Path, help="checkouts of other commits")
     parser.add_argument("--in-flight", nargs="+", type=int, default=IN_FLIGHT, metavar="N")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--counters", action="store_true", help="count instead of measuring time")
     options = parser.parse_args()
     facts = machine.facts()
-    if options.counters:
-        if options.others:
-            parser.error("--counters counts this checkout alone")
-        found = counters.count(options.in_flight)
-        print(counters.text(found))
-        write(options.out, {"facts": facts, "of a sample": found})
-        return
     with NullUpstream() as upstream, contextlib.ExitStack() as running:
         servers: dict[str, DemoServer] = {}
         for name, checkout in (("here", Path.cwd()), *((str(each), each) for each in options.others)):
@@ -148,7 +125,8 @@ def main() -> None:
     for name, value in added.items():
         print(f"{name}: p50 added at {DELAYED_IN_FLIGHT} in flight, upstream {DELAY_MS} ms: {value:.1f} ms")
     table = [{"server": name, "in_flight": at} | of for (name, at), of in lines.items()]
-    write(options.out, {"facts": facts, "lines": table, "added_p50_ms": added, "raw": stage.raw})
+    if options.out is not None:
+        program.write(options.out, {"facts": facts, "lines": table, "added_p50_ms": added, "raw": stage.raw})
     if any(of["errors"] for of in lines.values()):
         raise SystemExit(1)
 

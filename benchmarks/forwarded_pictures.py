@@ -70,8 +70,8 @@ def _forwarded(checkout: Path, url: str, samples: int, size: int) -> dict[str, f
 async def _forward(url: str, samples: int, size: int) -> None:
     from skyrl.base.types.weights import BaseWeights
     from skyrl.base.wire.sample_request import Distribution
+    from skyrl.http.client import HttpClient
     from skyrl.sampling.client import ForwardingClient
-    from skyrl.sampling.http import HttpTransport
     from skyrl.sampling.job import PackedPrompt, SampleJob
     from skyrl.sampling.servers import FixedEndpoint
 
@@ -89,7 +89,7 @@ async def _forward(url: str, samples: int, size: int) -> None:
         options["pictures"] = Files()
         more["pictures"] = Pictures("tenant", IMAGE, (PlacedPicture(0, PICTURE_TOKENS, "digest", "jpeg"),))
     client = ForwardingClient(
-        HttpTransport(), FixedEndpoint(url), None, api_key=None, deadline_s=60, **options  # type: ignore[arg-type]
+        HttpClient(), FixedEndpoint(url), None, api_key=None, deadline_s=60, **options  # type: ignore[arg-type]
     )  # fmt: skip
     job = SampleJob(
         request_id="r",

@@ -8,7 +8,6 @@ ranks do not make smaller.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from contextlib import closing
@@ -18,10 +17,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from benchmarks import program
+from benchmarks.models import make_deep
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import LoraRank
 from skyrl.trainer.ranks.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
@@ -64,7 +65,7 @@ def measure(path: str, ranks: int, tokens: int) -> Measured:
     }
     config = load_config({"base_model": path, "backend_config": settings})
     group = LocalRanks(ranks, rank_settings(config), MeasuredRank)
-    with closing(ShardedBackend(config, group)) as backend:
+    with closing(LoraBackend(config, group)) as backend:
         backend.create_model("m", LoraSpec(rank=8, alpha=32.0, seed=0))
         _run(backend, SHORT)
         before = group.call("reset_peak")
@@ -77,7 +78,7 @@ def measure(path: str, ranks: int, tokens: int) -> Measured:
     return Measured(above, cpu_s, wall_s, logprobs)
 
 
-def _run(backend: ShardedBackend, tokens: int) -> np.ndarray:
+def _run(backend: LoraBackend, tokens: int) -> np.ndarray:
     text = np.random.default_rng(tokens).integers(0, VOCABULARY, tokens + 1)
     datum = Datum(text[:-1], {"target_tokens": text[1:]})
     (outcome,) = backend.run([TrainingPass("m", [datum], "cross_entropy", {})])
@@ -86,31 +87,8 @@ def _run(backend: ShardedBackend, tokens: int) -> np.ndarray:
     return outcome.logprobs[0]
 
 
-def make_model(directory: Path, *, layers: int, hidden: int, context: int) -> str:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 128),
-        head_dim=64,
-        max_position_embeddings=context,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return str(directory)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.long_ranks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("long_ranks", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 32_768])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=2)
@@ -118,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     print("tokens | ranks | peak above the base, MB | of one rank | CPU s of a rank | wall s | largest difference")
     with tempfile.TemporaryDirectory() as directory:
-        path = make_model(Path(directory), layers=options.layers, hidden=options.hidden, context=max(options.tokens))
+        path = make_deep(Path(directory), options.layers, options.hidden, VOCABULARY, max(options.tokens))
         for tokens in options.tokens:
             one = measure(path, 1, tokens)
             for ranks, found in ((1, one), (options.ranks, measure(path, options.ranks, tokens))):

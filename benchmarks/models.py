@@ -17,6 +17,13 @@ def make_small(directory: Path, layers: int) -> str:
     return _make(directory, layers, 256, head_dim=16, max_position_embeddings=4096, **sizes)
 
 
+def make_deep(directory: Path, layers: int, hidden: int, vocabulary: int, context: int) -> str:
+    """Qwen3's layers with heads of 64, for sequences of `context` tokens. Returns the path."""
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": max(1, hidden // 128), "head_dim": 64}
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "max_position_embeddings": context}
+    return _make(directory, layers, vocabulary, **heads, **sizes)
+
+
 def make_quarter(directory: Path) -> str:
     """A quarter of the layers (7), and a vocabulary of 32,768: 144 million parameters. Returns the path."""
     return _make(directory, 7, 32_768)

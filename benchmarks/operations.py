@@ -11,8 +11,6 @@ micro-batch. The PEFT loop trains one tenant at a time, so its counts are those 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +23,7 @@ from unittest.mock import patch
 import torch
 from transformers.utils import logging
 
-from benchmarks import machine, trainer_ways
+from benchmarks import machine, program, trainer_ways
 from benchmarks.cuda_norms import norms_as_on_cuda
 from benchmarks.models import make_small
 from benchmarks.operation_counts import Operations, in_phase
@@ -80,7 +78,7 @@ def counting() -> Iterator[Operations]:
         ("bookkeeping", modeling_qwen3, "create_causal_mask"),
         ("backward", torch.autograd, "grad"),
         ("backward", torch.Tensor, "backward"),
-        ("optimizer", lora_backend.TorchLoraBackend, "optim_step"),
+        ("optimizer", lora_backend.LoraBackend, "optim_step"),
         ("optimizer", torch.optim.AdamW, "step"),
     ]
     with ExitStack() as stack:
@@ -150,11 +148,7 @@ def table(found: Sequence[Counts]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.operations",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("operations", __doc__)
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW", help=", ".join(names))
     parser.add_argument("--most", type=int, default=0, help="also show the most frequent operations (default: none)")
@@ -175,10 +169,7 @@ def main() -> None:
                     )
     print(table(found))
     facts = machine.facts()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    results = [vars(each) for each in found]
-    options.out.write_text(json.dumps({"facts": facts, "results": results}, indent=1) + "\n")
-    print(f"written: {options.out}")
+    program.write(options.out, {"facts": facts, "results": [vars(each) for each in found]})
 
 
 if __name__ == "__main__":

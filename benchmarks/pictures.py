@@ -10,8 +10,6 @@ no way can keep what an earlier step has made. Float32 on a CPU; the models' wei
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,14 +24,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks import machine
+from benchmarks import machine, program
 from benchmarks.models import make_seeing
 from benchmarks.table import aligned, number
 from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import AdamParams, Datum, ModelLimits, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 STEP = AdamParams(learning_rate=1e-4, eps=1e-8)
 QUESTION, ANSWER = 64, (32, 64)
@@ -97,7 +95,7 @@ def draw(limits: ModelLimits, side: int, samples: int, seed: int) -> Group:
 class Skyrl:
     """One pass for the group, or with `apart` one for each answer."""
 
-    def __init__(self, backend: TorchLoraBackend, *, apart: bool) -> None:
+    def __init__(self, backend: LoraBackend, *, apart: bool) -> None:
         """The backend has a model "m"."""
         self._backend, self._apart = backend, apart
 
@@ -179,7 +177,7 @@ def measure(
     each round; the first round does not count. `clock`: in seconds."""
     settings = {"trainer.merge_passes": False}
     config = load_config({"base_model": model, "threads": threads, "backend_config": settings})
-    together, apart = TorchLoraBackend(config), TorchLoraBackend(config)
+    together, apart = LoraBackend(config), LoraBackend(config)
     with TemporaryDirectory(prefix="skyrl-adapter-") as adapter:
         for backend in (together, apart):
             backend.create_model("m", LoraSpec(8, 32.0, 0))
@@ -227,9 +225,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pictures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("pictures", __doc__)
     parser.add_argument("--side", type=int, default=448, help="of the picture, in pixels (default: 448)")
     parser.add_argument("--samples", type=int, default=16, help="answers in the group (default: 16)")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each way (default: 5)")
@@ -250,10 +246,7 @@ def main() -> None:
             clock=CLOCKS[options.clock],
         )
     print(f"{table(found)}\n\n{', '.join(f'{key} {value}' for key, value in facts.items())}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    written = options.out / "pictures.json"
-    written.write_text(json.dumps({"facts": facts, "results": found}, indent=1) + "\n")
-    print(f"written: {written}")
+    program.write(options.out / "pictures.json", {"facts": facts, "results": found})
 
 
 if __name__ == "__main__":

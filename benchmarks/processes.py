@@ -22,19 +22,6 @@ def _cpu_of(stat: Path) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-def tree_seconds(pid: int) -> float:
-    """CPU time of a process and of its descendants, with that of children that have ended; 0 if it has ended itself."""
-    import psutil
-
-    total = 0.0
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            times = each.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return total
-
-
 def thread_seconds(pid: int) -> dict[int, float]:
     """User and system CPU time of each thread that the process has now, by thread id."""
     found: dict[int, float] = {}

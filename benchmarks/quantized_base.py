@@ -15,8 +15,8 @@ nothing of a released model.
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import program
 from benchmarks.models import make_large, make_quarter
+from benchmarks.processes import cpu_seconds, forget_peak, peak_resident_mb, resident_mb
 from skyrl.base.tiny import model_path
 
 MODELS: dict[str, Callable[[Path], str]] = {
@@ -39,16 +41,13 @@ GROUP = 64
 TEXTS, RANDOM = (4, 128), (2, 64)
 """Sequences and tokens of each: of tiny's corpus, and random ones."""
 ROWS = ("full", "8 bits, computed at loading", "8 bits", "4 bits, computed at loading", "4 bits")
-PART = "from benchmarks.quantized_base_part import main; main()"
+CALL = "import sys; from benchmarks import quantized_base; quantized_base.called(*sys.argv[1:])"
+RANK = 16
 Row = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quantized_base",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("quantized_base", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "quarter"])
     parser.add_argument("--vllm", action="store_true", help="compare vLLM's logprobs, too")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
@@ -58,7 +57,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="skyrl-quantized-") as directory:
             rows += compare(model, Path(directory), vllm=options.vllm)
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        program.write(options.out, rows)
 
 
 def compare(model: str, directory: Path, *, vllm: bool) -> list[Row]:
@@ -107,14 +106,94 @@ def _texts(model: str) -> np.ndarray[Any, Any]:
     return np.array(tokens[: sequences * length]).reshape(sequences, length)
 
 
+def quantized(path: str, release: str, bits: str, group_size: str) -> dict[str, Any]:
+    from skyrl.trainer.tools.quantize import Scheme, quantize
+
+    start = resident_mb(os.getpid())
+    written = quantize(path, Path(release), Scheme(int(bits), int(group_size)))
+    return {"files_mb": written.bytes / 1e6, "peak_mb": peak_resident_mb(os.getpid()) - start}
+
+
+def trained(path: str, texts: str, keep_quantized: str) -> dict[str, Any]:
+    """Logprobs of the texts by the base model; the base's bytes; peaks of the process above its start while it loads
+    and above what it then holds in a step; and the CPU seconds of the second of two steps. In megabytes."""
+    from skyrl.base.config.loading import load_config
+    from skyrl.base.types.weights import LoraSpec
+    from skyrl.trainer.protocol import AdamParams, Datum, PassResult, TrainingPass
+    from skyrl.trainer.quantized.weights import held_bytes
+    from skyrl.trainer.ranks.lora_backend import LoraBackend
+    from tests.local_ranks import rank_of
+
+    settings = {"trainer.keep_quantized": bool(keep_quantized), "trainer.gradient_checkpointing": True}
+    config = load_config({"base_model": path, "backend_config": settings})
+    own = os.getpid()
+    start = resident_mb(own)
+    backend = LoraBackend(config)
+    loaded = peak_resident_mb(own) - start
+    backend.create_model("m", LoraSpec(RANK, 32.0, seed=1))
+    data = [Datum(text[:-1], {"target_tokens": text[1:]}) for text in np.load(texts)]
+
+    def run(*, backward: bool) -> PassResult:
+        (outcome,) = backend.run([TrainingPass("m", data, "cross_entropy", backward=backward)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    logprobs = np.concatenate(run(backward=False).logprobs)
+    spent, peak = 0.0, 0.0
+    for _ in range(2):
+        forget_peak()
+        before, resident = cpu_seconds(own), resident_mb(own)
+        run(backward=True)
+        spent, peak = cpu_seconds(own) - before, peak_resident_mb(own) - resident
+        backend.optim_step("m", AdamParams())
+    held = held_bytes(rank_of(backend).base.packed.model.parameters())
+    return {
+        "logprobs": logprobs.tolist(),
+        "held_mb": held / 1e6,
+        "load_mb": loaded,
+        "step_mb": peak,
+        "step_cpu_s": spent,
+    }
+
+
+def sampled(path: str, texts: str) -> dict[str, Any]:
+    """vLLM's logprobs of the texts, in the dtype that a server starts it with."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM, SamplingParams
+
+    from skyrl.base.model_files import json_of
+    from skyrl.inference.model_options import has_delta_rule
+
+    config = json_of(path, "config.json")
+    dtype = "bfloat16" if "quantization_config" in config or has_delta_rule(config) else "float32"
+    tokens = np.load(texts)
+    llm = LLM(path, dtype=dtype, max_model_len=tokens.shape[1] + 1, enforce_eager=True, skip_tokenizer_init=True)
+    prompts: list[Any] = [{"prompt_token_ids": text.tolist()} for text in tokens]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+    found: list[float] = []
+    for text, answer in zip(tokens, answers, strict=True):
+        assert answer.prompt_logprobs is not None
+        for token, of_place in list(zip(text.tolist(), answer.prompt_logprobs, strict=True))[1:]:
+            assert of_place is not None
+            found.append(of_place[token].logprob)
+    return {"logprobs": found}
+
+
 def _in_process(function: str, *arguments: str) -> Row:
-    """Call a function of `quantized_base_part` in a new process; returns what it returns."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [sys.executable, "-c", PART, function, out.name, *arguments]
+    """Call a function of this module in a new process; returns what it returns."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:  # vLLM's processes write to the standard output
+        command = [sys.executable, "-c", CALL, function, out.name, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{function} of {arguments[0]} failed:\n{done.stderr[-2000:]}")
         return json.loads(Path(out.name).read_text())
+
+
+def called(function: str, file: str, *arguments: str) -> None:
+    """In the new process."""
+    made = {"quantized": quantized, "trained": trained, "sampled": sampled}[function](*arguments)
+    Path(file).write_text(json.dumps(made))
 
 
 if __name__ == "__main__":

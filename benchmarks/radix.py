@@ -1,4 +1,4 @@
-"""Lookup and insertion of the radix cache beside a naive tree, which scans children one by one and never splits.
+"""Lookup and insertion of the radix cache among few and many prompts.
 
 A row of `make bench`: `--only radix`.
 """
@@ -18,23 +18,6 @@ from skyrl.router.radix.trajectory import Sample
 SIZES = (100, 1_000, 16_000)
 LOOKUPS = 200
 ROUNDS = 5
-
-
-class NaiveTree:
-    """Texts below the first stored text that is their beginning, else below the root."""
-
-    def __init__(self) -> None:
-        self.root: tuple[str, list, list[int]] = ("", [], [])
-
-    def find(self, text: str) -> tuple[tuple[str, list, list[int]], str]:
-        node = self.root
-        while child := next((child for child in node[1] if text.startswith(child[0])), None):
-            node, text = child, text[len(child[0]) :]
-        return node, text
-
-    def insert(self, text: str, ids: list[int]) -> None:
-        node, rest = self.find(text)
-        node[1].append((rest, [], ids))
 
 
 def _encode(text: str) -> list[int]:
@@ -58,35 +41,28 @@ def measure(count: int) -> dict[str, float]:
     prompts = ["Question: " + "".join(source.choices("abcdefgh ", k=200)) for _ in range(count)]
     ids = list(range(100))
     span = Sample("".join(source.choices("xyz", k=100)), ids, [-1.0] * 100, [(at, at) for at in range(1, 101)])
-    cache, naive = RadixCache(_encode, max_bytes=2**40), NaiveTree()
+    cache = RadixCache(_encode, max_bytes=2**40)
     began = time.perf_counter()
     for prompt in prompts:
         cache.store(cache.prompt(prompt), span, "0")
     inserted = time.perf_counter()
-    for prompt in prompts:
-        naive.insert(prompt + span.text, ids)
-    naive_inserted = time.perf_counter()
     asked = [prompt + span.text + " more" for prompt in source.choices(prompts, k=LOOKUPS)]
     return {
         "prompts": count,
         "lookup_us": _microseconds(cache.prompt, asked),
-        "naive_lookup_us": _microseconds(naive.find, asked),
         "insert_us": (inserted - began) / count * 1e6,
-        "naive_insert_us": (naive_inserted - inserted) / count * 1e6,
         "bytes_per_prompt": cache.bytes / count,
     }
 
 
 def compare(stage: Stage) -> list[Row]:
-    """ "direct" is the naive tree, except in the last row."""
     results = [measure(count) for count in SIZES]
     stage.raw += [{"row": "radix", "path": "radix"} | result for result in results]
     rows: list[Row] = []
     for result in results:
-        note = f"insertion {result['insert_us']:.0f} µs, naive {result['naive_insert_us']:.0f} µs; "
-        note += f"{result['bytes_per_prompt'] / 1e3:.1f} kB per prompt"
-        what = f"lookup among {result['prompts']:,.0f} prompts (direct: naive tree)"
-        rows.append(Row("radix", what, "µs", result["lookup_us"], None, result["naive_lookup_us"], note=note))
+        note = f"insertion {result['insert_us']:.0f} µs; {result['bytes_per_prompt'] / 1e3:.1f} kB per prompt"
+        what = f"lookup among {result['prompts']:,.0f} prompts"
+        rows.append(Row("radix", what, "µs", result["lookup_us"], note=note))
     growth = results[-1]["lookup_us"] / results[0]["lookup_us"]
     what = f"lookup among {SIZES[-1]:,} prompts over lookup among {SIZES[0]}"
     return [*rows, Row("radix", what, "", growth, Target(1.5))]

@@ -18,7 +18,6 @@ Knows the SDK and the processes of a server. Fetches no model: DIRECTORY is one 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
@@ -32,7 +31,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from benchmarks import machine
+from benchmarks import machine, program
 from benchmarks.processes import computing_of, forget_peak_of, peak_resident_mb, pss_mb, resident_mb
 from benchmarks.table import aligned, number
 from skyrl.base.config.loading import load_config
@@ -255,11 +254,7 @@ def run(options: argparse.Namespace, stack: ExitStack) -> list[Measured]:
 
 def main() -> None:
     names = list(cases(1, 1))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.real_memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("real_memory", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory of a model")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=32)
@@ -270,11 +265,9 @@ def main() -> None:
     with ExitStack() as stack:
         rows = run(options, stack)
     print("\n" + table(rows))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {"context": options.context, "rank": options.rank, "cores": os.cpu_count()}
-    written = {"facts": machine.facts(), "settings": settings, "rows": [asdict(row) for row in rows]}
-    options.out.write_text(json.dumps(written, indent=1) + "\n")
-    print(f"written: {options.out}")
+    found = {"facts": machine.facts(), "settings": settings, "rows": [asdict(row) for row in rows]}
+    program.write(options.out, found)
 
 
 if __name__ == "__main__":

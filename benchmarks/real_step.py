@@ -34,6 +34,7 @@ from typing import Any
 import tinker
 from tinker import types
 
+from benchmarks import program
 from benchmarks.processes import computing_of, cpu_seconds
 from benchmarks.sums import questions, reward
 from benchmarks.table import Row, Target, text_table
@@ -176,7 +177,7 @@ def _taken_out(commit: str, directory: Path) -> Path:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_step", description=__doc__)
+    parser = program.parser("real_step", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory of a model with a chat template")
     parser.add_argument("--against", metavar="COMMIT", help="take turns with a server of this commit")
     parser.add_argument("--trl", type=Path, metavar="PYTHON", help="of an environment with trl")
@@ -261,11 +262,9 @@ def main() -> None:
         trl = Trl(options, stack) if options.trl else None
         found, of_trl = _measured(sides, trl, options)
     print("\n" + text_table(_rows(found, of_trl)))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     raw = {name: [[asdict(step) for step in run] for run in runs] for name, runs in found.items()}
     settings = {name: value for name, value in vars(options).items() if name not in ("model", "out", "trl")}
-    options.out.write_text(json.dumps({"settings": settings, "steps": raw, "trl": of_trl}, indent=1) + "\n")
-    print(f"written: {options.out}")
+    program.write(options.out, {"settings": settings, "steps": raw, "trl": of_trl})
 
 
 if __name__ == "__main__":

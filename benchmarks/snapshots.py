@@ -22,7 +22,7 @@ from skyrl.engine.snapshots import Snapshots
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 RANKS = (8, 32)
 REPEATS = 20
@@ -34,7 +34,7 @@ def snapshots(stage: Stage) -> list[Row]:
         config = load_config({"state_dir": Path(state_dir), "base_model": str(model_path())})
         with contextlib.closing(Database(config.database)) as database:
             migrate(database)
-            backend = TorchLoraBackend(config)
+            backend = LoraBackend(config)
             taking = Snapshots(config, database, backend)
             for rank in RANKS:
                 spent, size = _take(f"rank-{rank}", rank, repeats, backend, taking)
@@ -44,9 +44,7 @@ def snapshots(stage: Stage) -> list[Row]:
     return rows
 
 
-def _take(
-    model_id: str, rank: int, repeats: int, backend: TorchLoraBackend, taking: Snapshots
-) -> tuple[list[float], int]:
+def _take(model_id: str, rank: int, repeats: int, backend: LoraBackend, taking: Snapshots) -> tuple[list[float], int]:
     """The milliseconds of each snapshot, and the bytes of one, with weights, moments and a pending gradient."""
     tokens = np.arange(9)
     some_pass = TrainingPass(model_id, [Datum(tokens[:-1], {"target_tokens": tokens[1:]})], "cross_entropy")

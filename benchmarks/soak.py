@@ -1,62 +1,43 @@
-"""A long steady load that shows whether memory grows, answers slow down or samples get lost. Prints the verdicts;
-writes soak.json and soak.html.
+"""A long steady load that shows whether memory grows, answers slow down or samples get lost. Prints the verdicts, and
+writes soak.json with all points.
 
 Usage: python -m benchmarks.soak [--minutes 30] [--rate 500] [--delay-ms 200] [--retention-s 120] [--out DIRECTORY]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import html
-import io
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import uvloop
-from matplotlib import pyplot
-from matplotlib.figure import Figure
 
-from benchmarks import machine
+from benchmarks import machine, program
 from benchmarks.open_loop import OpenLoop
 from benchmarks.processes import cpu_seconds, disk_bytes, open_files, parts_of, resident_mb, threads
 from benchmarks.samples import LoadSpec
-from benchmarks.series import drift, quantile, without_nan
+from benchmarks.series import drift, quantile
 from benchmarks.stage import NullUpstream, gateway
-from benchmarks.table import COLUMNS, Row, Target, text_table
+from benchmarks.table import Row, Target, text_table
 from skyrl.cli.demo.server import DemoServer
 
-matplotlib.use("Agg")
 EVERY_S = 10.0
 READ_AGAIN_AT = 0.8
 """Results are read again after this part of their retention."""
 SETTLED = 1 / 3
 """After this part of the run caches and pools are full, and old results are swept. Drift is computed from the rest."""
-PLOTTED = {
-    "samples_per_s": "samples/s",
-    "p50_ms": "p50, ms",
-    "p99_ms": "p99, ms",
-    "rss_mb": "RSS of the API, MB",
-    "cores": "CPU of the API, cores",
-    "disk_mb": "state on disk, MB",
-    "open_files": "open files",
-    "threads": "threads",
+FLAT = {
+    "p50_ms": ("p50, ms", 10),
+    "p99_ms": ("p99, ms", 50),
+    "rss_mb": ("RSS of the API, MB", 10),
+    "disk_mb": ("state on disk, MB", 25),
+    "open_files": ("open files", 10),
+    "threads": ("threads", 25),
 }
-FLAT = {"rss_mb": 10, "p50_ms": 10, "p99_ms": 50, "open_files": 10, "threads": 25, "disk_mb": 25}
-"""The allowed drift of each series in percent."""
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
-table { border-collapse: collapse; width: 100% } td, th { padding: .3rem .6rem; text-align: right }
-td:first-child, th:first-child { text-align: left } tr { border-top: 1px solid #dde3ea }
-.yes { color: #22763b } .no { color: #b3261e; font-weight: 600 }
-small { color: #5b6875 } svg { max-width: 100%; height: auto }
-"""
-
+"""What each series is, and its allowed drift in percent."""
 Point = dict[str, float]
 
 
@@ -109,56 +90,12 @@ def verdicts(points: Sequence[Point], totals: dict[str, Any]) -> list[Row]:
     ]
     settled = list(points)[int(len(points) * SETTLED) :]
     times = [point["second"] for point in settled]
-    for key, bound in FLAT.items():
+    for key, (what, bound) in FLAT.items():
         values = [point[key] for point in settled]
         note = f"{quantile(values, 0):.4g} to {quantile(values, 1):.4g}, median {quantile(values, 0.5):.4g}"
         percent = drift(times, values) * 100
-        rows.append(Row("soak", f"drift of {PLOTTED[key]}", "%", percent, Target(bound), note=note))
+        rows.append(Row("soak", f"drift of {what}", "%", percent, Target(bound), note=note))
     return rows
-
-
-def inline_svg(figure: Figure) -> str:
-    """The figure as an SVG element for an HTML page. Closes the figure."""
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "skyrl"}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    pyplot.close(figure)
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
-
-
-def plots(points: Sequence[Point]) -> str:
-    figure, axes = pyplot.subplots(4, 2, figsize=(10, 10), layout="constrained", sharex=True)
-    minutes = [point["second"] / 60 for point in points]
-    for axis, (key, label) in zip(axes.flat, PLOTTED.items(), strict=True):
-        values = [point[key] for point in points]
-        axis.plot(minutes, values, color="#2364aa")
-        axis.set(title=label, ylim=(0, 1.15 * max([1e-9, *values])))
-        axis.grid(alpha=0.3)
-    for axis in axes[-1]:
-        axis.set_xlabel("minutes")
-    return inline_svg(figure)
-
-
-def rows_table(rows: Sequence[Row]) -> str:
-    lines = ["<table><tr>" + "".join(f"<th>{header}</th>" for header in COLUMNS) + "</tr>"]
-    for row in rows:
-        cells = [html.escape(cell) for cell in row.cells()]
-        if row.note:
-            cells[0] += f"<br><small>{html.escape(row.note)}</small>"
-        kind = {True: "yes", False: "no", None: ""}[row.met]
-        inner = "".join(f"<td>{cell}</td>" for cell in cells[:-1])
-        lines.append(f'<tr>{inner}<td class="{kind}">{cells[-1]}</td></tr>')
-    return "\n".join([*lines, "</table>"])
-
-
-def page(facts: dict[str, Any], rows: Sequence[Row], points: Sequence[Point]) -> str:
-    """A complete HTML page that loads nothing."""
-    said = " · ".join(f"{key}: {html.escape(str(value))}" for key, value in facts.items())
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Soak</title><style>{STYLE}</style></head>'
-        f"<body><h1>Soak</h1>\n<p><small>{said}</small></p>\n{rows_table(rows)}\n{plots(points)}\n</body></html>\n"
-    )
 
 
 async def soak(
@@ -173,9 +110,7 @@ async def soak(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rate", type=float, default=500, help="samples per second")
     parser.add_argument("--delay-ms", type=float, default=200, help="delay of the null upstream's answers")
@@ -188,11 +123,9 @@ def main() -> None:
         points, totals = uvloop.run(soak(server, options.rate, options.minutes * 60, options.retention_s))
     rows = verdicts(points, totals)
     print("\n" + text_table(rows))
-    options.out.mkdir(parents=True, exist_ok=True)
     table = [asdict(row) | {"met": row.met} for row in rows]
     results = {"facts": facts, "rows": table, "totals": totals, "points": points}
-    (options.out / "soak.json").write_text(json.dumps(without_nan(results), indent=1) + "\n")
-    (options.out / "soak.html").write_text(page(facts, rows, points))
+    program.write(options.out / "soak.json", results)
     if not all(row.met for row in rows):
         raise SystemExit(1)
 

@@ -26,15 +26,12 @@ from skyrl.runtime.processes.supervision import dies_with_parent
 
 
 class NullUpstream:
-    """The null upstream as a process, which `with` starts and ends. `module`: another program of the same kind."""
-
-    def __init__(self, module: str = "benchmarks.null_upstream") -> None:
-        self._module = module
+    """The null upstream as a process, which `with` starts and ends."""
 
     def __enter__(self) -> NullUpstream:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", self._module, str(port)]
+        command = [sys.executable, "-m", "benchmarks.null_upstream", str(port)]
         self._process = subprocess.Popen(dies_with_parent(command))
         self.pid = self._process.pid
         wait_ready(self.url)
@@ -51,10 +48,6 @@ class NullUpstream:
             yield
         finally:
             self.control("delay_ms=0&release")
-
-    def kill(self) -> None:
-        """End it at once, as if its machine had lost its power."""
-        self._process.kill()
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()

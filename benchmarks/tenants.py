@@ -22,10 +22,8 @@ account: the shortest time of any schedule of two such chains (`benchmarks.best_
 the measured wall time. `greedy_s` is the time of the schedule in which each loop runs whenever it can. They are left
 out with more than two tenants.
 
-A line for each run says where its time went: the shares of the wall time in which the busiest threads of trainer and
-vLLM want a core, and in which so many of all working threads do. While no thread wants a core, all wait for timers,
-polls or the disk. While exactly one does, both loops depend on it, and a core is idle. `foreign` is what other programs
-took; with more than a tenth of a core the wall times say little.
+A line for each run says where its CPU seconds went (for wall time see `benchmarks.timeline`). `foreign` is what other
+programs took; with more than a tenth of a core the wall times say little.
 """
 
 from __future__ import annotations
@@ -35,19 +33,17 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks import best_schedule
+from benchmarks import best_schedule, program
 from benchmarks.machine import facts
 from benchmarks.processes import busy_seconds, cpu_seconds, processes_of, thread_seconds
 from skyrl.cli.demo.rl import Settings
@@ -61,84 +57,19 @@ TWO = ("A", "B")
 CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
 """As in the demo: vLLM pads every adapter to the maximal rank."""
 COMPUTING = ("trainer", "vllm")
-WORKING_S = 0.02
-"""A thread that has used so much CPU time in the run before is watched in the next."""
-LOOK_EVERY_S = 0.02
-MANY = 3
-"""So many threads, or more, are counted together."""
-
-Thread = tuple[int, int]
-"""Process id and thread id."""
-
-
-def wants_core(stat: str) -> bool:
-    """Whether a thread runs or waits for a core, from the text of its `/proc/PID/task/TID/stat`."""
-    return stat.rsplit(")", 1)[1].split()[0] == "R"
-
-
-def shares(looks: Collection[str]) -> dict[str, float]:
-    """What each look saw, as a share of all looks."""
-    return {seen: count / len(looks) for seen, count in sorted(Counter(looks).items())}
-
-
-class Gaps:
-    """Looks at the threads every 20 ms, in a thread of its own, between `with` and its end. `named` threads are told
-    apart; of these and `others` together only the number that wants a core is counted. A thread that has ended wants
-    none."""
-
-    def __init__(self, named: Mapping[str, Thread], others: Collection[Thread] = ()) -> None:
-        self._named = {name: _stat_of(thread) for name, thread in named.items()}
-        self._others = [_stat_of(thread) for thread in set(others) - set(named.values())]
-        self._names: list[str] = []
-        self._numbers: list[str] = []
-        self._end = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="gaps", daemon=True)
-
-    def __enter__(self) -> Gaps:
-        self._watcher.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._watcher.join()
-
-    def _watch(self) -> None:
-        while not self._end.wait(LOOK_EVERY_S):
-            wanting = [name for name, stat in self._named.items() if _wants_core(stat)]
-            number = len(wanting) + sum(map(_wants_core, self._others))
-            self._names.append("+".join(wanting) or "none")
-            self._numbers.append(str(number) if number < MANY else f"{MANY}+")
-
-    def shares(self) -> tuple[dict[str, float], dict[str, float]]:
-        """By the names of the threads that wanted a core ("none" if none did), and by the number of threads."""
-        return shares(self._names), shares(self._numbers)
-
-
-def _stat_of(thread: Thread) -> Path:
-    process, number = thread
-    return Path(f"/proc/{process}/task/{number}/stat")
-
-
-def _wants_core(stat: Path) -> bool:
-    try:
-        return wants_core(stat.read_text())
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @dataclass(frozen=True)
 class Spent:
     """One run. Seconds: its wall time, the CPU time of each part, and that of the busiest thread of each part.
-    `idle_s` is the time of all cores without work, `foreign_s` the CPU time of other programs. `wanted` and `wanting`:
-    the shares of `Gaps.shares`. `sample_s` and `train_s`: the times of each step, if one tenant ran alone."""
+    `idle_s` is the time of all cores without work, `foreign_s` the CPU time of other programs. `sample_s` and
+    `train_s`: the times of each step, if one tenant ran alone."""
 
     wall_s: float
     cpu_s: Mapping[str, float]
     busiest_thread_s: Mapping[str, float]
     idle_s: float = 0.0
     foreign_s: float = 0.0
-    wanted: Mapping[str, float] = field(default_factory=dict[str, float])
-    wanting: Mapping[str, float] = field(default_factory=dict[str, float])
     sample_s: Sequence[float] = ()
     train_s: Sequence[float] = ()
 
@@ -200,10 +131,6 @@ class Scene:
         for tenant in self._tenants.values():
             tenant.wait_up()
         self._pids = self._parts()
-        self._busiest: dict[str, tuple[int, int]] = {}
-        """The process and the thread of trainer and vLLM that worked most in the run before."""
-        self._working: list[tuple[int, int]] = []
-        """The threads that worked in the run before."""
         self.run(names, Settings(steps=2))  # first steps take longer
 
     def _parts(self) -> dict[str, list[int]]:
@@ -227,23 +154,19 @@ class Scene:
         began = time.perf_counter()
         for tenant in tenants:
             tenant.start(self._server.url, self._base_model[tenant.name], settings)
-        with Gaps(self._busiest, self._working) as gaps, ThreadPoolExecutor(len(tenants)) as pool:
+        with ThreadPoolExecutor(len(tenants)) as pool:
             list(pool.map(lambda tenant, run: tenant.follow(run, lambda: None), tenants, runs))
         wall = time.perf_counter() - began
         used = {part: after - before[part] for part, after in self._cpu().items()}
         busy = busy_seconds() - busy
-        threads = {
-            part: {thread: seconds - threads_before[part].get(thread, 0.0) for thread, seconds in after.items()}
+        busiest = {
+            part: max(seconds - threads_before[part].get(thread, 0.0) for thread, seconds in after.items())
             for part, after in self._threads().items()
         }
-        busiest = {part: max(seconds.values()) for part, seconds in threads.items()}
-        self._busiest = {part: max(threads[part], key=threads[part].__getitem__) for part in COMPUTING}
-        ours = {part: seconds for part, seconds in threads.items() if part != "others"}
-        self._working = [thread for part in ours.values() for thread, seconds in part.items() if seconds >= WORKING_S]
         idle = (os.cpu_count() or CORES) * wall - busy
         foreign = max(0.0, busy - sum(used.values()))
         steps = (runs[0].sample_s, runs[0].train_s) if len(runs) == 1 else ()
-        return Spent(wall, used, busiest, idle, foreign, *gaps.shares(), *steps)
+        return Spent(wall, used, busiest, idle, foreign, *steps)
 
     def _cpu(self) -> dict[str, float]:
         return {part: sum(cpu_seconds(pid) for pid in pids) for part, pids in self._pids.items()}
@@ -278,12 +201,9 @@ def measure(names: Sequence[str], rounds: int, settings: Settings, *, own_models
 def line(names: Sequence[str], run: Spent) -> str:
     cpu = ", ".join(f"{part} {seconds:.2f}" for part, seconds in run.cpu_s.items())
     threads = ", ".join(f"{part} {run.busiest_thread_s[part]:.2f}" for part in COMPUTING)
-    wanted = ", ".join(f"{who} {share:.0%}" for who, share in run.wanted.items())
-    wanting = ", ".join(f"{number} {share:.0%}" for number, share in run.wanting.items())
     return (
         f"{' beside '.join(names):10} {run.wall_s:6.2f} s; CPU s: {cpu}; busiest thread: {threads}; "
-        f"cores idle {run.idle_s / run.wall_s:.2f}, foreign {run.foreign_s / run.wall_s:.2f}\n"
-        f"{'':10} want a core: {wanted}; threads that want one: {wanting}"
+        f"cores idle {run.idle_s / run.wall_s:.2f}, foreign {run.foreign_s / run.wall_s:.2f}"
     )
 
 
@@ -305,7 +225,7 @@ def main() -> None:
     print(", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
     result = {"facts": machine, "settings": asdict(Settings(steps=options.steps)), "medians": figures, "rounds": found}
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        program.write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ intervals are longer, most of all those that compute.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections import defaultdict
@@ -26,6 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import program
 from benchmarks.collector import Collector, Span
 from benchmarks.table import aligned
 from benchmarks.tenants import TWO, Scene, line
@@ -116,9 +116,7 @@ def text(tenants: Sequence[Sequence[Interval]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.timeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("timeline", __doc__)
     parser.add_argument("--steps", type=int, default=12, help="steps of each tenant")
     parser.add_argument("--print", type=int, default=0, metavar="N", help="print the first N intervals of each tenant")
     options = parser.parse_args()

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
+from benchmarks import machine, program
 from benchmarks.models import make_hybrid, make_large, make_large_hybrid, make_long_tiny, make_quarter
-from benchmarks.series import without_nan
 from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import computed_flops, model_flops, peak_flops
 from benchmarks.trainer_process import Step, WayProcess
@@ -156,9 +155,7 @@ def _gap(value: float | None) -> str:
 
 def _arguments() -> argparse.Namespace:
     names = list(dict.fromkeys(row.name for row in (*FULL, *LONG, *EVEN, *SMALL)))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("trainer", __doc__)
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=["tiny"], metavar="MODEL", help=", ".join(MODELS)
     )
@@ -194,10 +191,7 @@ def main() -> None:
                 by_model.setdefault(name, []).extend(found)
                 print(table({name: found}), flush=True)
     print(f"\n{table(by_model)}\n\n{', '.join(f'{key} {value}' for key, value in facts.items())}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    written = options.out / "trainer.json"
-    written.write_text(json.dumps(without_nan({"facts": facts, "results": by_model}), indent=1) + "\n")
-    print(f"written: {written}")
+    program.write(options.out / "trainer.json", {"facts": facts, "results": by_model})
 
 
 if __name__ == "__main__":

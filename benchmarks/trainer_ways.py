@@ -24,7 +24,7 @@ from skyrl.trainer.lora.adapter import Adapter, Target
 from skyrl.trainer.model.packed_model import ATTENTION, MLP, UNEMBED
 from skyrl.trainer.passes import pass_run
 from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 STEP = AdamParams(learning_rate=1e-4, eps=1e-8)
 ALPHA = 32.0
@@ -80,7 +80,7 @@ class SkyrlWay:
             pass_run.SAVED_ON_CPU = pass_run.SAVED_ON_CUDA = sys.maxsize  # this process is the way's alone
         settings = {"trainer.merge_passes": merge, "trainer.micro_batch_tokens": BUDGET, **(config or {})}
         loaded = load_config({"base_model": model, "threads": threads, "backend_config": settings})
-        self._backend = TorchLoraBackend(loaded)
+        self._backend = LoraBackend(loaded)
         self._merge = merge
 
     def start(self, passes: Sequence[TenantPass]) -> None:

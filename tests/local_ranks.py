@@ -63,6 +63,11 @@ class _Process:
         self.connection.close()
 
 
+def rank_of(backend: Any) -> Any:
+    """The rank of a backend on this process's device."""
+    return backend.group.rank
+
+
 class LocalRanks:
     """A RankGroup. `pids` are the processes of its ranks."""
 

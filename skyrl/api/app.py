@@ -1,27 +1,25 @@
 """The application: all routes behind the HTTP table and its hooks, and their OpenAPI document.
 
-Every HTTP request goes through the HTTP table and its hooks, on every route. A POST to a path without parameters goes
-straight to its handler: FastAPI's routing, dependencies and middleware cost several times what the handlers of a
-sample do themselves. All other requests go on to FastAPI, which finds the handler and reads the parameters, or answers
-that there is no such path.
+Every HTTP request goes through the HTTP table and its hooks, on every route. A request to a route without parameters
+goes straight to its handler: FastAPI's routing, dependencies and middleware cost several times what the handlers of a
+sample do themselves. FastAPI finds all other routes and reads their parameters, or answers that there is no such path.
 
 The document is FastAPI's, completed with each route's body (a msgspec struct), the shape of every refusal, and
 whether the route needs an API key."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.openapi.utils import get_openapi
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import compile_path
-from starlette.types import Receive, Scope, Send
+from fastapi.routing import APIRoute
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl import __version__
 from skyrl.api.bodies import BodyReader, bounds
@@ -41,7 +39,7 @@ from skyrl.api.routes.sampling import sampling_routes
 from skyrl.api.routes.sessions import search_routes, session_routes
 from skyrl.api.routes.training import training_routes
 from skyrl.api.routes.weights import weight_routes
-from skyrl.api.routing import Routes
+from skyrl.api.routing import Routes, declared_at
 from skyrl.api.services import Services
 from skyrl.api.ui.page import page_routes
 from skyrl.base.wire.training import PROTOBUF
@@ -95,34 +93,59 @@ def describe(app: FastAPI, declared: Sequence[Route]) -> dict[str, Any]:
     return document
 
 
+class Framework(FastAPI):
+    """FastAPI with all routes, for those that have parameters, and for `/openapi.json`."""
+
+    def __init__(self, resources: Sequence[Routes]) -> None:
+        super().__init__(
+            title="skyrl",
+            version=__version__,
+            description="A self-hosted server for the Tinker API",
+            docs_url=None,  # FastAPI's pages load scripts from other servers; /openapi.json stays
+            redoc_url=None,
+        )
+        for routes in resources:
+            routes.add_to(self)
+        self._declared = [route for routes in resources for route in routes.declared]
+        self._of_routes = [
+            (route, AsyncExitStackMiddleware(route.app), declared_at(route.endpoint))
+            for route in self.routes
+            if isinstance(route, APIRoute)
+        ]
+
+    def find(self, scope: Scope) -> tuple[Route | None, ASGIApp]:
+        """The first declared route whose method and path fit, and what reads its parameters and runs it. Without such a
+        route, what answers in its place: `/openapi.json`, 404, 405, or the redirect of a last slash."""
+        scope["app"] = self
+        for route, run, declared in self._of_routes:
+            match, of_route = route.matches(scope)
+            if match is Match.FULL:
+                scope.update(of_route)
+                return declared, run
+        return None, self.router
+
+    def openapi(self) -> dict[str, Any]:
+        """The document of `/openapi.json`, made at the first call."""
+        if self.openapi_schema is None:
+            self.openapi_schema = describe(self, self._declared)
+        return self.openapi_schema
+
+
 class HttpTable:
     """An ASGI application. Each of `hooks` begins before the route, in their order; no request skips a hook."""
 
-    def __init__(
-        self,
-        make_framework: Callable[[], FastAPI],
-        routes: Iterable[Route],
-        hooks: Sequence[Hook],
-        errors: ErrorAnswers,
-    ) -> None:
-        self._make_framework = make_framework
-        self.routes = (*routes,)
+    def __init__(self, resources: Sequence[Routes], hooks: Sequence[Hook], errors: ErrorAnswers) -> None:
+        self._resources = resources
+        self.routes = tuple(route for routes in resources for route in routes.declared)
         self.hooks = (*hooks,)
         self._errors = errors
-        self.direct = {
-            route.path: route
-            for route in self.routes
-            if route.method == "POST" and "{" not in route.path and not route.parameters
-        }
-        """The routes that are called without FastAPI, by path."""
-        self._patterns: list[tuple[str, re.Pattern[str], Route]] = [
-            (route.method, compile_path(route.template)[0], route) for route in self.routes
-        ]
+        self.direct = {(route.method, route.path): route for route in self.routes if route.is_direct}
+        """The routes that are called without FastAPI, by method and path."""
 
     @cached_property
-    def framework(self) -> FastAPI:
+    def framework(self) -> Framework:
         """FastAPI with all routes, made when it is first needed."""
-        return self._make_framework()
+        return Framework(self._resources)
 
     def prepare(self) -> None:
         """Make FastAPI's routes now: that takes a tenth of a second, for which otherwise the first request that needs
@@ -133,8 +156,9 @@ class HttpTable:
         if scope["type"] != "http":
             await self.framework(scope, receive, send)
             return
-        direct = self.direct.get(scope["path"]) if scope["method"] == "POST" else None
-        call = Call(scope, receive, send, direct or self._find(scope), self.hooks)
+        direct = self.direct.get((scope["method"], scope["path"]))
+        route, run = (direct, None) if direct is not None else self.framework.find(scope)
+        call = Call(scope, receive, send, route, self.hooks)
         try:
             for hook in self.hooks:
                 if (waiting := hook.begin(call)) is not None:
@@ -145,25 +169,25 @@ class HttpTable:
                     await call.answer(response)
                 else:
                     await response(scope, receive, call.send)
-            else:
+            elif run is not None:
                 scope["call"] = call
-                await self.framework(scope, receive, call.send)
+                await run(scope, receive, call.send)
         except ClientGone:
             pass
         except Exception as error:  # ErrorAnswers knows each kind, and logs the server's own faults
             if call.answered:
                 raise
-            await call.answer(self._errors.answer(call, error))
+            await self._answer(call, error)
         finally:
             call.end()
 
-    def _find(self, scope: Scope) -> Route | None:
-        """The route that FastAPI will find: the first with a method and a path that fit."""
-        method, path = scope["method"], scope["path"]
-        for route_method, pattern, route in self._patterns:
-            if route_method == method and pattern.match(path):
-                return route
-        return None
+    async def _answer(self, call: Call, error: Exception) -> None:
+        try:
+            await call.answer(self._errors.answer(call, error))
+        except Exception as of_hook:  # the answer has ended the hooks, and one of them has failed
+            if call.answered:
+                raise
+            await call.answer(self._errors.answer(call, of_hook))
 
 
 ROUTES = (
@@ -191,51 +215,18 @@ ROUTES = (
 )
 
 
-class Framework(FastAPI):
-    """FastAPI for the routes with parameters, and for `/openapi.json`."""
-
-    def __init__(self, resources: Sequence[Routes]) -> None:
-        super().__init__(
-            title="skyrl",
-            version=__version__,
-            description="A self-hosted server for the Tinker API",
-            docs_url=None,  # FastAPI's pages load scripts from other servers; /openapi.json stays
-            redoc_url=None,
-        )
-        for routes in resources:
-            routes.add_to(self)
-        self._declared = [route for routes in resources for route in routes.declared]
-
-    def openapi(self) -> dict[str, Any]:
-        """The document of `/openapi.json`, made at the first call."""
-        if self.openapi_schema is None:
-            self.openapi_schema = describe(self, self._declared)
-        return self.openapi_schema
-
-
 def create_app(services: Services) -> HttpTable:
     """All routes over these services."""
     resources = [routes(services) for routes in ROUTES]
     declared = [route for routes in resources for route in routes.declared]
-    errors = ErrorAnswers(Refusals(services.access), services.quotas)
-
-    async def answer(request: Request, error: Exception) -> Response:
-        return errors.answer(request.scope["call"], error)
-
-    def make_framework() -> Framework:
-        framework = Framework(resources)
-        for kind in errors.kinds:
-            framework.add_exception_handler(kind, answer)
-        return framework
-
     bodies = BodyReader(services.config.state_dir, bounds(services.config.max_body_bytes))
     tracing = () if services.spans is None else (TraceHook(services.spans, services.config.trace_ratio),)
     hooks: tuple[Hook, ...] = (
         *tracing,
-        RequestMetrics(services.metrics.http, declared),
+        RequestMetrics(services.metrics.http),
         RequestIds(),
         AccessCheck(services.access, services.urls),
         BodyMemoryHook(bodies),
         *((AccessLog(),) if services.config.access_log else ()),
     )
-    return HttpTable(make_framework, declared, hooks, errors)
+    return HttpTable(resources, hooks, ErrorAnswers(Refusals(services.access), services.quotas))

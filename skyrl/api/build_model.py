@@ -16,12 +16,12 @@ from skyrl.chat.agents.rendering.loaded_models import has_system_role
 from skyrl.chat.openai.chat_templates import difference, efforts_of
 from skyrl.chat.openai.messages import ChatPictures
 from skyrl.chat.openai.service import OpenAIService, SamplingGate
+from skyrl.http.client import HttpClient
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.sampling.base_model import BaseModelSampling, ForwardedSamples
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import FeatureGuard
 from skyrl.sampling.order import Admission, FairOrder
 from skyrl.sampling.pictures import PictureChecks, PictureIngress, StoredPictureFiles
@@ -65,7 +65,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
     watch = EngineWatch(read, config.modes, _servers(runtime, database), name, context)
     adapters = _adapters(config, watch, shared)
     loaded = CurrentWeightsCheck(database, config.role.own) if config.full_finetuning else None
-    transport = HttpTransport(config.forwarding_inference_max_connections)
+    transport = HttpClient(config.forwarding_inference_max_connections)
     client = _client(runtime, watch, adapters, transport, loaded, metrics, shared)
     sight = vision_of(config)
     passage = SamplingGate(
@@ -144,7 +144,7 @@ def _client(
     runtime: Runtime,
     watch: EngineWatch,
     adapters: AdapterHost,
-    transport: HttpTransport,
+    transport: HttpClient,
     loaded: CurrentWeightsCheck | None,
     metrics: ModelMetrics,
     shared: Shared,

@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar
 from skyrl.base.config.base_models import Modes
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.activity import EngineActivity, decode_activity
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.runtime.processes.host_resources import shortage
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.job import ContextLimits
 from skyrl.storage.db.engine_state import ONLY_SAMPLED, EngineState
 
 T = TypeVar("T")

@@ -71,5 +71,10 @@ class Route:
         return self.template.replace(":path}", "}")
 
     @property
+    def is_direct(self) -> bool:
+        """Whether the HTTP table calls it without FastAPI: nothing is to be read from path and query."""
+        return "{" not in self.template and not self.parameters
+
+    @property
     def keyless(self) -> bool:
         return self.scope in KEYLESS

@@ -98,16 +98,19 @@ def _endpoint(
     """The route as FastAPI calls it, with the handler's name and docstring and a signature that FastAPI reads."""
 
     async def endpoint(request: Request, **parameters: Any) -> Response:
-        call: Call = request.scope["call"]
-        if call.route is not route:  # then the hooks have checked the key for another route
-            raise RuntimeError(f"{route.method} {route.path} was not found by the HTTP table")
-        return await route.run(call, **parameters)
+        return await route.run(request.scope["call"], **parameters)
 
     request_parameter = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request)
     signature = inspect.Signature([request_parameter, *parameters], return_annotation=Response)
     endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
     endpoint.__signature__ = signature  # type: ignore[attr-defined]
+    endpoint.route = route  # type: ignore[attr-defined]
     return endpoint
+
+
+def declared_at(endpoint: Callable[..., Any]) -> Route:
+    """The route whose endpoint FastAPI calls."""
+    return endpoint.route  # type: ignore[attr-defined]
 
 
 AccessScope = Annotated[Literal["owned", "accessible"], Query()]

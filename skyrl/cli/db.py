@@ -48,36 +48,43 @@ def open_database(
     config: Path | None,
     *,
     make: bool = False,
-    refusals: tuple[type[Exception], ...] = (),
+    any_schema: bool = False,
+    alone: bool = False,
 ) -> Iterator[tuple[ServerConfig, Database]]:
-    """The configuration and the server's database. With `make`, a database that does not exist is made.
+    """The configuration and the server's database. With `make`, a database that does not exist is made. With `alone`,
+    no server may run in the state directory.
 
-    A database of an older version is refused: `skyrl serve` migrates it. An error, also an error in `refusals`, ends
-    `command` with one line.
+    A database of an older version, or an empty one, is refused unless `any_schema`: `skyrl serve` migrates it. An error
+    ends `command` with one line.
     """
+    import sqlite3
+
     from skyrl.base.config.loading import load_config
     from skyrl.base.config.server import ConfigError
+    from skyrl.cli.launcher.state_dir import lock_state_dir
     from skyrl.storage.db.database import Database, shown_url, sqlite_file
     from skyrl.storage.db.faults import DatabaseError, reason
+    from skyrl.storage.db.keys import KeyRefused
     from skyrl.storage.db.migrate import SchemaError, migrate, newest_revision, revision_of
 
     try:
-        loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
-        if not make and (file := sqlite_file(loaded.database)) is not None and not file.is_file():
-            raise ConfigError(f"there is no database {file}: {_NAME_DATABASE}")
-        database = Database(loaded.database)
-        try:
-            revision = revision_of(database)
+        with ExitStack() as resources:
+            loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
+            if not make and (file := sqlite_file(loaded.database)) is not None and not file.is_file():
+                raise ConfigError(f"there is no database {file}: {_NAME_DATABASE}")
+            database = Database(loaded.database)
+            resources.callback(database.close)
+            if alone:
+                resources.enter_context(lock_state_dir(loaded.state_dir))
+            revision = revision_of(database)  # raises for a database that this version cannot use
             if revision is None and make:
                 migrate(database)
-            elif revision is None:
+            elif revision is None and not any_schema:
                 raise ConfigError(f"the database {shown_url(database.url)} is empty: {_NAME_DATABASE}")
-            elif revision != newest_revision():
+            elif revision != newest_revision() and not any_schema:
                 raise SchemaError("the database has an older version's schema: start the server once to upgrade it")
             yield loaded, database
-        finally:
-            database.close()
-    except (ConfigError, SchemaError, OSError, DatabaseError, *refusals) as error:
+    except (ConfigError, SchemaError, KeyRefused, OSError, sqlite3.Error, DatabaseError) as error:
         raise refusal(command, reason(error)) from error
 
 
@@ -91,37 +98,6 @@ def print_table(lines: list[tuple[str, ...]]) -> None:
 app = typer.Typer(help="Back up, check, vacuum, upgrade and import the database.", no_args_is_help=True)
 
 
-@contextmanager
-def _database(
-    state_dir: Path | None, database_url: str | None, config: Path | None, *, alone: bool = False
-) -> Iterator[Database]:
-    """The server's database, which must exist. With `alone`, no server may run in the state directory. An error ends
-    the command with one line."""
-    import sqlite3
-
-    from skyrl.base.config.loading import load_config
-    from skyrl.base.config.server import ConfigError
-    from skyrl.cli.launcher.state_dir import lock_state_dir
-    from skyrl.storage.db.database import Database
-    from skyrl.storage.db.faults import DatabaseError, reason
-    from skyrl.storage.db.migrate import SchemaError, revision_of
-
-    try:
-        with ExitStack() as resources:
-            loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
-            database = Database(loaded.database)
-            resources.callback(database.close)
-            if database.file is not None and not database.file.is_file():
-                raise ConfigError(f"there is no database {database.file}")
-            if alone:
-                resources.enter_context(lock_state_dir(loaded.state_dir))
-            revision_of(database)  # raises for a database that this version cannot use
-            yield database
-    except (ConfigError, SchemaError, OSError, sqlite3.Error, DatabaseError) as error:
-        typer.echo(f"skyrl db: {reason(error)}", err=True)
-        raise typer.Exit(2) from error
-
-
 @app.command()
 def backup(
     file: Annotated[Path, typer.Argument(help="The backup to write; the file must not exist.")],
@@ -132,7 +108,7 @@ def backup(
     """Copy a SQLite database, as it is at one moment, into FILE. The server may run meanwhile."""
     from skyrl.storage.db import maintenance
 
-    with _database(state_dir, database_url, config) as database:
+    with open_database("db", state_dir, database_url, config, any_schema=True) as (_, database):
         size = maintenance.backup(database, file)
     typer.echo(f"{file}: {size} bytes")
 
@@ -142,7 +118,7 @@ def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: 
     """Report problems of the file, the rows and the schema. Exits with 1 if it finds any."""
     from skyrl.storage.db import maintenance
 
-    with _database(state_dir, database_url, config) as database:
+    with open_database("db", state_dir, database_url, config, any_schema=True) as (_, database):
         found = maintenance.problems(database)
     for line in found or ["the database is sound"]:
         typer.echo(line)
@@ -154,7 +130,7 @@ def vacuum(state_dir: StateDir = None, database_url: DatabaseUrl = None, config:
     """Shrink the file by its free space. Requests that write wait meanwhile; best done while the server is down."""
     from skyrl.storage.db import maintenance
 
-    with _database(state_dir, database_url, config) as database:
+    with open_database("db", state_dir, database_url, config, any_schema=True) as (_, database):
         before = database.size()
         maintenance.vacuum(database)
         after = database.size()
@@ -166,7 +142,7 @@ def upgrade(state_dir: StateDir = None, database_url: DatabaseUrl = None, config
     """Upgrade the database to this version's schema, as the server does when it starts. The server must be down."""
     from skyrl.storage.db.migrate import migrate, revision_of
 
-    with _database(state_dir, database_url, config, alone=True) as database:
+    with open_database("db", state_dir, database_url, config, any_schema=True, alone=True) as (_, database):
         before = revision_of(database)
         migrate(database)
         after = revision_of(database)
@@ -188,7 +164,7 @@ def import_rows(
     from skyrl.storage.db.database import Database
     from skyrl.storage.db.maintenance import carry_over
 
-    with _database(state_dir, database_url, config) as target, ExitStack() as resources:
+    with open_database("db", state_dir, database_url, config, any_schema=True) as (_, target), ExitStack() as resources:
         if target.is_sqlite:
             raise ConfigError("the server's database is SQLite: give PostgreSQL's URL in SKYRL_DATABASE_URL")
         if not file.is_file():

@@ -15,6 +15,8 @@ from typing import Annotated
 
 import typer
 
+from skyrl.cli.db import refusal
+
 model_app = typer.Typer(help="Make directories of models.", no_args_is_help=True)
 
 
@@ -39,8 +41,7 @@ def from_gguf(
     ] = None,
 ) -> None:
     """Write a GGUF file as a directory that `skyrl serve --base-model` takes: weights, tokenizer, chat template."""
-    command = [sys.executable, "-m", "skyrl.trainer.tools.from_gguf", str(file), str(out), dtype or ""]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    _run("from_gguf", str(file), str(out), dtype or "")
 
 
 adapter_app = typer.Typer(
@@ -51,37 +52,21 @@ Adapter = Annotated[Path, typer.Argument(help="Directory with adapter_config.jso
 Out = Annotated[Path, typer.Argument(help="Directory for the result: new or empty.")]
 
 
-class MergedDtype(StrEnum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 @adapter_app.command()
 def merge(
     model: Annotated[str, typer.Argument(help="Directory or hub name of the adapter's base model; tiny is built in.")],
     adapter: Adapter,
     out: Out,
     dtype: Annotated[
-        MergedDtype | None,
+        Dtype | None,
         typer.Option(help="Of the weights. Default: the base model's, in which small updates are rounded away."),
     ] = None,
 ) -> None:
     """Write the base model with the adapter's updates, as a model that transformers and vLLM load alone.
 
     An output layer that the base model ties to its embeddings becomes a tensor of its own."""
-    from skyrl.base.config.keys import TINY
-    from skyrl.base.config.server import ConfigError
-    from skyrl.base.tiny import model_path
-    from skyrl.cli.launcher.model_location import check_model
-
-    path = str(model_path()) if model == TINY else model
-    try:
-        check_model(path)
-    except ConfigError as error:
-        typer.echo(f"skyrl adapter merge: {error}", err=True)
-        raise typer.Exit(2) from error
-    _run("merge", path, str(adapter), str(out), *([] if dtype is None else [dtype.value]))
+    path = _path_of("adapter merge", model)
+    _run("merge_adapter", "merge", path, str(adapter), str(out), *([] if dtype is None else [dtype.value]))
 
 
 @adapter_app.command()
@@ -89,12 +74,7 @@ def without_lm_head(adapter: Adapter, out: Out) -> None:
     """Write the adapter without its update of lm_head, and say what is left out.
 
     For programs that take no adapter on lm_head, such as vLLM without skyrl's plugin with Qwen2.5."""
-    _run("without-lm-head", str(adapter), str(out))
-
-
-def _run(*arguments: str) -> None:
-    command = [sys.executable, "-m", "skyrl.trainer.tools.merge_adapter", *arguments]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    _run("merge_adapter", "without-lm-head", str(adapter), str(out))
 
 
 class Bits(StrEnum):
@@ -123,6 +103,11 @@ def quantize(
     ] = GroupSize.LARGE,
 ) -> None:
     """Round a model's large matrices to the nearest integers, and write them with the rest of the model."""
+    _run("quantize", _path_of("quantize", model), str(out), bits.value, group_size.value)
+
+
+def _path_of(command: str, model: str) -> str:
+    """The directory or hub name of the model that `command` reads. A wrong one ends the command with a line."""
     from skyrl.base.config.keys import TINY
     from skyrl.base.config.server import ConfigError
     from skyrl.base.tiny import model_path
@@ -132,15 +117,11 @@ def quantize(
     try:
         check_model(path)
     except ConfigError as error:
-        typer.echo(f"skyrl quantize: {error}", err=True)
-        raise typer.Exit(2) from error
-    command = [
-        sys.executable,
-        "-m",
-        "skyrl.trainer.tools.quantize",
-        path,
-        str(out),
-        bits.value,
-        group_size.value,
-    ]
+        raise refusal(command, str(error)) from error
+    return path
+
+
+def _run(tool: str, *arguments: str) -> None:
+    """Run a module of `skyrl.trainer.tools` as a process; its exit status is the command's."""
+    command = [sys.executable, "-m", f"skyrl.trainer.tools.{tool}", *arguments]
     raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -11,11 +11,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -24,7 +22,7 @@ from skyrl.cli.db import ConfigFile, DatabaseUrl, StateDir, in_database, open_da
 
 if TYPE_CHECKING:
     from skyrl.sampling.quota_account import QuotaLimits
-    from skyrl.storage.db.database import Connection, Database
+    from skyrl.storage.db.database import Connection
     from skyrl.storage.db.keys import ListedKey, Scope
     from skyrl.storage.db.usage import UsageLine
 
@@ -37,26 +35,12 @@ _TENANT = re.compile(r"[0-9a-f]{32}")
 MAX_NAME = 100
 
 
-def _refusal(message: str) -> typer.Exit:
-    return refusal("keys", message)
-
-
-@contextmanager
-def _database(
-    state_dir: Path | None, database_url: str | None, config: Path | None, *, make: bool = False
-) -> Iterator[Database]:
-    from skyrl.storage.db.keys import KeyRefused
-
-    with open_database("keys", state_dir, database_url, config, make=make, refusals=(KeyRefused,)) as (_, database):
-        yield database
-
-
 def _expires_at(text: str | None) -> float | None:
     if text is None:
         return None
     number, unit = text[:-1], text[-1:]
     if unit not in _UNITS or not number.isdecimal() or not 0 < int(number) * _UNITS[unit] <= _MAX_DAYS * 86_400:
-        raise _refusal(f"--expires: {text!r} is not a time such as 90d, 12h or 30m, of at most {_MAX_DAYS} days")
+        raise refusal("keys", f"--expires: {text!r} is not a time such as 90d, 12h or 30m, of at most {_MAX_DAYS} days")
     return time.time() + int(number) * _UNITS[unit]
 
 
@@ -65,7 +49,7 @@ def _scopes(names: list[str] | None) -> list[Scope]:
 
     for scope in names or ():
         if scope not in SCOPES:
-            raise _refusal(f"--scope: {scope!r} is not one of: {', '.join(SCOPES)}")
+            raise refusal("keys", f"--scope: {scope!r} is not one of: {', '.join(SCOPES)}")
     return [cast("Scope", scope) for scope in names or ("train", "sample")]
 
 
@@ -77,7 +61,7 @@ def _adopted_tenant() -> str:
     prompt = "The old key (the new key will stand for the same tenant): "
     key = getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline().strip()
     if not key:
-        raise _refusal("--adopt: give the key on standard input")
+        raise refusal("keys", "--adopt: give the key on standard input")
     return tenant_of_key(key)
 
 
@@ -86,9 +70,11 @@ def _owner(tenant: str | None, *, adopt: bool) -> Callable[[Connection], str | N
     from skyrl.storage.db.keys import KeyRefused, known_tenant
 
     if tenant is not None and adopt:
-        raise _refusal("give --tenant or --adopt, not both")
+        raise refusal("keys", "give --tenant or --adopt, not both")
     if tenant is not None and not _TENANT.fullmatch(tenant):
-        raise _refusal(f"--tenant: {tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
+        raise refusal(
+            "keys", f"--tenant: {tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)"
+        )
     wanted = _adopted_tenant() if adopt else tenant
 
     def find(connection: Connection) -> str | None:
@@ -123,13 +109,13 @@ def create(
     from skyrl.storage.db import keys
 
     if len(name) > MAX_NAME or not (name.isprintable()):
-        raise _refusal(f"--name: must be at most {MAX_NAME} printable characters")
+        raise refusal("keys", f"--name: must be at most {MAX_NAME} printable characters")
     owner, scopes, end = _owner(tenant, adopt=adopt), _scopes(scope), _expires_at(expires)
 
     def make(connection: Connection) -> tuple[str, keys.ApiKey]:
         return keys.create(connection, tenant=owner(connection), name=name, scopes=scopes, expires_at=end)
 
-    with _database(state_dir, database_url, config, make=make_database) as database:
+    with open_database("keys", state_dir, database_url, config, make=make_database) as (_, database):
         text, key = database.write(make, power_safe=True)
     typer.echo(f"key {key.id} of tenant {key.tenant}, {in_database(database)}; it is not shown again:", err=True)
     typer.echo(text)
@@ -145,7 +131,7 @@ def list_keys(
     """Print all keys without their secrets, one per line. The list includes revoked and expired keys."""
     from skyrl.storage.db import keys
 
-    with _database(state_dir, database_url, config) as database:
+    with open_database("keys", state_dir, database_url, config) as (_, database):
         listed = database.read(lambda connection: keys.listed(connection, tenant))
     lines = [("KEY", "TENANT", "SCOPES", "CREATED", "EXPIRES", "LAST USED", "STATE", "NAME")]
     lines += [_line(key) for key in listed]
@@ -175,7 +161,7 @@ def revoke(
     """Revoke a key and every token made for it. A running server refuses key and tokens two seconds later."""
     from skyrl.storage.db import keys
 
-    with _database(state_dir, database_url, config) as database:
+    with open_database("keys", state_dir, database_url, config) as (_, database):
         database.write(lambda connection: keys.revoke(connection, key), power_safe=True)
     typer.echo(f"key {key} is revoked {in_database(database)}", err=True)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import httpx
 
 from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.requests import Command
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
@@ -26,7 +27,6 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.base_model import job_for, usage_of
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.pictures import is_text, place_stored
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import usage

@@ -49,8 +49,8 @@ def unloaded(model_id: str | None) -> dict[str, Any]:
     return {"type": "unload_model", "model_id": model_id}
 
 
-def adam_params(request: OptimStepRequest) -> AdamParams:
-    return AdamParams(**msgspec.structs.asdict(request.adam_params)) if request.adam_params else AdamParams()
+def adam_params(body: bytes) -> AdamParams:
+    return decode_json(OptimStepRequest, body).adam_params or AdamParams()
 
 
 class ExclusiveCommands:
@@ -113,7 +113,7 @@ class ExclusiveCommands:
         return ExclusiveResult(unloaded(model.id), set_model(model.id, status="closed"))
 
     def _optim_step(self, command: Command, body: bytes, model: ModelRecord) -> ExclusiveResult:
-        params = adam_params(decode_json(OptimStepRequest, body))
+        params = adam_params(body)
         return ExclusiveResult({"type": "optim_step", "metrics": self._backend.optim_step(model.id, params)})
 
     def _load_weights(self, command: Command, body: bytes, model: ModelRecord) -> ExclusiveResult:

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
 from skyrl.base.config.server import ConfigError, ServerConfig, vision_of
 from skyrl.base.model_files import model_config
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine.activity import Heartbeat
 from skyrl.engine.build import EngineParts, build_engine
@@ -29,9 +30,10 @@ from skyrl.engine.recovery import LOOK_S
 from skyrl.engine.sampler_check import StartCheck
 from skyrl.engine.telemetry import CommandTracing, measuring
 from skyrl.engine.threads import EngineSignals
+from skyrl.http.client import HttpClient
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.engine_kinds import KINDS, VLLM
+from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.inference.placed_replicas import PlacedReplicas
@@ -43,7 +45,6 @@ from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.runtime.ray_cluster.connection import connect
 from skyrl.runtime.tracing import open_spans
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.pictures import StoredPictureFiles
 from skyrl.sampling.servers import FixedEndpoint
@@ -79,11 +80,10 @@ def _colocated_sampler(
         return None
     assert group is not None
     assert runtime.inference_url is not None
-    limits, model = _sampling_limits(runtime, backend.limits), model_config(runtime.config.base_model_path)
     import torch
 
     client = ForwardingClient(
-        HttpTransport(),
+        HttpClient(),
         FixedEndpoint(runtime.inference_url),
         host,
         api_key=runtime.inference_api_key,
@@ -95,7 +95,7 @@ def _colocated_sampler(
         database,
         client,
         group,
-        ContextLimits(limits.vocab_size, limits.max_context, model_context=model.get("max_position_embeddings")),
+        _sampling_limits(runtime, backend.limits),
         runtime.config.served_names[0],
         sight=vision_of(runtime.config),
         # On a CPU, vLLM's sleep frees no memory and would cost two calls around every batch.
@@ -104,10 +104,11 @@ def _colocated_sampler(
     )
 
 
-def _sampling_limits(runtime: Runtime, limits: ModelLimits) -> ModelLimits:
+def _sampling_limits(runtime: Runtime, limits: ModelLimits) -> ContextLimits:
     """The trainer's limits, with the sampler's context if that is shorter."""
-    served = context_length(runtime.config, cuda=runtime.cuda)
-    return limits if served is None else replace(limits, max_context=min(served, limits.max_context))
+    context = min(context_length(runtime.config, cuda=runtime.cuda) or limits.max_context, limits.max_context)
+    of_model = model_config(runtime.config.base_model_path).get("max_position_embeddings")
+    return ContextLimits(limits.vocab_size, context, model_context=of_model)
 
 
 def _load_backend(config: ServerConfig, ranks: RankActors | None = None) -> Backend:
@@ -118,7 +119,7 @@ def _load_backend(config: ServerConfig, ranks: RankActors | None = None) -> Back
     """
     gc.disable()  # the import of torch and transformers makes a million objects and no garbage: a fifth of its time
     try:
-        return create_backend(config.backend, config, ranks)
+        return create_backend(config, ranks)
     except ConfigError as error:
         if isinstance(error.__cause__, OSError):  # reading the files, or getting them from the hub, has failed
             raise NotLoaded(str(error)) from error
@@ -285,7 +286,7 @@ def _group(
     weights = None
     if config.full_finetuning:
         weights = FullWeightsOfReplicas(current_weights, key)
-    kind = KINDS[VLLM](config, key)
+    kind = Vllm(config, key)
     addresses = [
         Addresses.same(url, sidecar) for url, sidecar in zip_longest(runtime.replica_urls, runtime.sidecar_urls)
     ]
@@ -319,7 +320,7 @@ async def _inference(
     inference_watch = asyncio.create_task(group.run())
     following = None
     if runtime.config.ray is not None:
-        kind = KINDS[VLLM](runtime.config, runtime.inference_api_key or "")
+        kind = Vllm(runtime.config, runtime.inference_api_key or "")
         placed, rung = PlacedReplicas(group, lambda at: kind.replica(at, host, metrics)), asyncio.Event()
         bell.on_servers = rung.set
         following = asyncio.create_task(follow_servers(database, runtime.placement_owner, rung, placed.follow))

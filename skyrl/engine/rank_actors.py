@@ -353,7 +353,7 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
     settings = rank_settings(config)
     return RankActors(
         places,
-        _rank_class(config),
+        _rank_class(config, places.ranks),
         (settings,),
         timeout_s=settings.timeout_s,
         died=RankDied,
@@ -362,10 +362,11 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
     )
 
 
-def _rank_class(config: ServerConfig) -> str:
+def _rank_class(config: ServerConfig, ranks: int) -> str:
+    """A rank alone has all experts anyhow."""
     if config.full_finetuning:
         return FULL_RANK
-    return EXPERT_RANK if config.backend_config.trainer.placement.expert_parallel else ADAPTER_RANK
+    return EXPERT_RANK if ranks > 1 and config.backend_config.trainer.placement.expert_parallel else ADAPTER_RANK
 
 
 async def watch_ranks(ranks: RankActors) -> None:

@@ -21,7 +21,7 @@ from skyrl.base.types.requests import Command, ExecutedCommand, Kind
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.paths import parse_path
-from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
+from skyrl.base.wire.requests import LoadWeightsCommand
 from skyrl.engine.activity import Holds
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.engine.exclusive_commands import adam_params
@@ -203,12 +203,12 @@ def _repeat_step(executed: ExecutedCommand, body: bytes, model_id: str, backend:
     """A step that failed is not repeated, because rounding might let it succeed now. The step had either refused
     hyper-parameters, which changed nothing, or a gradient that was not finite and was dropped."""
     if executed.status == "done":
-        params = adam_params(decode_json(OptimStepRequest, body))
+        params = adam_params(body)
         with _unless_rounding(executed.command, backend, FloatingPointError):
             backend.optim_step(model_id, params)
         return
     try:
-        backend.check_step(adam_params(decode_json(OptimStepRequest, body)))
+        backend.check_step(adam_params(body))
     except (InvalidRequest, RequestError):
         return
     backend.clear_gradient(model_id)

@@ -1,8 +1,8 @@
 """The kinds of inference engines that skyrl runs: what a kind's servers need, how they are started, probed and used.
 
-Whoever starts, watches or uses a server asks the server's kind, so that another engine is one more entry of `KINDS`.
-A kind is sent to other machines: it holds settings, and looks at the machine only in `check` and `spec`. `RolloutVllm`
-is vLLM with a sidecar that serves clients, on a node of a Ray cluster: the engines of `skyrl rollout`.
+Whoever starts, watches or uses a server asks the server's kind. A kind is sent to other machines: it holds settings,
+and looks at the machine only in `check` and `spec`. `RolloutVllm` is vLLM with a sidecar that serves clients, on a node
+of a Ray cluster: the engines of `skyrl rollout`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.model_files import model_config
@@ -37,43 +36,6 @@ from skyrl.storage.checkpoint_store.registry import store_url
 VLLM = "vllm"
 _PORT_TAKEN = re.compile(r"^OSError: \[Errno \d+\] Address already in use")
 """Python's words when vLLM binds its port or begins to listen."""
-
-
-class EngineKind(Protocol):
-    """Servers of one kind with one configuration."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def key(self) -> str:
-        """What callers of a server must send as a bearer token."""
-        ...
-
-    @property
-    def probes(self) -> Mapping[Probe, float]:
-        """The probes by which a watchdog finds a server that hangs, each with its seconds."""
-        ...
-
-    def bundle(self, *, cuda: bool) -> dict[str, float]:
-        """The resources that one server asks Ray for. `cuda`: it runs on GPUs."""
-        ...
-
-    def check(self, *, cuda: bool) -> None:
-        """Raises ConfigError when this machine cannot run a server, for lack of programs or files."""
-        ...
-
-    def spec(self, name: str, spot: Spot) -> ServerSpec:
-        """The server as a command for this machine; writes the files that it needs. Raises ConfigError."""
-        ...
-
-    def cause(self, code: int, tail: str) -> Cause | None:
-        """Why a server has ended with `code`; `tail` is the end of its log. None if that is unknown."""
-        ...
-
-    def replica(self, addresses: Addresses, host: AdapterHost, metrics: AdapterMetrics) -> Replica:
-        """A server as the engine group uses it: warms it up, loads adapters, and tells the router of it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -176,10 +138,6 @@ def sidecar_spec(placed: PlacedSidecar, env: Mapping[str, str]) -> ServerSpec:
     """The sidecar as a command. `env` has its settings."""
     argv = (sys.executable, "-m", "skyrl.inference.remote.sidecar")
     return ServerSpec(argv, env, placed.host, placed.port, f"sidecar-{placed.number}.log")
-
-
-KINDS: Mapping[str, Callable[[ServerConfig, str], EngineKind]] = {VLLM: Vllm}
-"""By name: makes a kind from the configuration and the key."""
 
 
 logger = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ class Spot:
 
 
 class Kind(Protocol):
-    """The part of `skyrl.inference.engine_kinds.EngineKind` by which a server is started."""
+    """The part of `skyrl.inference.engine_kinds.Vllm` by which a server is started."""
 
     def bundle(self, *, cuda: bool) -> dict[str, float]: ...
 

@@ -22,6 +22,7 @@ from skyrl.inference.metrics import shown
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
 from skyrl.inference.vllm_plugin.protocol import INCARNATION
 from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.runtime.processes.runtime import Runtime
 
 Probe = Literal["/health", "/is_sleeping", "/statusz"]
 """vLLM's API server answers `/health` by itself. For `/is_sleeping` it asks the engine core, which answers between two
@@ -218,6 +219,11 @@ class VllmMetrics:
         self._role = role or BaseModelSlot()
         self._clients = {number: VllmClient(url, key) for number, url in enumerate(urls, first)}
         self._directory = directory
+
+    @classmethod
+    def of(cls, runtime: Runtime, urls: Sequence[str], directory: MetricsDirectory, first: int = 0) -> VllmMetrics:
+        """Of the vLLMs of `runtime` at `urls`."""
+        return cls(urls, runtime.inference_api_key or "", directory, first, runtime.config.role)
 
     async def run(self) -> None:
         """Read and publish until cancelled."""

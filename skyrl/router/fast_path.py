@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from skyrl.http.admin_key import FORWARDING, forwarded_for
+from skyrl.http.connection import Connection, Origin, address_of
 from skyrl.http.server import BufferedRequests
+from skyrl.router.heads import RequestHead
 from skyrl.router.messages import INTERRUPTED, refusal
 from skyrl.router.policies import RequestFacts
 from skyrl.router.proxy import CHOSEN, Proxy, is_vllms
-from skyrl.router.upstream import Address, RequestHead, Upstream, address_of
 from skyrl.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -57,17 +58,17 @@ class FastCycle:
     attributes that uvicorn reads there."""
 
     __slots__ = (
-        "_address", "_chunked", "_connection", "_protocol", "_proxy", "_worker", "body", "disconnected", "keep_alive",
+        "_chunked", "_connection", "_origin", "_protocol", "_proxy", "_worker", "body", "disconnected", "keep_alive",
         "more_body", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
-        self, protocol: RouterHttp, proxy: Proxy, worker: Worker, address: Address, connection: Upstream
+        self, protocol: RouterHttp, proxy: Proxy, worker: Worker, origin: Origin, connection: Connection
     ) -> None:
         self._protocol = protocol
         self._proxy = proxy
         self._worker = worker
-        self._address = address
+        self._origin = origin
         self._connection = connection
         self._chunked = False
         self.body = bytearray()
@@ -93,7 +94,7 @@ class FastCycle:
         proxy.pool.begin(self._worker)
         proxy.at_workers.setdefault(self._worker, set()).add(self._connection)
         self._connection.sink = self
-        self._connection.send(request, without_body=False)
+        self._connection.send(request)
 
     def advance(self) -> None:
         """More of the answer has arrived, the client reads again, or the worker's connection broke."""
@@ -159,12 +160,11 @@ class FastCycle:
         """`whole`: the client has a whole answer, and may send its next request on this connection."""
         self.response_complete = True
         proxy, connection = self._proxy, self._connection
-        connection.sink = None
         exchanges = proxy.at_workers[self._worker]
         exchanges.discard(connection)
         if not exchanges:
             del proxy.at_workers[self._worker]
-        proxy.connections.give_back(self._address, connection)
+        proxy.connections.give_back(self._origin, connection)
         proxy.pool.end(self._worker)
         proxy.slots.release()
         if not whole or not self.keep_alive:
@@ -213,14 +213,14 @@ class RouterHttp(BufferedRequests):
         proxy = self.lane.proxy
         other = worker.completions_url if worker.completions_url is not None and is_vllms(path) else None
         address = address_of(other or worker.url)
-        connection = proxy.connections.take(address)
+        connection = proxy.connections.take(address.origin)
         if connection is None:
             return False
         length = b"content-length: %d\r\n" % len(body) if head.has_body else b""
         request = b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s%s\r\n%s" % (
-            self.parser.get_method(), address.prefix, self.url, address.host, head.lines, length, body,
+            self.parser.get_method(), address.path, self.url, address.host, head.lines, length, body,
         )  # fmt: skip
-        cycle = FastCycle(self, proxy, worker, address, connection)
+        cycle = FastCycle(self, proxy, worker, address.origin, connection)
         self.cycle = self._running = cycle  # type: ignore[assignment]
         cycle.start(request)
         return True

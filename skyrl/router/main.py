@@ -24,6 +24,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from skyrl.http.admin_key import AdminKey
+from skyrl.http.connection import Pool
 from skyrl.http.server import BoundedHttp, Server, tune_garbage_collection
 from skyrl.router.admin import AdminRoutes
 from skyrl.router.app import RouterApp, ToWorkers, is_own
@@ -37,7 +38,6 @@ from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
 from skyrl.router.registration import RegistrationRoutes
 from skyrl.router.state_file import StateFile
-from skyrl.router.upstream import Connections
 from skyrl.router.worker import ControlClient
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.metrics.process import LoopLag
@@ -99,7 +99,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
     directory)."""
     counts: Counter[str] = Counter()
     pool = WorkerPool(make_policy(options.policy))
-    connections = Connections()
+    connections = Pool()
     proxy = Proxy(pool, connections, options.limits, counts, options.base_models, names_workers=options.names_workers)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(connections.close)

@@ -17,22 +17,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from skyrl.http.client import AnswerStream
+from skyrl.http.connection import Address, Connection, Interrupted, NotAccepted, Pool, address_of, connect
 from skyrl.router import messages
+from skyrl.router.heads import RequestHead, check_headers, check_target, passed_on
 from skyrl.router.messages import ClientLeft, HeaderList, Message, Receive, Scope, Send
 from skyrl.router.policies import RequestFacts
 from skyrl.router.pool import Slots, TooManyWaiting, WorkerPool
-from skyrl.router.upstream import (
-    Address,
-    Connections,
-    Interrupted,
-    NotAccepted,
-    RequestHead,
-    Upstream,
-    address_of,
-    check_headers,
-    check_target,
-    passed_on,
-)
 from skyrl.router.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -89,7 +80,7 @@ class Proxy:
     def __init__(
         self,
         pool: WorkerPool,
-        connections: Connections,
+        connections: Pool,
         limits: Limits,
         counts: Counter[str],
         base_models: Collection[str] = (),
@@ -104,7 +95,7 @@ class Proxy:
         self._base_models = frozenset(base_models)
         self._names_workers = names_workers
         self.counts = counts
-        self.at_workers: dict[Worker, set[Upstream]] = {}
+        self.at_workers: dict[Worker, set[Connection]] = {}
 
     @property
     def waiting(self) -> int:
@@ -215,7 +206,7 @@ class Proxy:
                     worker.completions_url if request.is_vllms and worker.completions_url else worker.url
                 )
                 try:
-                    connection = self.connections.take(address) or await self.connections.connect(address)
+                    connection = self.connections.take(address.origin) or await connect(address.origin)
                 except NotAccepted as error:
                     request.trouble = f"{worker.url} cannot be reached ({error})"
                     self.counts["not_accepted"] += 1
@@ -264,29 +255,30 @@ class Proxy:
         self,
         worker: Worker,
         address: Address,
-        connection: Upstream,
+        connection: Connection,
         request: _Request,
         receive: Receive,
         send: Send,
     ) -> None:
         started = False
+        answer = AnswerStream(connection)
         head = request.head(address)
         connection.send(head + request.body if not request.chunked else head, without_body=request.method == "HEAD")
         pump = asyncio.create_task(self._pump(request, connection, receive))
         try:
-            await connection.head()
+            await answer.head()
             status = connection.status
             headers = self.answer_headers(worker, status, connection.headers)
             started = True
             await send({"type": "http.response.start", "status": status, "headers": headers})
             while True:
-                body = await connection.read()
+                body = await answer.read()
                 last = connection.at_end
                 if last:
                     pump.cancel()  # it would take the end of the exchange for a client that has left
                     if not request.sent:
                         connection.reusable = False
-                message: Message = {"type": "http.response.body", "body": body or b"", "more_body": not last}
+                message: Message = {"type": "http.response.body", "body": body, "more_body": not last}
                 await send(message)
                 if last:
                     break
@@ -308,9 +300,9 @@ class Proxy:
                 pump.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await pump
-            self.connections.give_back(address, connection)
+            self.connections.give_back(address.origin, connection)
 
-    async def _pump(self, request: _Request, connection: Upstream, receive: Receive) -> None:
+    async def _pump(self, request: _Request, connection: Connection, receive: Receive) -> None:
         """Send what is left of the body, then wait for the client to leave: then the worker need not answer."""
         try:
             if request.chunked and request.body:
@@ -386,7 +378,7 @@ class _Request:
     def head(self, address: Address) -> bytes:
         return b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s" % (
             self.method.encode(),
-            address.prefix,
+            address.path,
             self._target,
             address.host,
             self._lines,

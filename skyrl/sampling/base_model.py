@@ -19,14 +19,15 @@ from dataclasses import dataclass
 
 from skyrl.base.config.several import ByName
 from skyrl.base.pictures.picture import Pictures
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, served_version
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, RequestError
 from skyrl.base.wire.sample_request import SampleRequest
-from skyrl.runtime.metrics.tallies import outcome_label
+from skyrl.runtime.metrics.outcomes import outcome_label
 from skyrl.runtime.tracing import current_trace
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
-from skyrl.sampling.job import ContextLimits, FeatureGuard, SampleJob, make_job
+from skyrl.sampling.job import FeatureGuard, SampleJob, make_job
 from skyrl.sampling.metrics import Ages, SampleMetrics
 from skyrl.sampling.order import Admission, FairOrder
 from skyrl.sampling.pictures import PictureIngress

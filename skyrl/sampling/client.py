@@ -23,6 +23,8 @@ from msgspec.structs import replace
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import add_prompt
+from skyrl.http.client import Answer
+from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.runtime.tracing import OpenSpan, current_trace
@@ -53,16 +55,7 @@ from skyrl.sampling.servers import (
     ServedContext,
     health_of,
 )
-from skyrl.sampling.transport import (
-    Answer,
-    CompletionTransport,
-    Interrupted,
-    NotAccepted,
-    Verdict,
-    describe,
-    server_failure,
-    verdict_of,
-)
+from skyrl.sampling.transport import CompletionTransport, Verdict, describe, server_failure, verdict_of
 
 
 def is_apart(job: SampleJob) -> bool:

@@ -27,20 +27,14 @@ from skyrl.base.pictures.picture import Pictures
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.decoding import with_short_switches
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.http.client import Answer, Pieces
+from skyrl.http.connection import NotAccepted
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.sampling import completion, pictures
 from skyrl.sampling.completion import prompt_scores
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.servers import Endpoint, ServedContext
-from skyrl.sampling.transport import (
-    Answer,
-    CompletionTransport,
-    NotAccepted,
-    Pieces,
-    describe,
-    message_of,
-    server_failure,
-)
+from skyrl.sampling.transport import CompletionTransport, describe, message_of, server_failure
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -8,13 +8,13 @@ one object of some 2.5 kB.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import overload
 
 import msgspec
 import numpy as np
 
 from skyrl.base.pictures.picture import Pictures
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.errors import RequestError, whose_vocabulary
 from skyrl.base.wire.sample_request import Distribution, SampleRequest, tokens_of
@@ -106,28 +106,8 @@ MAX_SAMPLED = 2**24
 `answer_bound`."""
 MAX_STOP_STRINGS = 64
 """The managed vLLM is started with this bound (its default is 4)."""
-CONTEXT_KEY = "generator.inference_engine.max_model_len"
 MAX_SEED = 2**63 - 2**15
 """Seeds of requests have 64 bits. vLLM takes signed 64 bits, and gives sample i of a request the seed `seed + i`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ContextLimits:
-    """Limits of the inference server. None if unknown, for an external server, which then refuses requests itself.
-    `base_model` is the name of the base model, for messages; empty where the server has one. `model_context` is the
-    context of the model itself, if that is known."""
-
-    vocab_size: int | None = None
-    max_context: int | None = None
-    base_model: str = ""
-    model_context: int | None = None
-
-    @property
-    def bound(self) -> str:
-        """The end of a sentence that names the key, if this server's context is below the model's; else empty."""
-        if self.max_context is None or self.model_context is None or self.max_context >= self.model_context:
-            return ""
-        return f"; the model itself takes {self.model_context}, and {CONTEXT_KEY} is the bound here"
 
 
 # Every sample makes one. As a frozen dataclass that would take three times as long.

@@ -36,6 +36,7 @@ from skyrl.base.wire.sample_request import (
     take_out,
     text_and_images,
 )
+from skyrl.http.client import Pieces
 from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
 from skyrl.sampling.completion import (
     ENDED,
@@ -50,7 +51,6 @@ from skyrl.sampling.completion import (
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import ImageMetrics
 from skyrl.sampling.servers import NOT_TOLD
-from skyrl.sampling.transport import Pieces
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.pictures import PictureFiles

@@ -22,20 +22,13 @@ from msgspec.structs import replace
 
 from skyrl.base.types.weights import EVERYTHING, AdapterVersion, Scope, WeightsRef
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.http.client import Answer
+from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference import vllm_client
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics, Load
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
-from skyrl.sampling.transport import (
-    Answer,
-    CompletionTransport,
-    Interrupted,
-    NotAccepted,
-    Verdict,
-    describe,
-    server_failure,
-    verdict_of,
-)
+from skyrl.sampling.transport import CompletionTransport, Verdict, describe, server_failure, verdict_of
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState

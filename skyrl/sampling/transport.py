@@ -1,4 +1,4 @@
-"""The transport of the forwarding client: its interface, its answer, its failures, and the verdict on an answer.
+"""The interface of the forwarding client's transport, and the verdict on an answer.
 
 A verdict is the action that follows from an answer's status, or from the one code of skyrl's router that says more than
 its status; docs/how-it-works/forwarding.md has the table. Does not know how often a sample was sent: the client counts
@@ -7,61 +7,18 @@ that, and may fail a sample although the verdict is to send it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Protocol
 
 import msgspec
 
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-
-CONTROL_ANSWER_BYTES = 2**20
-"""The bound of answers that are not 2xx, and of answers for which the caller gives no bound (health, adapter loads)."""
-
-
-WORKER_HEADER = b"x-skyrl-worker"
-"""A header of skyrl's router: the URL of the replica that an answer is about."""
-
-
-class NotAccepted(Exception):
-    """The request did not reach the server: no connection was made, or the address is wrong."""
-
-
-class Interrupted(Exception):
-    """The connection broke after the request was sent. The server may have processed the request."""
-
-
-def _hold_nothing() -> None:
-    """The `release` of an answer without reserved memory."""
-
-
-# Every sample makes one. As a frozen dataclass that would take three times as long.
-class Answer(msgspec.Struct, frozen=True):
-    """An HTTP answer. `whole` is False if it exceeded its bound; then `body` has only its beginning. `worker` is the
-    URL of the replica that the answer is about, if a router names it.
-
-    A large answer holds memory for which other large answers wait. Call `release` when the body is not needed any more.
-    A second call does nothing, nor does a call for a small answer.
-    """
-
-    status: int
-    content_type: str
-    body: bytes
-    retry_after_s: float | None = None
-    whole: bool = True
-    worker: str | None = None
-    release: Callable[[], None] = _hold_nothing
-
-
-class Pieces(msgspec.Struct):
-    """The end of a long body, which is made while it is sent. `size`: the bytes of all pieces together."""
-
-    size: int
-    pieces: Iterator[bytes]
+from skyrl.http.client import CONTROL_ANSWER_BYTES, Answer, Pieces
 
 
 class CompletionTransport(Protocol):
-    """Sends a request and returns the answer. Raises only NotAccepted and Interrupted.
+    """Sends a request and returns the answer; `HttpClient` does. Raises only NotAccepted and Interrupted.
 
     The body of a post is `body`, followed by the pieces of `rest`. They are taken no faster than the server reads, and
     not to their end if the server answers before.

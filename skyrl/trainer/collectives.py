@@ -2,7 +2,8 @@
 that compute parts of one sequence exchange.
 
 Every rank calls these functions in the same order, in backward and in layers that are computed again, too. Uses
-torch.distributed's default process group. Knows nothing of adapters or passes.
+torch.distributed's default process group. A rank without a group is alone: nothing is sent, and what all ranks agree on
+is its own. Knows nothing of adapters or passes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from skyrl.trainer.shares import SequencePart
 CHUNK = 2**20
 """Elements that each rank sums at a time. The exchange takes three buffers of `CHUNK` times the number of ranks."""
 T = TypeVar("T")
+
+
+def _alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 class SameFailureEverywhere(Exception):
@@ -74,8 +79,8 @@ def sendable(error: Exception) -> Exception:
 
 def failed_anywhere(failed: Sequence[bool]) -> list[bool]:
     """For each place, whether it is true on any rank."""
-    if not failed:
-        return []
+    if not failed or _alone():
+        return list(failed)
     flags = torch.tensor(failed, dtype=torch.int32)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [bool(flag) for flag in flags]
@@ -83,6 +88,8 @@ def failed_anywhere(failed: Sequence[bool]) -> list[bool]:
 
 def total_norm(own: float) -> float:
     """The norm of a vector of which each rank has a part with the norm `own`; the same bits on all ranks."""
+    if _alone():
+        return own
     norms = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     _all_gather(norms, torch.tensor([own], dtype=torch.float64))
     return math.sqrt(sum(norm * norm for norm in norms.tolist()))
@@ -90,6 +97,8 @@ def total_norm(own: float) -> float:
 
 def is_same_everywhere(number: int) -> bool:
     """Whether all ranks have given the same number, of 63 bits."""
+    if _alone():
+        return True
     bounds = torch.tensor([number, -number], dtype=torch.int64)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     return bool(bounds[0] == -bounds[1])
@@ -102,11 +111,11 @@ def summed_in_rank_order(partial: Tensor | None, holders: Sequence[int], numel: 
     partial sum. Each rank sums a part of every chunk and sends it to the others: so a rank receives about twice the
     buffer, whatever the number of ranks.
     """
-    ranks = dist.get_world_size()
     if partial is None:
         partial = torch.zeros(numel, dtype=torch.float32, device=device)
-    if ranks == 1:
+    if _alone():
         return partial
+    ranks = dist.get_world_size()
     if len(holders) == 1:
         dist.broadcast(partial, src=holders[0])
         return partial

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from skyrl.base.pictures.picture import PlacedPicture
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.types.weights import LoraSpec
+from skyrl.base.wire.requests import AdamParams
 
 AdapterDtype = Literal["float32", "bfloat16"]
 """The dtype of the tensors in a saved adapter."""
@@ -115,19 +116,6 @@ class PassResult:
 
     logprobs: list[npt.NDArray[np.float32]]
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class AdamParams:
-    """One AdamW step as torch defines it (decoupled decay); `grad_clip_norm` 0 means no clipping. Defaults are
-    Tinker's."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
 
 
 class Backend(Protocol):

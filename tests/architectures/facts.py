@@ -6,21 +6,22 @@ import re
 from typing import Any
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
+from tests.local_ranks import rank_of
 
 _FLAGS = ("train_attn", "train_mlp")
 _PLACE = re.compile(r"^.*\blayers\.\d+\.\w+\.")
 """Of a layer's projection: the decoder layer, and its attention or MLP."""
 
 
-def facts_of(backend: TorchLoraBackend) -> dict[str, Any]:
+def facts_of(backend: LoraBackend) -> dict[str, Any]:
     """`adapted`: the layers' names behind their place, by flag, in the order of the model. `replay`: whether data may
     name routed experts."""
     adapted = {flag: _names(backend, flag) for flag in _FLAGS}
     return {"adapted": adapted, "replay": backend.limits.mixture is not None}
 
 
-def _names(backend: TorchLoraBackend, flag: str) -> list[str]:
+def _names(backend: LoraBackend, flag: str) -> list[str]:
     only = {each: each == flag for each in (*_FLAGS, "train_unembed")}
     backend.create_model(flag, LoraSpec(rank=1, alpha=1.0, seed=0, **only))
-    return list(dict.fromkeys(_PLACE.sub("", target.name) for target in backend._adapters[flag].targets))
+    return list(dict.fromkeys(_PLACE.sub("", target.name) for target in rank_of(backend).adapters[flag].targets))

@@ -7,6 +7,7 @@ Equal inputs give an equal page. Measures nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from skyrl.base.config.server import ConfigError
 from skyrl.trainer.files.config import SAME_CLASS
 from skyrl.trainer.model.base_model import check_config
 from tests.architectures.cookbook import Cookbook, model_type_of
-from tests.architectures.rows import ROWS, Row
+from tests.architectures.rows import ROWS
 from tests.environments import ROOT
 from tests.families import FAMILIES, MIXTURES
 
@@ -68,6 +69,7 @@ def render(figures: Figures, cookbook: Cookbook) -> str:
         "trained": str(sum(verdict.trains for verdict in found)),
         "logprob": _largest(each.get("logprob") for each in measured.values()),
         "gradient": _largest(each.get("gradient") for each in measured.values()),
+        "replayed": _largest(each.get("replayed") for each in measured.values() if each.get("replay")),
         "vllm": _largest(_gap(each) for each in measured.values() if _dtype(each) == "float32"),
     }
     text = TEMPLATE.read_text()
@@ -126,12 +128,10 @@ def text_part(model_type: str) -> str:
 
 
 def _families(measured: Figures) -> str:
-    cells = ["family", "`model_type`", "what it tries", "logprob", "gradient", "R3", "vLLM"]
+    cells = ["family", "`model_type`", "vLLM"]
     rows = []
     for family, each in measured.items():
-        row = ROWS.get(family, Row(family, ""))
-        numbers = [_shown(each.get("logprob")), _shown(each.get("gradient")), _replay(each), _vllm(each)]
-        rows.append([row.title, f"`{TRIED[family]['model_type']}`", row.tries, *numbers])
+        rows.append([ROWS.get(family, family), f"`{TRIED[family]['model_type']}`", _vllm(each)])
     return _table(cells, rows)
 
 
@@ -141,7 +141,7 @@ def _adapted(measured: Figures) -> str:
     for family, each in measured.items():
         adapted = each.get("adapted", {})
         cells = (_names(adapted.get("train_attn", ())), _names(adapted.get("train_mlp", ())))
-        alike.setdefault(cells, []).append(ROWS.get(family, Row(family, "")).plain)
+        alike.setdefault(cells, []).append(re.sub(r" \[.*", "", ROWS.get(family, family)))
     rows = [[", ".join(dict.fromkeys(names)), *cells] for cells, names in alike.items()]
     return _table(["families", "`train_attn`", "`train_mlp`"], rows)
 
@@ -178,10 +178,6 @@ def _answer(verdict: Verdict) -> str:
     return "yes" if verdict.trains else f"no: {verdict.why}"
 
 
-def _replay(each: Mapping[str, Any]) -> str:
-    return _shown(each.get("replayed")) if each.get("replay") else "–"
-
-
 def _dtype(each: Mapping[str, Any]) -> str | None:
     """The type that vLLM computes the family in; None if it does not serve the family here."""
     return each.get("vllm", {}).get("dtype")
@@ -201,7 +197,14 @@ def _vllm(each: Mapping[str, Any]) -> str:
 
 
 def _names(leaves: Iterable[str]) -> str:
-    return ", ".join(f"`{leaf}`" for leaf in leaves) or "–"
+    """`a.{b,c}_proj` for names that differ in the part before the last underscore alone."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for leaf in leaves:
+        path, dot, name = leaf.rpartition(".")
+        stem, score, end = name.rpartition("_")
+        alike.setdefault((path + dot, score + end), []).append(stem)
+    shown = [f"{{{','.join(stems)}}}" if len(stems) > 1 else stems[0] for stems in alike.values()]
+    return ", ".join(f"`{path}{stem}{end}`" for (path, end), stem in zip(alike, shown, strict=True)) or "–"
 
 
 def _shown(number: float | None) -> str:

@@ -24,10 +24,11 @@ refused, or thoughts stay in the text.
 {cookbook}
 
 The same parsers serve the other models of these families. Not in the tables are, of calls and of thoughts:
-Qwen2.5-Coder `hermes`, which [leaves bare JSON in the text](../howto/openai.md#calls-in-bare-json); Llama 4
-`llama4_json`, and `pythonic` or `llama4_pythonic` with a template that asks for calls in Python; OLMo 3 `olmo3` for
-both; Phi-4-mini `phi4_mini_json`; Granite 4.2 `qwen3_coder`, `granite_thinking_parser`; FunctionGemma `functiongemma`;
-MiMo-V2 `mimo`, Hunyuan-A13B `hunyuan_a13b` and ERNIE 4.5 `ernie45` for both; LongCat-Flash `longcat`; Jamba `jamba`.
+Qwen2.5-Coder `hermes`, which [leaves bare JSON in the text](../howto/openai.md#calls-in-bare-json); Llama 3 and 4
+`llama3_json` and `llama4_json` with a template that takes several calls, `pythonic` and `llama4_pythonic` with one that
+asks for calls in Python; OLMo 3 `olmo3` for both; Phi-4-mini `phi4_mini_json`; Granite 4.2 `qwen3_coder`,
+`granite_thinking_parser`; FunctionGemma `functiongemma`; MiMo-V2 `mimo`, Hunyuan-A13B `hunyuan_a13b` and ERNIE 4.5
+`ernie45` for both; LongCat-Flash `longcat`; Jamba `jamba`.
 vLLM renders chats of DeepSeek-V3.2, -V4 and -V4.1, Kimi K3 and Inkling with code of its own: their parsers go by
 `model_type` alone.
 

@@ -16,13 +16,14 @@ from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, com
 from replicas import SOON_S, group_of
 
 from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.results import encode_json
 from skyrl.engine.colocated_sampling import ColocatedSampler
+from skyrl.http.client import HttpClient
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.pictures import StoredPictureFiles
 from skyrl.sampling.servers import FixedEndpoint
@@ -117,7 +118,7 @@ async def world(
         group, published = group_of(upstream.url, watching_s=watching_s)
         watching = asyncio.create_task(group.run())
         client = ForwardingClient(
-            HttpTransport(),
+            HttpClient(),
             FixedEndpoint(upstream.url),
             HostWithAllAdapters(),
             api_key=None,

@@ -127,7 +127,7 @@ class Harness:
         self._ringing: set[asyncio.Task[list[str]]] = set()
         self._listener = DoorbellListener(self._doorbell, self._on_ring)
         self._listener.start()
-        self.make_backend: Callable[[ServerConfig], Any] = lambda config: create_backend(config.backend, config)
+        self.make_backend: Callable[[ServerConfig], Any] = lambda config: create_backend(config)
         self._parts: EngineParts | None = None
         self._running: asyncio.Task[None] | None = None
         self._api: Doorbell | None = None

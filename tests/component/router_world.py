@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import aiohttp
 
+from skyrl.http.connection import address_of, connect
 from skyrl.http.server import Server
 from skyrl.router.app import RouterApp
 from skyrl.router.fast_path import FastPathRule
 from skyrl.router.main import RouterOptions, connection_class, open_router
-from skyrl.router.upstream import address_of
 from skyrl.runtime.processes.ports import listen
 
 CONNECTIONS = 4
@@ -206,11 +206,11 @@ async def running_router(
 async def open_connections(lane: FastPathRule, workers: Sequence[FakeWorker]) -> None:
     connections = lane.proxy.connections
     for worker in workers:
-        address = address_of(worker.url)
-        opened = [await connections.connect(address) for _ in range(CONNECTIONS)]
+        origin = address_of(worker.url).origin
+        opened = [await connect(origin) for _ in range(CONNECTIONS)]
         for connection in opened:
             connection.complete = True
-            connections.give_back(address, connection)
+            connections.give_back(origin, connection)
 
 
 async def until(condition: Callable[[], object]) -> None:

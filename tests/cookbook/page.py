@@ -1,5 +1,6 @@
-"""The part of docs/cookbook.md that is made from the kept runs: a row for each recipe, then the commands of each run
-without the server's usual one.
+"""The part of docs/cookbook.md that is made from the kept runs: for each recipe its runs, with their data and commands.
+
+Left out are the start of the usual server, and what teaches the tiny model before the run.
 
 Equal runs give an equal page. Runs nothing.
 """
@@ -7,7 +8,7 @@ Equal runs give an equal page. Runs nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tests.cookbook.record import Shown
 from tests.environments import ROOT
@@ -16,7 +17,8 @@ PAGE = ROOT / "docs" / "cookbook.md"
 BEGIN = "<!-- From here `make tables` writes: change the tests' runs, not this text. -->"
 END = "<!-- To here `make tables` writes. -->"
 SERVER = "skyrl serve --base-model /models/Qwen3-4B-Instruct-2507 --served-model-name Qwen/Qwen3-4B-Instruct-2507"
-"""Starts the server of most runs. The page has it once, above the table."""
+"""Starts the server of most runs. The page has it once, above the runs."""
+_TEACHES = re.compile(r" dataset=lessons/|^cp -r runs/")
 Runs = Mapping[str, Shown]
 
 
@@ -26,7 +28,7 @@ def render(text: str, runs: Runs, recipes: Sequence[str], needs: Mapping[str, st
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError("docs/cookbook.md: a mark of make tables is missing")
-    made = "\n\n".join([_rows(runs, recipes, needs), *_commands(runs, recipes)])
+    made = "\n\n".join(part for recipe in recipes for part in _recipe(recipe, runs, needs))
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
 
 
@@ -35,41 +37,16 @@ def runs_of(recipe: str, runs: Runs) -> dict[str, Shown]:
     return {name: runs[name] for name in sorted(runs) if runs[name].folder == recipe}
 
 
-def _rows(runs: Runs, recipes: Sequence[str], needs: Mapping[str, str]) -> str:
-    lines = ["| recipe | data | seconds |", "|---|---|---|"]
-    for recipe in recipes:
-        found = list(runs_of(recipe, runs).values())
-        if found:
-            data = _joined(shown.data or "made by the recipe" for shown in found)
-            cells = [f"[`{recipe}`](#{recipe})", data, _seconds([shown.seconds for shown in found])]
-        else:
-            cells = [f"`{recipe}`", f"does not run: needs {needs.get(recipe, 'a test')}", ""]
-        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
-    return "\n".join(lines)
-
-
-def _commands(runs: Runs, recipes: Sequence[str]) -> Iterator[str]:
-    for recipe in recipes:
-        found = runs_of(recipe, runs)
-        if found:
-            yield f"### `{recipe}` {{ #{recipe} }}"
-        for shown in found.values():
-            yield _sentence(shown.shows)
-            commands = (command for command in shown.commands if command != SERVER)
-            yield "\n".join(["```console", *(f"$ {_wrapped(command)}" for command in commands), "```"])
-
-
-def _sentence(clause: str) -> str:
-    return f"{clause[0].upper()}{clause[1:]}."
-
-
-def _seconds(numbers: Sequence[float]) -> str:
-    fastest, slowest = round(min(numbers)), round(max(numbers))
-    return str(fastest) if fastest == slowest else f"{fastest} to {slowest}"
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return "<br>".join(dict.fromkeys(parts))
+def _recipe(recipe: str, runs: Runs, needs: Mapping[str, str]) -> Iterator[str]:
+    yield f"### `{recipe}` {{ #{recipe} }}"
+    found = runs_of(recipe, runs)
+    if not found:
+        yield f"Does not run: needs {needs.get(recipe, 'a test')}."
+    for shown in found.values():
+        data = f" Data: {shown.data}." if shown.data else ""
+        yield f"{shown.shows[0].upper()}{shown.shows[1:]}.{data}"
+        commands = (command for command in shown.commands if command != SERVER and not _TEACHES.search(command))
+        yield "\n".join(["```console", *(f"$ {_wrapped(command)}" for command in commands), "```"])
 
 
 def _wrapped(command: str) -> str:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl.base.config.loading import load_config
 from skyrl.trainer.model import base_model as model_module
 from skyrl.trainer.protocol import Datum, PassResult
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
 REHEARSAL = DEVICE == "cpu"
@@ -95,7 +95,7 @@ def backend_on(
     merge: bool = False,
     budget: int | None = 4096,
     keep_quantized: bool = False,
-) -> TorchLoraBackend:
+) -> LoraBackend:
     """A backend whose base model has this dtype. On CUDA the backend uses bfloat16 by default. `budget`: tokens of a
     micro-batch; None: as many as the memory holds."""
     settings = {
@@ -106,9 +106,9 @@ def backend_on(
     }
     config = load_config({"base_model": path, "backend_config": settings})
     if DEVICE == "cuda" and dtype is torch.bfloat16:
-        return TorchLoraBackend(config)
+        return LoraBackend(config)
     with patch.object(model_module, "base_dtype", lambda device: dtype):
-        return TorchLoraBackend(config)
+        return LoraBackend(config)
 
 
 def stock(path: str, dtype: torch.dtype) -> Any:
@@ -148,7 +148,7 @@ def flat(result: PassResult) -> Tensor:
     return torch.from_numpy(np.concatenate([logprobs.reshape(-1) for logprobs in result.logprobs]))
 
 
-def gradient_of(backend: TorchLoraBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
+def gradient_of(backend: LoraBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
     """The pending gradient by module and matrix, float32 on the CPU."""
     directory.mkdir(parents=True, exist_ok=True)
     backend.save_state(model_id, directory)

@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import AdamParams, OutOfMemory, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.failures import FailingOperation
 from tests.gpu.figures import FIGURES, Column
 from tests.gpu.support import DEVICE, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
+from tests.local_ranks import rank_of
 
 MIB = 2**20
 STEP = AdamParams(learning_rate=1e-3, weight_decay=0.1, grad_clip_norm=1.0)
@@ -59,8 +60,8 @@ def _train(model_id: str, seed: int, *lengths: int) -> TrainingPass:
     return TrainingPass(model_id, texts(seed, VOCAB, *lengths), "cross_entropy")
 
 
-def _copy_of(backend: TorchLoraBackend, model_id: str) -> list[Tensor | int | None]:
-    adapter = backend._adapters[model_id]
+def _copy_of(backend: LoraBackend, model_id: str) -> list[Tensor | int | None]:
+    adapter = rank_of(backend).adapters[model_id]
     tensors = (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
     return [*(None if one is None else one.cpu().clone() for one in tensors), adapter.step]
 
@@ -87,14 +88,14 @@ def test_a_step_that_runs_out_of_memory_anywhere_changes_nothing(bases: Path) ->
     for seed in range(2):
         (first,) = ok(backend.run([_train("m", seed, 40)]))
         del first
-        adapters = backend._adapters
+        adapters = rank_of(backend).adapters
         assert (gradient := adapters["m"].gradient) is not None
         adapters["control"].gradient = gradient.clone()
         if seed == 0:
             for model_id in ("m", "control"):
                 backend.optim_step(model_id, STEP)
     before = _copy_of(backend, "m")
-    buffer_bytes = backend._adapters["m"].weights.nbytes
+    buffer_bytes = rank_of(backend).adapters["m"].weights.nbytes
     failures = 0
     for shortage in _shortages(buffer_bytes):
         try:
@@ -107,7 +108,7 @@ def test_a_step_that_runs_out_of_memory_anywhere_changes_nothing(bases: Path) ->
         break
     FIGURES.record("an optimizer step: lacks of memory survived", failures)
     assert failures >= 3
-    if backend._adapters["m"].step == 1:
+    if rank_of(backend).adapters["m"].step == 1:
         backend.optim_step("m", STEP)
     backend.optim_step("control", STEP)
     for tensor, expected in zip(_copy_of(backend, "m"), _copy_of(backend, "control"), strict=True):
@@ -138,7 +139,7 @@ def test_a_pass_without_memory_for_its_layers_runs_again_and_recomputes_them(bas
     backend = backend_on(build(LARGE, bases), budget=8 * SEQUENCE)
     backend.create_model("m", LoraSpec(8, 32.0, 1))
     ok(backend.run([_train("m", 0, 128)]))  # tells what a row needs
-    recomputation = backend._base.packed.recomputation
+    recomputation = rank_of(backend).base.packed.recomputation
     assert recomputation is not None
     recomputed: list[bool] = []
     inner = recomputation.pays
@@ -204,12 +205,12 @@ def test_memory_after_passes_and_steps_is_bounded_and_speed_is_recorded(
     if DEVICE == "cuda":  # since `before`, the backend allocated three gradients and four pairs of moments
         held = sum(
             moments.nbytes
-            for adapter in backend._adapters.values()
+            for adapter in rank_of(backend).adapters.values()
             for moments in (adapter.exp_avg, adapter.exp_avg_sq)
             if moments is not None
         )
         assert torch.cuda.memory_allocated() <= before + held + 64 * MIB
-    assert backend._adapters["m0"].step == 1
+    assert rank_of(backend).adapters["m0"].step == 1
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.passes import micro_batch
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import (
     ARCHITECTURES,
@@ -34,6 +34,7 @@ from tests.gpu.support import (
     stock,
     texts,
 )
+from tests.local_ranks import rank_of
 
 SLACK = 1.5
 """Two bfloat16 computations of the same result round differently by chance."""
@@ -59,7 +60,7 @@ def _start(path: str, directory: Path) -> Path:
     return directory
 
 
-def _ours(path: str, start: Path, dtype: torch.dtype = BFLOAT16) -> TorchLoraBackend:
+def _ours(path: str, start: Path, dtype: torch.dtype = BFLOAT16) -> LoraBackend:
     backend = backend_on(path, dtype=dtype)
     backend.create_model("m", LoraSpec(8, 32.0, 3))
     backend.load_state("m", start, optimizer=False)
@@ -164,7 +165,7 @@ def test_packed_attention_agrees_with_transformers(architecture: str, bases: Pat
     assert packed_error < SLACK * stock_error
 
 
-def _after_a_step(backend: TorchLoraBackend, ranks: Sequence[int]) -> None:
+def _after_a_step(backend: LoraBackend, ranks: Sequence[int]) -> None:
     """Gives the backend a model `r<rank>` of each rank, with lora_B that is not 0."""
     for rank in ranks:
         backend.create_model(f"r{rank}", LoraSpec(rank, 32.0, rank))
@@ -229,7 +230,7 @@ def test_weights_that_are_not_finite_do_not_reach_models_in_the_same_grouped_pro
         backend = backend_on(build(NUMERICS, bases), merge=True)
         _after_a_step(backend, ranks)
         if name == "broken":
-            backend._adapters[f"r{broken}"].weights.fill_(torch.nan)
+            rank_of(backend).adapters[f"r{broken}"].weights.fill_(torch.nan)
         results = backend.run(queue)
         assert [isinstance(each, Exception) for each in results] == [name == "broken" and r == broken for r in ranks]
         gradients[name] = [gradient_of(backend, f"r{rank}", tmp_path / name / str(rank)) for rank in others]

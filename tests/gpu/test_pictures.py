@@ -19,6 +19,7 @@ from tests.families import make_family
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import DEVICE, backend_on, distance, flat, gradient_of, ok
 from tests.gpu.test_numerics import SLACK
+from tests.local_ranks import rank_of
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 RANGE = 0.06
@@ -69,7 +70,7 @@ def test_pictures_train_as_with_transformers_and_peft(family: str, tmp_path: Pat
 
 def test_a_group_about_one_picture_computes_it_once_on_the_device(tmp_path: Path) -> None:
     backend = backend_on(make_family("qwen3-vl", tmp_path, initializer_range=RANGE), merge=True)
-    tower: Any = backend._base.tower
+    tower: Any = rank_of(backend).base.tower
     calls: list[torch.device] = []
     tower.module.register_forward_hook(lambda module, args, output: calls.append(output.pooler_output.device))
     for model_id in ("a", "b"):

@@ -31,7 +31,7 @@ from skyrl.inference.vllm_command import cuda_devices, plugin_installed, vllm_sp
 from skyrl.inference.vllm_plugin.protocol import PromptScores
 from skyrl.runtime.processes.ports import free_port
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import NUMERICS, REHEARSAL, backend_on, build, ok
 
@@ -77,7 +77,7 @@ def _datum(seed: int, length: int) -> Datum:
     return Datum(text[:-1], {"target_tokens": text[1:], "weights": np.ones(length - 1, np.float32)})
 
 
-def _logprobs(backend: TorchLoraBackend, name: str, datum: Datum) -> npt.NDArray[np.float32]:
+def _logprobs(backend: LoraBackend, name: str, datum: Datum) -> npt.NDArray[np.float32]:
     return ok(backend.run([TrainingPass(name, [datum], "cross_entropy", backward=False)]))[0].logprobs[0]
 
 

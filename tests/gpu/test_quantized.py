@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.device import base_dtype
-from skyrl.trainer.model.base_model import load_base_model
 from skyrl.trainer.model.loading import load_model
 from skyrl.trainer.protocol import AdamParams, TrainingPass
 from skyrl.trainer.quantized.weights import QuantizedWeight, held_bytes
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.families import VOCAB, make_family
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import DEVICE, backend_on, flat, ok, texts
+from tests.local_ranks import rank_of
 from tests.quantized import FP8, INT4, MXFP4, block_fp8, int4, mxfp4, quantize
 
 WHOLE_GROUPS = {"q_lora_rank": 64, "kv_lora_rank": 32, "v_head_dim": 32, "moe_intermediate_size": 64}
@@ -35,7 +37,7 @@ def test_a_release_becomes_weights_of_the_devices_dtype(name: str, tmp_path: Pat
     family, config, stored, changed = RELEASES[name]
     path = quantize(make_family(family, tmp_path, **changed), tmp_path / "release", config, stored)
     device = torch.device(DEVICE)
-    base = load_base_model(path, device, gradient_checkpointing=False)
+    base = rank_of(LoraBackend(load_config({"base_model": path}))).base
     expected = load_model(path, base_dtype(device))
     for ours, theirs in zip(base.packed.model.parameters(), expected.parameters(), strict=True):
         assert ours.device.type == DEVICE
@@ -56,7 +58,7 @@ def test_kept_in_its_bits_a_release_trains_the_same(name: str, tmp_path: Path) -
             backend.optim_step("m", AdamParams(learning_rate=1e-2))
         (result,) = ok(backend.run([TrainingPass("m", texts(5, VOCAB, 40), "cross_entropy", backward=False)]))
         logprobs.append(flat(result))
-        parameters = list(backend._base.packed.parameters())
+        parameters = list(rank_of(backend).base.packed.parameters())
         assert all(each.device.type == DEVICE for each in parameters)
         assert any(isinstance(each, QuantizedWeight) for each in parameters) == keep
         held.append(held_bytes(parameters))

@@ -21,6 +21,7 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import TrainingPass
 from tests.gpu.figures import FIGURES, Column
 from tests.gpu.support import DEVICE, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
+from tests.local_ranks import rank_of
 
 ROWS = ("uniform-32x256", "grpo-4x16", "tenants-1024") if not REHEARSAL else ("uniform-2x64", "grpo-1x8", "tenants-16")
 COLUMNS: dict[str, Column] = {"peft": "beside", "skyrl": "alone", "skyrl-merged": "merged"}
@@ -78,7 +79,7 @@ def test_a_micro_batch_of_the_size_that_is_chosen_fits_without_recomputed_layers
     backend.create_model("m", LoraSpec(32, 32.0, 1))
     rows = backend.micro_batch_tokens
     FIGURES.record("a micro-batch has at most so many tokens", rows)
-    recomputation = backend._base.packed.recomputation
+    recomputation = rank_of(backend).base.packed.recomputation
     assert recomputation is not None
     free = recomputation.free()
     held = 0

@@ -23,8 +23,8 @@ from skyrl.runtime.ray_cluster import connection
 from skyrl.runtime.ray_cluster.capacity import rank_places
 from skyrl.trainer import create_backend
 from skyrl.trainer.protocol import AdamParams, RankDied
-from skyrl.trainer.ranks.full_backend import ShardedFullBackend, TorchFullBackend
-from skyrl.trainer.ranks.lora_backend import ShardedBackend, TorchLoraBackend
+from skyrl.trainer.ranks.full_backend import FullBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import ExpertRank
 from tests.unit.kept_support import release
 from tests.unit.torch_lora_support import (
@@ -70,9 +70,9 @@ def _learn(backend: Any, directory: Path, long: int = 30) -> dict[str, Any]:
 
 
 @contextmanager
-def _ranks(config: ServerConfig, said: list[str] | None = None) -> Iterator[tuple[RankActors, ShardedBackend]]:
+def _ranks(config: ServerConfig, said: list[str] | None = None) -> Iterator[tuple[RankActors, LoraBackend]]:
     group = start_ranks(config, (said if said is not None else []).append)
-    with closing(ShardedBackend(config, group)) as backend:
+    with closing(LoraBackend(config, group)) as backend:
         yield group, backend
 
 
@@ -86,7 +86,7 @@ def nodes(cluster: Machines, two_nodes: list[Machine]) -> Iterator[list[Machine]
 
 def test_two_ranks_on_two_nodes_train_as_one_device_does_until_one_dies(nodes: list[Machine], tmp_path: Path) -> None:
     config = _config(2, rank_timeout_s=60)
-    expected = _learn(TorchLoraBackend(config), tmp_path / "one")
+    expected = _learn(LoraBackend(config), tmp_path / "one")
     with _ranks(config) as (group, backend):
         assert len(set(group._nodes)) == 2
         state = _learn(backend, tmp_path / "ranks")
@@ -101,7 +101,7 @@ def test_two_ranks_on_two_nodes_train_as_one_device_does_until_one_dies(nodes: l
 def test_two_ranks_on_two_nodes_hold_experts_and_give_all_of_an_adapter(nodes: list[Machine], tmp_path: Path) -> None:
     keys: dict[str, Any] = {"placement.expert_parallel": True}
     config = _config(2, "mixture", rank_timeout_s=60, **keys)
-    expected = _learn(TorchLoraBackend(config), tmp_path / "one")
+    expected = _learn(LoraBackend(config), tmp_path / "one")
     with _ranks(config) as (_, backend):
         state = _learn(backend, tmp_path / "ranks")
         assert_close(state, expected, 1e-4)
@@ -140,9 +140,9 @@ def test_two_ranks_on_two_nodes_fine_tune_a_whole_model(nodes: list[Machine], tm
     config = _config(2, rank_timeout_s=60, full_finetuning=True, micro_batch_tokens=48)
     whole = LoraSpec(0, 32.0, 0)
     states = []
-    with closing(create_backend("fsdp", config, start_ranks(config, lambda said: None))) as ranks:
-        assert isinstance(ranks, ShardedFullBackend)
-        for number, backend in enumerate((ranks, TorchFullBackend(config))):
+    with closing(create_backend(config, start_ranks(config, lambda said: None))) as ranks:
+        assert isinstance(ranks, FullBackend)
+        for number, backend in enumerate((ranks, FullBackend(config))):
             backend.create_model("m", whole)
             for step in range(2):
                 ok(backend.run([train("m", sft(step, 30, 9, 4)), train("m", sft(step + 9, 7))]))
@@ -176,7 +176,7 @@ def _second_rank_is_hit(group: RankActors, kind: signal.Signals, after_s: float)
             os.kill(victim, signal.SIGKILL)
 
 
-def _named_while_no_command_runs(group: RankActors, backend: ShardedBackend, kind: signal.Signals) -> None:
+def _named_while_no_command_runs(group: RankActors, backend: LoraBackend, kind: signal.Signals) -> None:
     with _second_rank_is_hit(group, kind, 0.0):
         until(lambda: group.failure is not None)
         group.raise_if_failed()

@@ -26,4 +26,4 @@ def running_pass(data: Sequence[Datum], loss: Loss | str, **config: float) -> Si
 
 def slice_of(data: Sequence[Datum], loss: Loss | str, *, rows: int = 1, **config: float) -> MicroBatchItem:
     """All sequences of a pass in one slice."""
-    return MicroBatchItem(running_pass(data, loss, **config), range(len(data)), rows, last=True)
+    return MicroBatchItem(running_pass(data, loss, **config), range(len(data)), rows)

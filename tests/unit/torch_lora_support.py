@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import Backend, Datum, PassResult, TrainingPass
-from skyrl.trainer.ranks.full_backend import ShardedFullBackend, TorchFullBackend
+from skyrl.trainer.ranks.full_backend import FullBackend
 from skyrl.trainer.ranks.full_rank import FullRank
-from skyrl.trainer.ranks.lora_backend import ShardedBackend, TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import LoraRank
 from skyrl.trainer.ranks.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
@@ -95,14 +95,14 @@ def make_backend(
     merge: bool = False,
     losses: dict[str, str] | None = None,
     **trainer: Any,
-) -> TorchLoraBackend:
+) -> LoraBackend:
     settings = {
         "trainer.micro_batch_tokens": micro_batch_tokens,
         "trainer.merge_passes": merge,
         **{f"trainer.{key}": value for key, value in trainer.items()},
     }
     config = load_config({"base_model": path or base_path(architecture), "backend_config": settings, "losses": losses})
-    return TorchLoraBackend(config)
+    return LoraBackend(config)
 
 
 def make_ranks(
@@ -115,7 +115,7 @@ def make_ranks(
     timeout_s: float = 60.0,
     rank_class: type[LoraRank] = LoraRank,
     **trainer: Any,
-) -> ShardedBackend:
+) -> LoraBackend:
     """A backend with ranks on this machine. `close` it: the next backend uses its processes."""
     settings = {
         "trainer.micro_batch_tokens": micro_batch_tokens,
@@ -124,12 +124,12 @@ def make_ranks(
         **{f"trainer.{key}": value for key, value in trainer.items()},
     }
     config = load_config({"base_model": path or base_path(architecture), "backend_config": settings})
-    return ShardedBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))
+    return LoraBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))
 
 
 def make_full(
     architecture: str = "qwen3", ranks: int | None = None, *, path: str | None = None, **options: Any
-) -> TorchFullBackend | ShardedFullBackend:
+) -> FullBackend:
     """A backend for full fine-tuning, on one device or with ranks on this machine. `options`: of the trainer, and
     the `rank_class`."""
     rank_class = options.pop("rank_class", FullRank)
@@ -137,8 +137,8 @@ def make_full(
     trainer = {f"trainer.{key}": value for key, value in settings.items()}
     config = load_config({"base_model": path or base_path(architecture), "backend_config": trainer})
     if ranks is None:
-        return TorchFullBackend(config)
-    return ShardedFullBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))
+        return FullBackend(config)
+    return FullBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))
 
 
 def files_saved(backend: Backend, model_id: str, directory: Path) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from skyrl.chat.openai.errors import TOO_LONG_CODE, DoesNotFit, OpenAIError
 from skyrl.chat.openai.fields import ChatFields, CompletionFields, GenerateFields
 from skyrl.chat.openai.generation import CHAT, GENERATE, Generation, chat, completion, generate, model_in
 from skyrl.chat.openai.service import Asked, OpenAIService
-from skyrl.storage.futures.entries import LARGE_BODY_BYTES
+from skyrl.storage.futures.store import LARGE_BODY_BYTES
 
 T = TypeVar("T")
 

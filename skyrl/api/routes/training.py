@@ -23,7 +23,7 @@ from skyrl.base.wire.requests import OptimStepRequest, SequencedRequest
 from skyrl.base.wire.training import JsonForwardBackward, count_tokens, decode_header
 from skyrl.storage.db.database import Change
 from skyrl.storage.db.models import Model
-from skyrl.storage.futures.entries import LARGE_BODY_BYTES
+from skyrl.storage.futures.store import LARGE_BODY_BYTES
 
 PASS = Body(JsonForwardBackward, read_as=bytes, protobuf=True, bound="training")
 

@@ -104,7 +104,10 @@ class SequencedRequest(msgspec.Struct):
     seq_id: int | None = None
 
 
-class AdamParams(msgspec.Struct):
+class AdamParams(msgspec.Struct, frozen=True):
+    """One AdamW step as torch defines it (decoupled decay); `grad_clip_norm` 0 means no clipping. Defaults are
+    Tinker's."""
+
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95

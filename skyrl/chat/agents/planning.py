@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl.base.types.agents import AgentTurn, ForkReason
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.agents.answers import ASKED, Shown
 from skyrl.chat.agents.live_sessions import LiveSession, over_budget
@@ -24,7 +25,6 @@ from skyrl.chat.openai.generation import Generation, chat
 from skyrl.chat.openai.messages import checked_messages
 from skyrl.chat.openai.models import ModelNames, Target
 from skyrl.chat.openai.service import Asked, OpenAIService
-from skyrl.sampling.job import ContextLimits
 
 REFUSED = ("add_special_tokens", "echo", "return_prompt_text", "truncate_prompt_tokens")
 """Fields that would change the prompt's tokens, or show them in another way."""

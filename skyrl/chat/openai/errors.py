@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.errors import RequestError
+from skyrl.http.client import Answer
 from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.transport import Answer, describe
 

@@ -22,17 +22,11 @@ from skyrl.chat.openai.errors import code_in, impossible_shape, refusal_of
 from skyrl.chat.openai.fields import Sampling
 from skyrl.chat.openai.generation import CHAT, GENERATE, RENDERED, Generation
 from skyrl.chat.openai.models import Target
+from skyrl.http.client import CONTROL_ANSWER_BYTES, Answer, AnswerStream
+from skyrl.http.connection import Interrupted
 from skyrl.sampling.completion import STOP_TOKEN, AbortedAnswer, MalformedAnswer
-from skyrl.sampling.http import AnswerStream
 from skyrl.sampling.servers import NOT_TOLD, Endpoint, OtherWeights, Span, check_began, spans_in
-from skyrl.sampling.transport import (
-    CONTROL_ANSWER_BYTES,
-    Answer,
-    CompletionTransport,
-    Interrupted,
-    describe,
-    server_failure,
-)
+from skyrl.sampling.transport import CompletionTransport, describe, server_failure
 
 DONE = b"[DONE]"
 """The last event of a complete stream."""
@@ -343,17 +337,18 @@ class StreamedAnswer(_Exchange):
                 stream.close()
 
     async def _begin(self, stream: AnswerStream) -> Answer:
-        head = stream.head
-        if stream.status != 200 or head.content_type != EVENT_STREAM:
+        if stream.status != 200 or stream.content_type != EVENT_STREAM:
             body, whole = await stream.read_all(CONTROL_ANSWER_BYTES)
-            return Answer(stream.status, head.content_type, body, head.retry_after_s, whole, head.worker)
+            return Answer(stream.status, body, stream.headers, whole)
         events = Events(stream, self._request.size.answer_bytes)
         events.first = await events.next()
         if is_error(events.first):
-            return Answer(code_in(events.first), "application/json", events.first, worker=head.worker)
+            return Answer(
+                code_in(events.first), events.first, [(b"content-type", b"application/json"), *stream.headers]
+            )
         self._versions = await self._began(events)
         self._opened = events
-        return Answer(stream.status, head.content_type, b"", worker=head.worker)
+        return Answer(stream.status, b"", stream.headers)
 
     async def _began(self, events: Events) -> list[list[Span] | None]:
         """Read until an event tells which weights have begun the answer: before that the caller gets nothing."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.decoding import decode_json, decode_part, raw_fields, raw_value
 from skyrl.base.wire.errors import RequestError, whose_vocabulary
 from skyrl.chat.openai import chat_templates
@@ -40,7 +41,7 @@ from skyrl.chat.openai.fields import (
     tools_without_echoes,
 )
 from skyrl.chat.openai.messages import ChatPicture, check_template_arguments, checked_messages
-from skyrl.sampling.job import MAX_SEED, MAX_STOP_STRINGS, ContextLimits
+from skyrl.sampling.job import MAX_SEED, MAX_STOP_STRINGS
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 _PROMPTS = {COMPLETIONS: "prompt", CHAT: "messages", GENERATE: "token_ids"}

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef, served_version
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.paths import parse_path
 from skyrl.chat.openai.errors import OpenAIError, model_not_found
 from skyrl.sampling.base_model import served_name
-from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.servers import CurrentWeightsCheck
 from skyrl.storage.db.checkpoints import Checkpoint, Checkpoints, Seen
 

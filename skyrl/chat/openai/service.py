@@ -34,7 +34,8 @@ from skyrl.chat.openai.exchanges import (
 from skyrl.chat.openai.generation import CHAT, GENERATE, Generation
 from skyrl.chat.openai.messages import ChatPictures
 from skyrl.chat.openai.models import Target
-from skyrl.runtime.metrics.tallies import CANCELLED, OK, SERVER_ERROR, USER_ERROR
+from skyrl.http.connection import Interrupted
+from skyrl.runtime.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
 from skyrl.runtime.processes.logs import about_request
 from skyrl.runtime.tracing import current_trace
 from skyrl.sampling.client import ForwardingClient
@@ -44,7 +45,6 @@ from skyrl.sampling.job import FeatureGuard
 from skyrl.sampling.metrics import Ages, RefusalMetrics, SampleMetrics
 from skyrl.sampling.order import Admission, FairOrder
 from skyrl.sampling.quotas import Quotas
-from skyrl.sampling.transport import Interrupted
 from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.usage import UsageCounter, sample_amounts
 

@@ -12,11 +12,10 @@ import random
 import shutil
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,34 +23,26 @@ from typing import Any
 import numpy as np
 import tinker
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from tinker import types
 
 from skyrl.base.tiny.corpus import TASKS, chat_prompt
 from skyrl.cli.demo.rl import Settings
 from skyrl.cli.demo.server import DemoServer
-from skyrl.cli.demo.tenants import Run, Tenant, live_view
+from skyrl.cli.demo.tenants import Run, Tenant
 
 STREAM_STEPS = 24
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Seconds. `stream` is the duration of the training stream, `busy` the latencies of samples during the stream."""
-
-    idle: list[float]
-    busy: list[float]
-    stream: float
-
-    @staticmethod
-    def quantile(values: list[float], q: float) -> float:
-        return float(np.quantile(values, q))
-
-    @property
-    def ratio(self) -> float:
-        """The median latency during the stream, divided by the stream's duration."""
-        return self.quantile(self.busy, 0.5) / self.stream
+GAIN_WINDOW = 5
+MIN_GAIN = 0.15
+"""How much a tenant's reward must rise: the mean of the last 5 steps minus the mean of the first 5, out of 1."""
+JUDGED_STEPS = Settings().steps
+"""A shorter run cannot reach MIN_GAIN: its rewards are shown and not judged."""
+BASE_MODEL = "tiny"
+BACKEND_CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
+"""vLLM pads every adapter to the maximal rank. On a CPU, two adapters at the same time decode 25 % faster with 8 than
+with 32."""
+TENANT_TASKS = {"A": "count", "B": "sort"}
+STATUS_S = 0.5
 
 
 def stream_data(sequences: int, length: int) -> list[types.Datum]:
@@ -72,163 +63,97 @@ def stream_data(sequences: int, length: int) -> list[types.Datum]:
     return data
 
 
-def _client(base_url: str, name: str) -> tinker.ServiceClient:
-    return tinker.ServiceClient(base_url=base_url, api_key=f"tml-demo-{name}")
-
-
-def measure_latency(
-    base_url: str, base_model: str, *, idle_samples: int = 20, sequences: int = 32, length: int = 128
-) -> Latency:
+def measure_latency(base_url: str, idle_samples: int) -> dict[str, float]:
     """One client samples while another client trains: STREAM_STEPS times forward_backward and optim_step, all submitted
-    at once."""
-    with _client(base_url, "stream") as training, _client(base_url, "reader") as sampling:
-        trainer = training.create_lora_training_client(base_model=base_model, rank=8).result()
+    at once. `ratio` is the median latency during this stream, divided by the stream's duration."""
+    with (
+        tinker.ServiceClient(base_url=base_url, api_key="tml-demo-stream") as training,
+        tinker.ServiceClient(base_url=base_url, api_key="tml-demo-reader") as sampling,
+    ):
+        trainer = training.create_lora_training_client(base_model=BASE_MODEL, rank=8).result()
         tokenizer = trainer.get_tokenizer()
-        reader = sampling.create_lora_training_client(base_model=base_model, rank=8).result()
+        reader = sampling.create_lora_training_client(base_model=BASE_MODEL, rank=8).result()
         sampler = reader.save_weights_and_get_sampling_client().result()
-        task = TASKS["count"]
         rng = random.Random(2)
+        params = types.SamplingParams(max_tokens=16, temperature=1.0, stop=[])
 
         def sample() -> float:
-            prompt = tokenizer.encode(chat_prompt(task.prompt(rng)[0]))
-            params = types.SamplingParams(max_tokens=16, temperature=1.0, stop=[])
+            prompt = tokenizer.encode(chat_prompt(TASKS["count"].prompt(rng)[0]))
             began = time.perf_counter()
             sampler.sample(types.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params).result()
             return time.perf_counter() - began
 
-        data = stream_data(sequences, length)
-        trainer.forward_backward(data, "cross_entropy").result()
-        trainer.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+        def train(steps: int) -> float:
+            """The seconds of so many steps, submitted at once."""
+            began = time.perf_counter()
+            submitted = []
+            for _ in range(steps):
+                submitted.append(trainer.forward_backward(data, "cross_entropy"))
+                submitted.append(trainer.optim_step(types.AdamParams(learning_rate=1e-4)))
+            for each in submitted:
+                each.result()
+            return time.perf_counter() - began
+
+        data = stream_data(32, 128)
+        train(1)
         sample()
         idle = [sample() for _ in range(idle_samples)]
-        began = time.perf_counter()
-        stream = []
-        for _ in range(STREAM_STEPS):
-            stream.append(trainer.forward_backward(data, "cross_entropy"))
-            stream.append(trainer.optim_step(types.AdamParams(learning_rate=1e-4)))
-        with ThreadPoolExecutor(1) as waiter:
-            trained = waiter.submit(lambda: ([future.result() for future in stream], time.perf_counter())[1])
-            busy = []
-            while not trained.done():
-                latency = sample()
-                if not trained.done() or not busy:
-                    busy.append(latency)
-            return Latency(idle, busy, trained.result() - began)
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(train, STREAM_STEPS)
+            busy = [sample()]
+            while not stream.done():
+                busy.append(sample())
+        if len(busy) > 1:
+            busy.pop()  # the stream ended while this sample ran
+    quantiles = {
+        f"{name}_p{percent}_s": float(np.quantile(values, percent / 100))
+        for name, values in (("idle", idle), ("busy", busy))
+        for percent in (50, 95)
+    }
+    ratio = quantiles["busy_p50_s"] / stream.result()
+    return {**quantiles, "busy_samples": len(busy), "stream_s": stream.result(), "ratio": ratio}
 
 
-GAIN_WINDOW = 5
-MIN_GAIN = 0.15
-"""How much a tenant's reward must rise: the mean of the last 5 steps minus the mean of the first 5, out of 1."""
-JUDGED_STEPS = Settings().steps
-"""A shorter run cannot reach MIN_GAIN: its rewards are shown and not judged."""
+def verdict(runs: dict[str, Run], engine_served: int) -> tuple[list[str], list[str]]:
+    """Failed expectations (rewards that did not rise enough, samples that went through the engine), and notes on
+    expectations that were not checked."""
+    failures = [
+        f"tenant {name}: reward rose by {run.gain(GAIN_WINDOW):.2f}, less than {MIN_GAIN}"
+        for name, run in runs.items()
+        if len(run.rewards) >= JUDGED_STEPS and run.gain(GAIN_WINDOW) < MIN_GAIN
+    ]
+    if engine_served:
+        failures.append(f"{engine_served} samples went through the engine loop")
+    fewest = min(len(run.rewards) for run in runs.values())
+    short = f"rewards were not judged: {fewest} steps are too few, {JUDGED_STEPS} (the default) are enough"
+    return failures, [short] if fewest < JUDGED_STEPS else []
 
 
-@dataclass
-class WallTimes:
-    """Seconds for the tenants one after the other (`serial`), and at the same time (`parallel`)."""
-
-    serial: float
-    parallel: float
-
-    @property
-    def speedup(self) -> float:
-        return self.serial / self.parallel
-
-
-@dataclass
-class Findings:
-    """All results of one demo. `phases`: seconds per phase, in order."""
-
-    runs: dict[str, Run] = field(default_factory=dict)
-    forwarded: int = 0
-    engine_served: int = 0
-    latency: Latency | None = None
-    walls: WallTimes | None = None
-    colocated_walls: WallTimes | None = None
-    colocated_latency: Latency | None = None
-    phases: dict[str, float] = field(default_factory=dict)
-
-    def failures(self) -> list[str]:
-        """Failed expectations: rewards that did not rise enough, samples that went through the engine."""
-        failures = [
-            f"tenant {name}: reward rose by {run.gain(GAIN_WINDOW):.2f}, less than {MIN_GAIN}"
-            for name, run in self.runs.items()
-            if len(run.rewards) >= JUDGED_STEPS and run.gain(GAIN_WINDOW) < MIN_GAIN
-        ]
-        if self.engine_served:
-            failures.append(f"{self.engine_served} samples went through the engine loop")
-        return failures
-
-    def notes(self) -> list[str]:
-        """Expectations that were not checked, and why."""
-        short = [len(run.rewards) for run in self.runs.values() if len(run.rewards) < JUDGED_STEPS]
-        if not short:
-            return []
-        return [f"rewards were not judged: {min(short)} steps are too few, {JUDGED_STEPS} (the default) are enough"]
-
-    def figures(self) -> dict[str, Any]:
-        """The figures as JSON: counts, seconds and ratios."""
-        figures: dict[str, Any] = {
-            "reward": {
-                name: {"first": r.rewards[:GAIN_WINDOW], "last": r.rewards[-GAIN_WINDOW:], "gain": r.gain(GAIN_WINDOW)}
-                for name, r in self.runs.items()
-            },
-            "samples_forwarded": self.forwarded,
-            "samples_through_engine": self.engine_served,
-            "phases_s": self.phases,
-        }
-        for key, latency in (("latency", self.latency), ("latency_colocated", self.colocated_latency)):
-            if latency is not None:
-                figures[key] = {
-                    "idle_p50_s": latency.quantile(latency.idle, 0.5),
-                    "idle_p95_s": latency.quantile(latency.idle, 0.95),
-                    "busy_p50_s": latency.quantile(latency.busy, 0.5),
-                    "busy_p95_s": latency.quantile(latency.busy, 0.95),
-                    "busy_samples": len(latency.busy),
-                    "stream_s": latency.stream,
-                    "ratio": latency.ratio,
-                }
-        for key, walls in (("walls", self.walls), ("walls_colocated", self.colocated_walls)):
-            if walls is not None:
-                figures[key] = {
-                    "a_then_b_s": walls.serial,
-                    "a_beside_b_s": walls.parallel,
-                    "speedup": walls.speedup,
-                }
-        if self.walls is not None and self.colocated_walls is not None:
-            figures["forwarded_over_colocated_beside"] = self.colocated_walls.parallel / self.walls.parallel
-        return figures
-
-
-def print_report(console: Console, findings: Findings) -> None:
+def print_report(console: Console, figures: dict[str, Any]) -> None:
+    """Print the figures of `figures.json` as a table."""
     table = Table(title="Results", title_style="bold", show_header=False, box=None, padding=(0, 2))
     table.add_column(justify="left")
     table.add_column(justify="right")
-    for name, run in findings.runs.items():
-        window = min(GAIN_WINDOW, max(1, len(run.rewards) // 2))
-        first, last = sum(run.rewards[:window]) / window, sum(run.rewards[-window:]) / window
-        table.add_row(f"reward of tenant {name}, first to last {window} steps", f"{first:.2f} → {last:.2f}")
-    table.add_row("samples forwarded to vLLM by the API", str(findings.forwarded))
-    table.add_row("samples served through the engine loop", str(findings.engine_served))
-    for label, latency in (("", findings.latency), (" (colocated)", findings.colocated_latency)):
-        if latency is None:
-            continue
-        idle = f"{latency.quantile(latency.idle, 0.5) * 1e3:.0f} / {latency.quantile(latency.idle, 0.95) * 1e3:.0f} ms"
-        busy = f"{latency.quantile(latency.busy, 0.5) * 1e3:.0f} / {latency.quantile(latency.busy, 0.95) * 1e3:.0f} ms"
-        table.add_row(f"sample p50 / p95, training idle{label}", idle)
-        table.add_row(f"sample p50 / p95, during a training stream{label}", busy)
-        table.add_row(
-            f"  … as a share of the stream's {latency.stream:.1f} s ({len(latency.busy)} samples)",
-            f"{latency.ratio:.3f}",
-        )
-    for label, walls in (("forwarded", findings.walls), ("colocate_all: true", findings.colocated_walls)):
-        if walls is not None:
-            table.add_row(f"A then B / A beside B, {label}", f"{walls.serial:.1f} / {walls.parallel:.1f} s")
-            table.add_row("  … speed-up", f"{walls.speedup:.2f}×")
-    if findings.walls is not None and findings.colocated_walls is not None:
-        gain = findings.colocated_walls.parallel / findings.walls.parallel
+    for name, reward in figures["reward"].items():
+        first, last = (f"{np.mean(reward[side]):.2f}" for side in ("first", "last"))
+        table.add_row(f"reward of tenant {name}, first to last {len(reward['first'])} steps", f"{first} → {last}")
+    table.add_row("samples forwarded to vLLM by the API", str(figures["samples_forwarded"]))
+    table.add_row("samples served through the engine loop", str(figures["samples_through_engine"]))
+    for key, label in (("latency", ""), ("latency_colocated", " (colocated)")):
+        if latency := figures.get(key):
+            for name, when in (("idle", "training idle"), ("busy", "during a training stream")):
+                p50, p95 = (f"{latency[f'{name}_p{percent}_s'] * 1e3:.0f}" for percent in (50, 95))
+                table.add_row(f"sample p50 / p95, {when}{label}", f"{p50} / {p95} ms")
+            stream = f"{latency['stream_s']:.1f} s ({latency['busy_samples']} samples)"
+            table.add_row(f"  … as a share of the stream's {stream}", f"{latency['ratio']:.3f}")
+    for key, label in (("walls", "forwarded"), ("walls_colocated", "colocate_all: true")):
+        if walls := figures.get(key):
+            both = f"{walls['a_then_b_s']:.1f} / {walls['a_beside_b_s']:.1f} s"
+            table.add_row(f"A then B / A beside B, {label}", both)
+            table.add_row("  … speed-up", f"{walls['speedup']:.2f}×")
+    if gain := figures.get("forwarded_over_colocated_beside"):
         table.add_row("A beside B: forwarding is faster than the engine loop by", f"{gain:.2f}×")
-    for phase, seconds in findings.phases.items():
+    for phase, seconds in figures["phases_s"].items():
         table.add_row(f"time: {phase}", f"{seconds:.1f} s")
     console.print(table)
 
@@ -242,23 +167,13 @@ def plot(runs: dict[str, Run], file: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, run in runs.items():
-        axes.plot(range(len(run.rewards)), run.rewards, marker="o", markersize=3, label=name)
+        label = f"{name} ({TENANT_TASKS[name]})"
+        axes.plot(range(len(run.rewards)), run.rewards, marker="o", markersize=3, label=label)
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="Two tenants, one server, side by side")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
-
-
-def write_figures(findings: Findings, file: Path) -> None:
-    file.write_text(json.dumps(findings.figures(), indent=2) + "\n")
-
-
-BASE_MODEL = "tiny"
-BACKEND_CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
-"""vLLM pads every adapter to the maximal rank. On a CPU, two adapters at the same time decode 25 % faster with 8 than
-with 32."""
-STATUS_S = 0.5
 
 
 class Demo:
@@ -269,13 +184,16 @@ class Demo:
         self._out = out
         self._settings = settings
         self._compare = compare
-        self.findings = Findings()
+        self._runs: dict[str, Run] = {}
+        self._phases: dict[str, float] = {}
+        self._figures: dict[str, Any] = {"phases_s": self._phases}
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        """Keep the seconds of the phase."""
         started = time.monotonic()
         yield
-        self.findings.phases[name] = time.monotonic() - started
+        self._phases[name] = time.monotonic() - started
 
     def run(self) -> int:
         """The exit status: 0 if no sample went through the engine, and both rewards rose or were not judged; else 1."""
@@ -283,14 +201,22 @@ class Demo:
         with contextlib.ExitStack() as stack:
             directory = Path(tempfile.mkdtemp(prefix="skyrl-demo-"))
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
-            tenants = [Tenant("A", "count", directory), Tenant("B", "sort", directory)]
+            tenants = [Tenant(name, task, directory) for name, task in TENANT_TASKS.items()]
             for tenant in tenants:
                 stack.callback(tenant.stop)
             server = self._server(stack, directory / "forwarded", colocated=False)
-            self._forwarded(server, tenants)
+            for tenant in tenants:
+                tenant.wait_up()
+            self._runs = self._measure(server, tenants, idle_samples=20)
+            samples = server.status()["samples"]
+            self._figures["samples_forwarded"] = samples["forwarded"]
+            self._figures["samples_through_engine"] = samples["engine"]
             server.stop()
             if self._compare:
-                self._colocated(self._server(stack, directory / "colocated", colocated=True), tenants)
+                server = self._server(stack, directory / "colocated", colocated=True)
+                self._measure(server, tenants, idle_samples=5, phase="colocated: ", key="_colocated")
+                walls = [self._figures[key]["a_beside_b_s"] for key in ("walls_colocated", "walls")]
+                self._figures["forwarded_over_colocated_beside"] = walls[0] / walls[1]
         return self._report()
 
     def _server(self, stack: contextlib.ExitStack, state_dir: Path, *, colocated: bool) -> DemoServer:
@@ -304,98 +230,73 @@ class Demo:
         self._console.print(f"the {kind} server was ready after {server.ready_s:.1f} s")
         return server
 
-    def _forwarded(self, server: DemoServer, tenants: list[Tenant]) -> None:
-        for tenant in tenants:
-            tenant.wait_up()
-        self._warm_up(server, tenants)
-        with self._phase("A beside B"):
-            parallel, self.findings.runs = self._parallel(server, tenants, "A beside B, samples forwarded")
-        with self._phase("A then B"):
-            serial = self._serial(server, tenants, "A then B, samples forwarded")
-        self.findings.walls = WallTimes(serial, parallel)
-        with self._phase("sample latency"), self._console.status("measuring sample latency"):
-            self.findings.latency = measure_latency(server.url, BASE_MODEL)
-        samples = server.status()["samples"]
-        self.findings.forwarded, self.findings.engine_served = samples["forwarded"], samples["engine"]
-
-    def _colocated(self, server: DemoServer, tenants: list[Tenant]) -> None:
-        self._warm_up(server, tenants)
-        with self._phase("colocated: A beside B"):
-            parallel, _ = self._parallel(server, tenants, "A beside B, everything through the engine loop")
-        with self._phase("colocated: A then B"):
-            serial = self._serial(server, tenants, "A then B, everything through the engine loop")
-        self.findings.colocated_walls = WallTimes(serial, parallel)
-        with self._phase("colocated: sample latency"), self._console.status("measuring sample latency, colocated"):
-            self.findings.colocated_latency = measure_latency(server.url, BASE_MODEL, idle_samples=5)
-
-    def _warm_up(self, server: DemoServer, tenants: list[Tenant]) -> None:
-        """Run two steps of each tenant and drop the results: first steps take longer, and would slow down only the
+    def _measure(
+        self, server: DemoServer, tenants: Sequence[Tenant], *, idle_samples: int, phase: str = "", key: str = ""
+    ) -> dict[str, Run]:
+        """Measure one server; returns the runs side by side. `phase` and `key` tell its phases and figures from the
+        other server's. The two steps before drop their results: first steps take longer, and would slow down only the
         order that is measured first."""
-        with self._console.status("warming up"):
+        beside, then, latency = (f"{phase}{name}" for name in ("A beside B", "A then B", "sample latency"))
+        self._train("warming up", server, tenants, replace(self._settings, steps=2))
+        with self._phase(beside):
+            runs = self._train(beside, server, tenants, self._settings)
+        with self._phase(then):
             for tenant in tenants:
-                tenant.start(server.url, BASE_MODEL, replace(self._settings, steps=2))
-            for tenant in tenants:
-                tenant.follow(Run(), lambda: None)
+                self._train(then, server, [tenant], self._settings)
+        with self._phase(latency), self._console.status(latency):
+            self._figures[f"latency{key}"] = measure_latency(server.url, idle_samples)
+        serial, parallel = self._phases[then], self._phases[beside]
+        walls = {"a_then_b_s": serial, "a_beside_b_s": parallel, "speedup": serial / parallel}
+        self._figures[f"walls{key}"] = walls
+        return runs
 
-    def _parallel(self, server: DemoServer, tenants: list[Tenant], title: str) -> tuple[float, dict[str, Run]]:
-        """Run the tenants at the same time. Returns wall-clock seconds, and the runs by tenant."""
+    def _train(self, title: str, server: DemoServer, tenants: Sequence[Tenant], settings: Settings) -> dict[str, Run]:
+        """Run these tenants at the same time, and show their progress in one line. Returns the runs by tenant."""
         runs = {tenant.name: Run() for tenant in tenants}
-        started = time.monotonic()
-        self._follow(server, tenants, runs, title)
-        return time.monotonic() - started, runs
-
-    def _serial(self, server: DemoServer, tenants: list[Tenant], title: str) -> float:
-        """Run one tenant after the other. Returns wall-clock seconds."""
-        started = time.monotonic()
-        runs = {tenant.name: Run() for tenant in tenants}
+        line = title
         for tenant in tenants:
-            self._follow(server, [tenant], runs, title)
-        return time.monotonic() - started
-
-    def _follow(self, server: DemoServer, tenants: list[Tenant], runs: dict[str, Run], title: str) -> None:
-        """Run these tenants at the same time, and show their progress."""
-        done = threading.Event()
-        for tenant in tenants:
-            tenant.start(server.url, BASE_MODEL, self._settings)
-        tasks = {"A": "count", "B": "sort"}
-
-        def render(status: dict[str, Any]) -> Any:
-            shown = {name: (tasks[name], run) for name, run in runs.items()}
-            return live_view(title, shown, self._settings.steps, status)
-
-        with (
-            Live(render({}), console=self._console, auto_refresh=False) as live,
-            ThreadPoolExecutor(len(tenants)) as pool,
-        ):
+            tenant.start(server.url, BASE_MODEL, settings)
+        with ThreadPoolExecutor(len(tenants)) as pool, self._console.status(title) as status:
             following = [pool.submit(tenant.follow, runs[tenant.name], lambda: None) for tenant in tenants]
             try:
-                while not all(future.done() for future in following):
-                    done.wait(STATUS_S)
-                    live.update(render(server.status()), refresh=True)
+                running = True
+                while running:
+                    running = bool(wait(following, STATUS_S).not_done)
+                    line = f"{title}: {progress(runs, settings.steps, server.status())}"
+                    status.update(line)
             except BaseException:
                 for tenant in tenants:
                     tenant.kill()  # ends `follow`, for which the pool waits when it closes
                 raise
             for future in following:
                 future.result()
-        if not self._console.is_terminal:
-            self._console.print()  # in a file, the live view ends without a newline
+        self._console.print(line, soft_wrap=True)
+        return runs
 
     def _report(self) -> int:
-        findings = self.findings
-        plot({f"{name} ({task})": findings.runs[name] for name, task in (("A", "count"), ("B", "sort"))}, self._plot)
-        write_figures(findings, self._out / "figures.json")
-        print_report(self._console, findings)
-        self._console.print(f"reward curves: {self._plot}, figures: {self._out / 'figures.json'}", soft_wrap=True)
-        for note in findings.notes():
+        self._figures["reward"] = {name: run.figures(GAIN_WINDOW) for name, run in self._runs.items()}
+        curves, file = self._out / "rewards.png", self._out / "figures.json"
+        plot(self._runs, curves)
+        file.write_text(json.dumps(self._figures, indent=2) + "\n")
+        print_report(self._console, self._figures)
+        self._console.print(f"reward curves: {curves}, figures: {file}", soft_wrap=True)
+        failures, notes = verdict(self._runs, self._figures["samples_through_engine"])
+        for note in notes:
             self._console.print(note)
-        for failure in findings.failures():
+        for failure in failures:
             self._console.print(f"[bold red]failed:[/] {failure}")
-        return 1 if findings.failures() else 0
+        return 1 if failures else 0
 
-    @property
-    def _plot(self) -> Path:
-        return self._out / "rewards.png"
+
+def progress(runs: dict[str, Run], steps: int, status: dict[str, Any]) -> str:
+    """One line on the runs by tenant. `status`: the server's `/statusz`."""
+    parts = [
+        f"{name} ({TENANT_TASKS[name]}) step {len(run.rewards)} of {steps}, reward {sum(run.rewards[-1:]):.2f}"
+        for name, run in runs.items()
+    ]
+    samples = status.get("samples", {})
+    served = f"samples: {samples.get('forwarded', 0)} forwarded to vLLM, {samples.get('engine', 0)} by the engine loop"
+    return "; ".join([*parts, served])
 
 
 def run_demo(out: Path, settings: Settings, *, compare: bool) -> int:

@@ -17,7 +17,7 @@ from skyrl.cli.launcher.first_ready import StartObserver
 from skyrl.cli.launcher.metrics import RestartMetrics
 from skyrl.cli.launcher.parts import Part
 from skyrl.cli.launcher.preflight import Findings, taken_port
-from skyrl.inference.engine_kinds import VLLM, EngineKind, Vllm
+from skyrl.inference.engine_kinds import VLLM, Vllm
 from skyrl.inference.placement import Placement, ServerHandle, ServerPlan
 from skyrl.inference.vllm_client import VllmClient
 from skyrl.inference.vllm_command import inference_devices
@@ -129,7 +129,7 @@ class ServerParts:
     def __init__(
         self,
         plan: ServerPlan,
-        kind: EngineKind,
+        kind: Vllm,
         placement: Placement,
         observer: StartObserver,
         restarts: RestartMetrics,

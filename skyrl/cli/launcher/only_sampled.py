@@ -10,16 +10,16 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.model_files import model_config
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.cli.launcher.parts import Part
 from skyrl.inference.adapter_host import AdapterMissing
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.engine_kinds import KINDS, VLLM
+from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.inference.model_options import LEAST
 from skyrl.inference.placed_replicas import PlacedReplicas
@@ -33,9 +33,8 @@ from skyrl.storage.db.claims import Fence
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import ONLY_SAMPLED
-from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.processes import follow_servers
-from skyrl.storage.db.repeats import Rounds, once
+from skyrl.storage.db.repeats import once, repeat
 from skyrl.storage.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
@@ -47,21 +46,13 @@ LOOK_S = 0.2
 """How often it is tried whether the router listens."""
 
 
-@dataclass(frozen=True)
-class ServedLimits:
-    """Token ids are in [0, vocab_size), and sequences have at most max_context tokens."""
-
-    vocab_size: int
-    max_context: int
-
-
-def served_limits(config: ServerConfig, *, cuda: bool) -> ServedLimits | None:
-    """The limits of the vLLMs of `config`, from the base model's config.json; None if that is not on this machine."""
+def served_limits(config: ServerConfig, *, cuda: bool) -> ContextLimits:
+    """The limits of the vLLMs of `config`, from the base model's config.json, which may be missing here."""
     model = model_config(config.base_model_path)
     if "vocab_size" not in model:
-        return None
+        return ContextLimits()
     context = context_length(config, cuda=cuda) or model.get("max_position_embeddings", LEAST)
-    return ServedLimits(model["vocab_size"], context)
+    return ContextLimits(model["vocab_size"], context)
 
 
 class NoAdapters:
@@ -100,9 +91,8 @@ class OnlySampled:
         self._group = group = _group(runtime, self._state)
         self._tasks = [asyncio.create_task(self._publish()), asyncio.create_task(self._watch(group))]
         if runtime.config.ray is None:
-            key, role = runtime.inference_api_key or "", runtime.config.role
             directory = MetricsDirectory(runtime.metrics_directory)
-            metrics = VllmMetrics(runtime.replica_urls, key, directory, role=role)
+            metrics = VllmMetrics.of(runtime, runtime.replica_urls, directory)
             self._tasks.append(asyncio.create_task(once("publishing vLLM's metrics", metrics.run)))
         else:
             placed = PlacedReplicas(group, lambda at: _replica(runtime, at))
@@ -136,18 +126,16 @@ class OnlySampled:
     async def _publish(self) -> None:
         """Publish the limits once the database takes them, and from then on what was missed while it was away."""
         limits = served_limits(self._runtime.config, cuda=self._runtime.cuda)
-        rounds, is_published = Rounds("publishing a base model that is only sampled from", RETRY_S), False
-        while True:
-            try:
-                if not is_published:
-                    await asyncio.to_thread(self._state.training, ready=False, reason=ONLY_SAMPLED, limits=limits)
-                    is_published = True
-                await asyncio.to_thread(self._state.publish_missed)
-            except DatabaseError as error:
-                rounds.failed(error)
-            else:
-                rounds.went_well()
-            await asyncio.sleep(RETRY_S)
+        is_published = False
+
+        async def publish() -> None:
+            nonlocal is_published
+            if not is_published:
+                await asyncio.to_thread(self._state.training, ready=False, reason=ONLY_SAMPLED, limits=limits)
+                is_published = True
+            await asyncio.to_thread(self._state.publish_missed)
+
+        await repeat("publishing a base model that is only sampled from", RETRY_S, publish, at_once=True)
 
 
 async def _listens(host: str, port: int) -> bool:
@@ -178,4 +166,4 @@ def _group(runtime: Runtime, state: EngineStatePublisher) -> EngineGroup:
 
 
 def _replica(runtime: Runtime, at: Addresses) -> Replica:
-    return KINDS[VLLM](runtime.config, runtime.inference_api_key or "").replica(at, NoAdapters(), AdapterMetrics())
+    return Vllm(runtime.config, runtime.inference_api_key or "").replica(at, NoAdapters(), AdapterMetrics())

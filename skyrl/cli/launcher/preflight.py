@@ -26,7 +26,7 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.model_files import json_of, model_config, tokens_of, whole_config
 from skyrl.cli.launcher.memory_estimate import check_memory
 from skyrl.cli.launcher.model_location import check_model
-from skyrl.inference.engine_kinds import KINDS, VLLM
+from skyrl.inference.engine_kinds import Vllm
 from skyrl.inference.features import check_vllm, vllm_version
 from skyrl.inference.model_options import host_memory_warning
 from skyrl.inference.vllm_command import context_sentence, cuda_devices
@@ -250,7 +250,7 @@ def check_room_of_ranks(config: ServerConfig, devices: Sequence[str]) -> None:
 def check_room_of_vllms(config: ServerConfig, devices: Sequence[str]) -> None:
     """The same for the vLLMs."""
     inference = config.backend_config.inference
-    bundle = KINDS[VLLM](config, "").bundle(cuda=bool(devices))
+    bundle = Vllm(config, "").bundle(cuda=bool(devices))
     if lack := _lack((bundle,) * inference.num_engines, devices):
         key = "resources" if _asked(inference.resources) else "tensor_parallel_size"
         raise _never_placed(f"generator.inference_engine.{key}", lack, "lower it or leave it out")

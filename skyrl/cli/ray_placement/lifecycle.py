@@ -15,7 +15,7 @@ from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.launcher.parts import Parts
 from skyrl.cli.ray_placement.ray_server import NOT_STARTED
 from skyrl.cli.ray_placement.scheduling import RayPlacement
-from skyrl.inference.engine_kinds import VLLM, EngineKind
+from skyrl.inference.engine_kinds import VLLM, Vllm
 from skyrl.inference.placement import ServerPlan
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.runtime.processes.startup import MARK, MAY_START, Cause, FirstStarts
@@ -72,7 +72,7 @@ async def until_away(address: str) -> NoCluster:
 
 
 def server_parts(
-    runtime: Runtime, kind: EngineKind, placement: RayPlacement, starts: Starts, metrics: LauncherMetrics
+    runtime: Runtime, kind: Vllm, placement: RayPlacement, starts: Starts, metrics: LauncherMetrics
 ) -> list[ServerParts]:
     """The vLLMs of the configuration. They have GPUs if the cluster has."""
     inference = runtime.config.backend_config.inference

@@ -17,7 +17,7 @@ from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.cli.ray_placement.lifecycle import Starts, end, live, run_servers, server_parts
 from skyrl.cli.ray_placement.ray_server import RayServer
 from skyrl.cli.ray_placement.scheduling import RayPlacement
-from skyrl.inference.engine_kinds import KINDS, VLLM
+from skyrl.inference.engine_kinds import VLLM, Vllm
 from skyrl.inference.vllm_client import VllmMetrics
 from skyrl.runtime.metrics.files import MetricsDirectory, publishing
 from skyrl.runtime.processes.runtime import Runtime
@@ -99,7 +99,7 @@ async def run(runtime: Runtime) -> None:
         role = runtime.config.role
         process, directory = role.process("placement"), runtime.metrics_directory
         async with publishing(metrics.registry, process, directory, labels=role.labels) as published:
-            kind = KINDS[VLLM](runtime.config, runtime.inference_api_key or "")
+            kind = Vllm(runtime.config, runtime.inference_api_key or "")
             starts.servers = server_parts(runtime, kind, placement, starts, metrics)
             beside = (metrics.lag.run, *_vllm_metrics(runtime, starts, published))
             hopeless = await run_servers(runtime.ray_address, starts, beside)
@@ -117,8 +117,7 @@ def _vllm_metrics(
     for number, parts in enumerate(starts.servers):
 
         async def publish(url: str, number: int = number) -> None:
-            key, role = runtime.inference_api_key or "", runtime.config.role
-            await VllmMetrics((url,), key, published, number, role).run()
+            await VllmMetrics.of(runtime, (url,), published, number).run()
 
         yield lambda parts=parts, publish=publish: wherever(parts.server, publish)
 

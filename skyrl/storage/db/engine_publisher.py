@@ -8,8 +8,8 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.storage.db import engine_state
 from skyrl.storage.db.claims import Fence
 from skyrl.storage.db.database import Connection, Database
@@ -17,16 +17,7 @@ from skyrl.storage.db.faults import DatabaseError, reason
 from skyrl.storage.doorbell import STATE, Doorbell
 
 logger = logging.getLogger(__name__)
-
-
-class Limits(Protocol):
-    """The limits of a base model: token ids are in [0, vocab_size), sequences have at most max_context tokens."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_context(self) -> int: ...
+_UNKNOWN = ContextLimits()
 
 
 class EngineStatePublisher:
@@ -74,14 +65,14 @@ class EngineStatePublisher:
         logger.info("inference endpoint: %s", url)
         self._api.ring([STATE])
 
-    def training(self, *, ready: bool, reason: str, limits: Limits | None = None) -> None:
+    def training(self, *, ready: bool, reason: str, limits: ContextLimits = _UNKNOWN) -> None:
         self._write(
             lambda c: engine_state.publish_training(
                 c,
                 ready=ready,
                 reason=reason,
-                vocab_size=limits.vocab_size if limits is not None else None,
-                max_context=limits.max_context if limits is not None else None,
+                vocab_size=limits.vocab_size,
+                max_context=limits.max_context,
                 key=self._key,
             )
         )

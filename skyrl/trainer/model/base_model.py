@@ -1,4 +1,4 @@
-"""The frozen base model: loads it, prepares it for packed rows and adapters, and checks that the logits stay the same.
+"""The base model: what describes it, and the checks that packed rows give the logits that transformers gives.
 
 RMS norms become one operation of torch forward and one backward, where transformers starts 8 and 14. A layer of Qwen3
 has four norms: 88 operations of some 200, and on a GPU each costs the host 5 µs or more. torch's own operation is one
@@ -19,18 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.base.config.server import ConfigError
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.trainer.attention.scans import CHUNK
-from skyrl.trainer.device import align, base_dtype
+from skyrl.trainer.device import base_dtype
 from skyrl.trainer.lora.adapter import Target
-from skyrl.trainer.model.loading import attached, detach_vision, load_model
+from skyrl.trainer.model.loading import attached
 from skyrl.trainer.model.packed_model import PackedModel
-from skyrl.trainer.model.recomputation import Setting
-from skyrl.trainer.protocol import Datum, ModelLimits
+from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows.packing import pack_alone
 from skyrl.trainer.rows.routed_experts import FIELD
-from skyrl.trainer.vision import VisionProbe, VisionTower, make_tower
+from skyrl.trainer.vision import VisionProbe, VisionTower
 
 EPSILONS = ("variance_epsilon", "eps")
 """What transformers' classes call it."""
@@ -88,7 +87,7 @@ UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class BaseModel:
-    """A causal language model whose weights never change. `packed` computes; `limits` and `targets` describe it.
+    """A causal language model whose weights never change. `packed` computes; `targets` and the sizes describe it.
     `tower`: computes pictures; None if the model takes none."""
 
     def __init__(
@@ -110,11 +109,6 @@ class BaseModel:
     def targets(self) -> list[Target]:
         """The layers that adapters can train."""
         return self.packed.targets
-
-    def limits(self, config: ServerConfig) -> ModelLimits:
-        context = min(self.max_context, config.backend_config.inference.max_model_len or self.max_context)
-        name = config.role.state_keys[0]
-        return ModelLimits(self.vocab_size, context, self.packed.mixture, self.sight, name, self.ties_unembedding)
 
     @property
     def sight(self) -> VisionConfig | None:
@@ -200,38 +194,6 @@ class BaseModel:
                 f"logits_scaling and final_logit_softcapping of its config.json say (relative difference {worst:.2g}, "
                 f"allowed {tolerance:g}); its architecture is not supported"
             )
-
-
-def load_base_model(
-    path: str,
-    device: torch.device,
-    *,
-    gradient_checkpointing: Setting,
-    mlp_of_mixtures: bool = False,
-    pictures: bool = True,
-    keep_quantized: bool = False,
-) -> BaseModel:
-    """The whole model on one device. `mlp_of_mixtures`: see `PackedModel`. `pictures`: whether a model that sees keeps
-    its vision tower. `keep_quantized`: whether weights stay quantized that are quantized in the files.
-
-    Raises ConfigError: the path has no causal language model (`load_model`), or the model has layers that adapters
-    cannot train, position embeddings that depend on the batch, or other logits on packed rows than in transformers.
-    """
-    model = load_model(path, base_dtype(device), keep_quantized=keep_quantized)
-    tower = make_tower(path, detach_vision(model), device, pictures=pictures)
-    model.to(device).eval().requires_grad_(False)
-    align(model.parameters())
-    check_config(path, model.config)
-    packed = wrap(path, model, mlp_of_mixtures=mlp_of_mixtures)
-    base = BaseModel(path, device, packed, model.config, tower)
-    base.check_stock()
-    expected = base.stock_logits()
-    packed.use_own_kernels()
-    if fuses_norms(device):
-        fuse_norms(packed)
-    base.verify(expected)
-    packed.recompute(gradient_checkpointing)
-    return base
 
 
 def check_config(path: str, config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Running micro-batches: computes losses and gradients of their items, and adds them to the sums of their passes.
+"""Micro-batches: what the model gets of their items, and what items give to the sums of their passes.
 
 Every item has its own leaves of the adapter's weights, and the gradients of items are added in order. So where items
 run one at a time on a CPU, the results of a pass do not depend on other passes, to the last bit.
@@ -23,20 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl.trainer.device import base_dtype, failure_of
+from skyrl.trainer.device import HOST, base_dtype, failure_of
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.lora.products import groups_adapters
 from skyrl.trainer.losses import Tally
-from skyrl.trainer.model.base_model import BaseModel
 from skyrl.trainer.model.logprobs import Targets
-from skyrl.trainer.model.recomputation import Recomputation
-from skyrl.trainer.passes.micro_batch_losses import MicroBatchLosses, PartScore, Scores, losses_of, trained_entries
+from skyrl.trainer.passes.micro_batch_losses import MicroBatchLosses, PartScore, losses_of, trained_entries
 from skyrl.trainer.passes.pass_run import (
     MicroBatchItem,
     PassRun,
     PassShare,
+    ShareResult,
     SinglePassRun,
-    items_of,
     not_finite,
     segment_of,
     side_by_side,
@@ -54,50 +52,6 @@ class ItemResult:
 
     parts: Sequence[PartScore]
     gradient: Tensor | None
-
-
-def run_micro_batch(base: BaseModel, batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
-    """Run slices together. If that raises, run each slice alone, so that only the one that causes the error fails. A
-    slice alone that runs out of memory runs once more with its layers recomputed, if they were not and may be.
-
-    The error becomes that of what the slice belongs to (OutOfMemory if memory was short). DeviceFault is raised.
-    """
-    failure: Exception | None = None
-    left: list[MicroBatchItem] = []
-    results: list[ItemResult] = []
-    try:
-        left = [rest for piece in batch if (rest := piece.left()) is not None]
-        if groups_adapters(base.device):
-            left = side_by_side(left)
-        results = _forward_backward(base, left, backward) if left else []
-    except Exception as error:  # each slice runs again alone, or its pass fails with it
-        failure = failure_of(error, base.device)
-    if failure is None:
-        for piece, result in zip(left, results, strict=True):
-            record_or_fail(piece, result, base.device)
-    elif len(batch) > 1:  # outside the handler, where the failed attempt's tensors are free again
-        for piece in batch:
-            run_micro_batch(base, [piece], backward=backward)
-    elif recomputation := _instead(base, batch[0], failure, backward):
-        with recomputation.forced():
-            run_micro_batch(base, batch, backward=backward)
-    else:
-        batch[0].running.fail(failure)
-
-
-def _instead(base: BaseModel, piece: MicroBatchItem, failure: Exception, backward: bool) -> Recomputation | None:
-    """Of the layers, where recomputing them may help after this failure."""
-    keeps = backward and piece.trained
-    recomputation = base.packed.recomputation if keeps and isinstance(failure, OutOfMemory) else None
-    return recomputation if recomputation and recomputation.ran_out(piece.rows) else None
-
-
-def record_or_fail(piece: MicroBatchItem, result: ItemResult, device: torch.device) -> None:
-    """Record a result. If that raises, `piece.running` fails."""
-    try:
-        _record(piece, result)
-    except Exception as error:  # it is this pass's outcome; others go on
-        piece.running.fail(failure_of(error, device))
 
 
 @dataclass(frozen=True)
@@ -120,11 +74,12 @@ class MicroBatch:
         device: torch.device,
         *,
         backward: bool,
-        together: Sequence[range] | None = None,
+        alone: bool,
     ) -> MicroBatch:
         """With `backward`, each slice gets its own leaves of its adapter's weights. `seen`: the pictures of each
-        slice. `together`: which slices are updated together; None: each alone."""
-        made = MicroBatch.without_adapters(batch, seen, device, together)
+        slice. `alone`: there are no other ranks, so adapters may be updated together (`grouped`)."""
+        parts = together(batch) if alone and groups_adapters(device) else None
+        made = MicroBatch.without_adapters(batch, seen, device, parts)
         dtype = base_dtype(device)
         for index, part in enumerate(made.parts):
             slices, packed = batch[part.start : part.stop], made.packed[part.start : part.stop]
@@ -156,6 +111,11 @@ class MicroBatch:
         return made
 
 
+def grouped(batch: list[MicroBatchItem], device: torch.device) -> list[MicroBatchItem]:
+    """In the order in which adapters can be updated together, where the device gains by that."""
+    return side_by_side(batch) if groups_adapters(device) else batch
+
+
 def look_at(tower: VisionTower | None, piece: MicroBatchItem) -> Mapping[str, Seen]:
     """The pictures of a checked slice, by digest. Raises InvalidRequest as `VisionTower.look_at`."""
     found: dict[str, Seen] = {}
@@ -166,44 +126,20 @@ def look_at(tower: VisionTower | None, piece: MicroBatchItem) -> Mapping[str, Se
     return found
 
 
-def _forward_backward(base: BaseModel, batch: Sequence[MicroBatchItem], of_passes: bool) -> list[ItemResult]:
-    """of_passes: whether the passes of the slices have a backward. Without a slice that is trained nothing is computed
-    for one."""
-    backward = of_passes and any(piece.trained for piece in batch)
-    seen = [look_at(base.tower, piece) for piece in batch]
-    parts = together(batch) if groups_adapters(base.device) else None
-    made = MicroBatch.of(batch, seen, base.device, backward=backward, together=parts)
-    gradients: Sequence[Tensor | None] = [None] * len(batch)
-    with torch.set_grad_enabled(backward), base.packed.active.use(made.segments):
-        logprobs = base.packed(made.packed, made.targets, made.segments)
-        scores = Scores.of(made.losses, logprobs[0] if len(logprobs) == 1 else torch.cat(logprobs), backward=backward)
-        if scores.gradient is not None:
-            of_logprobs = scores.gradient.split([len(of_segment) for of_segment in logprobs])
-            gradients = item_gradients(logprobs, made.segments, starts=of_logprobs)
-    of_parts = iter(scores.read())
-    results: list[ItemResult] = []
-    for piece, gradient in zip(batch, gradients, strict=True):
-        own = [next(of_parts) for _ in piece.parts]
-        if of_passes and not backward and not any(piece.running.trained):
-            gradient = torch.zeros_like(piece.running.adapter.weights)  # the step after the pass has a gradient
-        results.append(ItemResult(own, gradient if any(part.counts for part in own) else None))
-    return results
-
-
 def item_gradients(
-    totals: Sequence[Tensor],
+    logprobs: Sequence[Tensor],
     segments: Sequence[LoraSegment],
-    also: Sequence[Tensor] = (),
+    starts: Sequence[Tensor],
     *,
-    starts: Sequence[Tensor] | None = None,
+    also: Sequence[Tensor] = (),
     unused: bool = False,
 ) -> list[Tensor]:
     """The gradient of each slice of some segments, flat float32 in the order of its adapter's buffers, from one
-    backward for all slices. `starts`: the gradients with respect to `totals`; None: totals are scalars. The backward
+    backward for all slices. `starts`: the gradients with respect to `logprobs`, float32 [entries] each. The backward
     goes to the tensors `also`, too. With `unused`, matrices that computed nothing get zeros; else they are an error."""
     leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
     wanted = [*(leaf for of_slice in leaves for leaf in of_slice), *also]
-    gradients = iter(torch.autograd.grad(totals, wanted, starts, materialize_grads=unused))
+    gradients = iter(torch.autograd.grad(logprobs, wanted, starts, materialize_grads=unused))
     found: list[Tensor] = []
     for segment, of_segment in zip(segments, leaves, strict=True):
         own = [next(gradients) for _ in of_segment]
@@ -214,18 +150,19 @@ def item_gradients(
     return found
 
 
-def _record(piece: MicroBatchItem, result: ItemResult) -> None:
+def record(piece: MicroBatchItem, result: ItemResult) -> None:
+    """Add what a slice has given to its passes, and its gradient to that of what it belongs to."""
     running = piece.running
     for part, of_part in zip(piece.parts, result.parts, strict=True):
         of_pass = part.running
         of_pass.tally.add_all(of_part.tally)
         if of_part.counts and of_pass.error is None and math.isfinite(of_pass.tally.loss):
-            of_pass.logprobs |= zip(part.indices, of_part.logprobs, strict=True)
+            of_pass.results.append(ShareResult(part.indices, of_part.logprobs, of_part.tally))
             continue
-        error = of_pass.error or not_finite(of_pass.training_pass, of_pass.tally.loss)
+        error = of_pass.error or of_part.error or not_finite(of_pass.training_pass, of_pass.tally.loss)
         of_pass.fail(error)
         # Then the gradient of this slice, or of an earlier one, has a part of it.
-        if of_pass.training_pass.backward and (of_part.counts or of_pass.logprobs):
+        if of_pass.training_pass.backward and (of_part.counts or of_pass.results):
             running.fail(error)
     if running.error is None and result.gradient is not None:
         running.gradient = result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
@@ -283,59 +220,41 @@ class JoinedPasses(PassRun):
         """The passes that have not failed themselves, without results."""
         left = [member for member in self.members if member.error is None]
         for member in left:
-            member.tally, member.logprobs = Tally(), {}
+            member.tally, member.results = Tally(), []
         return left
 
     def _member(self, index: int) -> int:
         return bisect_right(self._starts, index) - 1
 
 
-def join_passes(passes: Sequence[SinglePassRun], device: torch.device) -> list[PassRun]:
+def join_passes(passes: Sequence[SinglePassRun]) -> list[PassRun]:
     """What runs: the passes of an adapter as one if they have prefixes in common, other passes as they are. Adapters
-    come in the order of their first passes. DeviceFault is raised."""
-    of_adapter: dict[int, list[SinglePassRun]] = {}
+    come in the order of their first passes."""
+    of_adapter: dict[str, list[SinglePassRun]] = {}
     for each in passes:
-        of_adapter.setdefault(id(each.adapter), []).append(each)
+        of_adapter.setdefault(each.training_pass.model_id, []).append(each)
     found: list[PassRun] = []
     for members in of_adapter.values():
-        together = _joined(members, device) if len(members) > 1 else None
+        together = _joined(members) if len(members) > 1 else None
         found += members if together is None else [together]
     return found
 
 
-def _joined(members: Sequence[SinglePassRun], device: torch.device) -> JoinedPasses | None:
+def _joined(members: Sequence[SinglePassRun]) -> JoinedPasses | None:
     """None if the passes share no rows, or if there is no memory to find that out."""
     try:
-        together = JoinedPasses(members[0].adapter, members)
+        together = JoinedPasses(members[0].model, members)
         if together.share_rows:
             return together
         together.divide_tree()
         return None
     except Exception as error:  # passes that run apart are right, too; one that cannot be divided fails by itself
-        if not isinstance(failure_of(error, device), OutOfMemory):
+        if not isinstance(failure_of(error, HOST), OutOfMemory):
             logger.exception("the rows that passes share could not be found: they run apart")
         return None
 
 
-def finish(base: BaseModel, finished: Sequence[PassRun], budget: int, *, backward: bool) -> None:
-    """After the last slice of each: add its gradient to the adapter's. A pass whose gradient has no finite norm fails.
-    Joined passes that have failed as one, or whose gradient has no finite norm, run again apart; then each fails or
-    adds its gradient alone. Waits for the device once, unless some run again. DeviceFault is raised."""
-    for running, is_finite in zip(finished, _have_finite_norms(finished, base.device), strict=True):
-        if running.error is None and is_finite:
-            running.add_gradient()
-            continue
-        running.gradient = None
-        if isinstance(running, JoinedPasses):
-            for member in running.begin_again():
-                for piece in items_of(member, budget, base.device):
-                    run_micro_batch(base, [piece], backward=backward)
-                finish(base, [member], budget, backward=backward)
-        elif isinstance(running, SinglePassRun) and running.error is None:
-            running.fail(not_finite(running.training_pass, running.tally.loss))
-
-
-def _have_finite_norms(finished: Sequence[PassRun], device: torch.device) -> list[bool]:
+def have_finite_norms(finished: Sequence[PassRun], device: torch.device) -> list[bool]:
     """Whether the norm of each gradient is finite, as the optimizer's step asks; True without a gradient. One whose
     norm cannot be computed fails."""
     gradients = [each.gradient for each in finished if each.gradient is not None]
@@ -349,6 +268,6 @@ def _have_finite_norms(finished: Sequence[PassRun], device: torch.device) -> lis
     else:
         return [each.gradient is None or math.isfinite(next(norms)) for each in finished]
     if len(finished) > 1:
-        return [is_finite for each in finished for is_finite in _have_finite_norms([each], device)]
+        return [is_finite for each in finished for is_finite in have_finite_norms([each], device)]
     finished[0].fail(failure)
     return [True]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skyrl.trainer.checks import loss_config, text_entries
-from skyrl.trainer.device import read_back, uploaded
+from skyrl.trainer.device import failure_of, read_back, uploaded
 from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PassShare
 from skyrl.trainer.protocol import Datum
@@ -221,11 +221,12 @@ _MAX_LOG_RATIO = 20.0
 @dataclass(frozen=True)
 class PartScore:
     """Of a part, on the host. `tally`: the sums of its loss. `logprobs`: of its sequences. `counts`: whether the
-    gradient of the slice has that of the part."""
+    gradient of the slice has that of the part. Or `error`: its loss has raised it."""
 
     tally: Tally
     logprobs: list[npt.NDArray[np.float32]]
     counts: bool = True
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -277,26 +278,41 @@ class GroupSums:
 @dataclass(frozen=True)
 class Scores:
     """Of a micro-batch, on the device. logprobs: float32 [entries]. gradient: of all losses with respect to logprobs,
-    float32 [entries]; None without a backward."""
+    float32 [entries]; None without a backward. errors: of parts whose loss has raised, by number."""
 
     logprobs: Tensor
     sums: Sequence[GroupSums]
     gradient: Tensor | None
+    errors: Mapping[int, tuple[PassShare, Exception]] = field(default_factory=dict)
 
     @staticmethod
-    def of(losses: MicroBatchLosses, logprobs: Tensor, *, backward: bool) -> Scores:
+    def of(losses: MicroBatchLosses, logprobs: Tensor, *, backward: bool, apart: bool = False) -> Scores:
         """The graph of `logprobs` is left alone. With `backward`, the gradient of a part that has one gradient with
-        other passes is 0 if the part's loss or its gradient is not finite."""
+        other passes is 0 if the part's loss or its gradient is not finite. With `apart`, a loss that raises fails its
+        part alone, of which each group has one; the part's gradient is 0."""
         logprobs = logprobs.detach()
+        if not losses.groups:
+            return Scores(logprobs, [], torch.zeros_like(logprobs) if backward else None)
         ordered = logprobs if losses.order is None else logprobs.index_select(0, losses.order)
         leaves = [
             own.detach().requires_grad_(backward) for own in ordered.split([group.entries for group in losses.groups])
         ]
-        values = [group.value(own) for group, own in zip(losses.groups, leaves, strict=True)]
-        totals = [value.total for value in values]
-        sums = [GroupSums.of(*each) for each in zip(losses.groups, values, totals, strict=True)]
+        totals: list[Tensor] = []
+        sums: list[GroupSums] = []
+        errors: dict[int, tuple[PassShare, Exception]] = {}
+        for group, own in zip(losses.groups, leaves, strict=True):
+            try:
+                value = group.value(own)
+                total = value.total
+                sums.append(GroupSums.of(group, value, total))
+            except Exception as error:
+                if not apart:
+                    raise
+                total = own.sum() * 0
+                errors[group.numbers[0]] = group.parts[0], failure_of(error, logprobs.device)
+            totals.append(total)
         if not backward:
-            return Scores(logprobs, sums, None)
+            return Scores(logprobs, sums, None, errors)
         gradients = list(torch.autograd.grad(totals, leaves))
         for number, group in enumerate(losses.groups):
             if group.joins_passes:
@@ -304,23 +320,26 @@ class Scores:
         gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
         if losses.order is not None:
             gradient = torch.empty_like(gradient).index_copy_(0, losses.order, gradient)
-        return Scores(logprobs, sums, gradient)
+        return Scores(logprobs, sums, gradient, errors)
 
     def read(self) -> list[PartScore]:
         """Of each part, in the order of the micro-batch. Waits for the device once."""
+        if not self.sums and not self.errors:
+            return []
         numbers, (logprobs,) = read_back([each.numbers for each in self.sums], [self.logprobs])
-        found = [
-            (number, part, tally, counts)
+        found: list[tuple[int, PassShare, Tally, bool, Exception | None]] = [
+            (number, part, tally, counts, None)
             for each, own in zip(self.sums, numbers, strict=True)
             for number, part, tally, counts in zip(
                 each.group.numbers, each.group.parts, each.tallies(own), each.counts(own), strict=True
             )
         ]
+        found += [(number, part, Tally(), False, error) for number, (part, error) in self.errors.items()]
         scores: list[PartScore] = []
         start = 0
-        for _, part, tally, counts in sorted(found, key=lambda each: each[0]):
+        for _, part, tally, counts, error in sorted(found, key=lambda each: each[0]):
             stop = start + part.entries
-            scores.append(PartScore(tally, by_datum(logprobs[start:stop], part.data), counts))
+            scores.append(PartScore(tally, by_datum(logprobs[start:stop], part.data), counts, error))
             start = stop
         return scores
 

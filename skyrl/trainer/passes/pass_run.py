@@ -17,14 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations, groupby
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.trainer.device import failure_of
+from skyrl.trainer.collectives import sendable
+from skyrl.trainer.device import HOST, failure_of
 from skyrl.trainer.lora.adapter import Adapter
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.lora.products import AdapterStack, grouped_rank
@@ -54,7 +55,7 @@ def is_trained(datum: Datum, loss: Loss) -> bool:
     return bool(loss.optional.get(loss.trained, 0.0)) if given is None else bool(given.any())
 
 
-def divided(tree: PrefixTree, trained: Sequence[bool], device: torch.device) -> tuple[Sequence[int], Sequence[int]]:
+def divided(tree: PrefixTree, trained: Sequence[bool], device_type: str) -> tuple[Sequence[int], Sequence[int]]:
     """The indices of sequences that run with a backward, and of those that run without. trained: of each sequence."""
     every = range(len(trained))
     if all(trained):
@@ -63,7 +64,7 @@ def divided(tree: PrefixTree, trained: Sequence[bool], device: torch.device) -> 
     without = [index for index in every if not trained[index] and WITHOUT in ways[tree.ends[index]]]
     with_backward = sorted({*every} - {*without})
     saved = WITH * (tree.rows(every) - tree.rows(with_backward)) - WITHOUT * tree.rows(without)
-    least = SAVED_ON_CUDA if device.type == "cuda" else SAVED_ON_CPU
+    least = SAVED_ON_CUDA if device_type == "cuda" else SAVED_ON_CPU
     return (with_backward, without) if saved >= least else (every, [])
 
 
@@ -88,11 +89,23 @@ def _cheapest(tree: PrefixTree, trained_ends: set[int]) -> list[Ways]:
     return chosen
 
 
+@dataclass(frozen=True)
+class ShareResult:
+    """Of sequences of a pass that a rank ran together: their indices `data`, their logprobs, and the sums of their
+    losses. Or `error`: the pass failed there."""
+
+    data: Sequence[int] = ()
+    logprobs: Sequence[npt.NDArray[np.float32]] = ()
+    tally: Tally = field(default_factory=Tally)
+    error: Exception | None = None
+
+
 @dataclass
 class PassRun(ABC):
-    """Sequences that train one adapter, with one gradient. `gradient`: the sum over finished slices, flat, float32."""
+    """Sequences that train one model, with one gradient. `gradient`: the sum over finished slices, flat, float32.
+    `model`: the Adapter or the FullParameters; None where passes are only planned."""
 
-    adapter: Adapter
+    model: Any
     gradient: Tensor | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
 
@@ -130,21 +143,15 @@ class PassRun(ABC):
         """Fail, and drop the gradient of finished slices."""
         self.error, self.gradient = error, None
 
-    def add_gradient(self) -> None:
-        """After the last slice: add the gradient, if there is one, to the adapter's."""
-        gradient, self.gradient = self.gradient, None
-        if gradient is not None:
-            self.adapter.accumulate(gradient)
-
 
 @dataclass
 class SinglePassRun(PassRun):
-    """A checked pass and the sums over its finished slices. `logprobs`: by the index of the sequence."""
+    """A checked pass, and what its finished slices have given: one by one, and the sums."""
 
     training_pass: TrainingPass
     loss: Loss
     tally: Tally = field(default_factory=Tally)
-    logprobs: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    results: list[ShareResult] = field(default_factory=list)
 
     @property
     def data(self) -> Sequence[Datum]:
@@ -156,10 +163,9 @@ class SinglePassRun(PassRun):
     def parts(self, indices: Sequence[int], rows: int) -> list[PassShare]:
         return [PassShare(self, indices, rows)]
 
-    def outcome(self) -> PassResult | Exception:
-        if self.error is not None:
-            return self.error
-        return result_of(self.loss, self.logprobs, self.tally)
+    def sent(self) -> list[ShareResult]:
+        """The results for the engine, which may be another process; the error comes last."""
+        return self.results if self.error is None else [*self.results, ShareResult(error=sendable(self.error))]
 
 
 @dataclass(frozen=True)
@@ -191,13 +197,11 @@ class PassShare:
 @dataclass(frozen=True)
 class MicroBatchItem:
     """Sequences that run together: their `indices`, ascending. `rows`: how many rows they have, each common prefix
-    once. `last`: whether no slice of `running` comes after it. `trained`: whether the loss may have a gradient at one
-    of them."""
+    once. `trained`: whether the loss may have a gradient at one of them."""
 
     running: PassRun
     indices: Sequence[int]
     rows: int
-    last: bool
     trained: bool = True
 
     @property
@@ -222,20 +226,20 @@ class MicroBatchItem:
         return replace(self, indices=indices, rows=self.running.tree.rows(indices)) if indices else None
 
 
-def items_of(running: PassRun, budget: int, device: torch.device) -> list[MicroBatchItem]:
+def items_of(running: PassRun, budget: int, device_type: str) -> list[MicroBatchItem]:
     """Slices of at most `budget` rows, those that are trained last. A longer sequence has its own slice. If that
-    raises, for example because memory is short, `running` fails and has no slices. DeviceFault is raised."""
+    raises, for example because memory is short, `running` fails and has no slices."""
     try:
         tree = running.tree
-        with_backward, without = divided(tree, running.trained, device)
+        with_backward, without = divided(tree, running.trained, device_type)
         kinds = (False, without), (True, with_backward)
-        parts = [(part, trained) for trained, indices in kinds for part in tree.cut(budget, indices)]
         return [
-            MicroBatchItem(running, part, tree.rows(part), number == len(parts), trained)
-            for number, (part, trained) in enumerate(parts, start=1)
+            MicroBatchItem(running, part, tree.rows(part), trained)
+            for trained, indices in kinds
+            for part in tree.cut(budget, indices)
         ]
     except Exception as error:  # it is this pass's outcome; others go on
-        running.fail(failure_of(error, device))
+        running.fail(failure_of(error, HOST))
         return []
 
 
@@ -296,12 +300,12 @@ def groups_of(adapters: Sequence[Adapter]) -> list[int | None]:
 def side_by_side(slices: Sequence[MicroBatchItem]) -> list[MicroBatchItem]:
     """The slices, those of one group next to each other, by rank. Slices of one adapter stay in their order."""
     first: dict[int | None, int] = {}
-    groups = groups_of([piece.running.adapter for piece in slices])
+    groups = groups_of([piece.running.model for piece in slices])
     for number, group in enumerate(groups):
         first.setdefault(group, number)
 
     def place(number: int) -> tuple[int, int, int]:
-        adapter = slices[number].running.adapter
+        adapter = slices[number].running.model
         return first[groups[number]], adapter.spec.rank, len(adapter.targets)
 
     return [slices[number] for number in sorted(range(len(slices)), key=place)]
@@ -310,7 +314,7 @@ def side_by_side(slices: Sequence[MicroBatchItem]) -> list[MicroBatchItem]:
 def together(slices: Sequence[MicroBatchItem]) -> list[range]:
     """Consecutive slices whose adapters are updated together."""
     found: list[range] = []
-    groups = groups_of([piece.running.adapter for piece in slices])
+    groups = groups_of([piece.running.model for piece in slices])
     for group, numbered in groupby(enumerate(groups), lambda each: each[1]):
         numbers = [number for number, _ in numbered]
         found += (
@@ -324,7 +328,7 @@ def segment_of(
 ) -> LoraSegment:
     """The rows of consecutive slices whose adapters are updated together, with leaves of `dtype` that the backward
     reaches."""
-    adapters = [piece.running.adapter for piece in slices]
+    adapters = [piece.running.model for piece in slices]
     start, stop = packed[0].start, packed[-1].stop
     if len(slices) == 1:
         return LoraSegment(start, stop, adapters[0].scale, adapters[0].leaves(backward, dtype))

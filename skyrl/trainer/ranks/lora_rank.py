@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +31,12 @@ from skyrl.trainer.device import command_on
 from skyrl.trainer.experts.layers import ExpertExchange
 from skyrl.trainer.lora.adapter import Adapter, NonFiniteGradient, Target, compute_step, take_step, whole_shapes
 from skyrl.trainer.lora.linear import LoraSegment
-from skyrl.trainer.passes.micro_batch import MicroBatch, item_gradients
-from skyrl.trainer.passes.pass_run import MicroBatchItem, SinglePassRun
+from skyrl.trainer.passes.micro_batch import ItemResult, MicroBatch, grouped, item_gradients
+from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun, ShareResult
 from skyrl.trainer.protocol import AdamParams, InvalidRequest, TrainingPass
 from skyrl.trainer.ranks.plan import Plan, RankShare
-from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings, ShareResult, one_token, results_of, run_divided
-from skyrl.trainer.ranks.sharded_model import ModelForm, frozen, reshard
+from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
+from skyrl.trainer.ranks.sharded_model import ModelForm, frozen
 from skyrl.trainer.shares import ExpertShare, SequencePart, common_numel
 from skyrl.trainer.vision import Seen
 
@@ -63,19 +62,16 @@ class AdapterBuffers:
 class LoraRank(RankBase):
     """One rank that trains adapters. `export` may be called on one rank alone."""
 
+    retries = True
+
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
         super().__init__(rank, ranks, settings)
-        self._adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, Adapter] = {}
 
     def load(self) -> AdapterFacts:
         """Load this rank's rows of the base model. Raises SameFailureEverywhere with a ConfigError."""
-        base = self._load_model(self._form()).base
-        mixture, targets = base.packed.mixture, tuple(base.targets)
-        budget = self._row_budget(targets)
-        tied = base.ties_unembedding
-        return AdapterFacts(
-            base.vocab_size, base.max_context, self._device.type, mixture, base.sight, tied, budget, targets
-        )
+        targets = tuple(self._load_model(self._form()).base.targets)
+        return AdapterFacts(**self._base_facts(targets), targets=targets)
 
     def _form(self) -> ModelForm:
         settings = self._settings
@@ -83,36 +79,36 @@ class LoraRank(RankBase):
 
     def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
         """What this rank has of an adapter."""
-        return Adapter(spec, targets, self._device, drawn=drawn)
+        return Adapter(spec, targets, self.device, drawn=drawn)
 
     def create(self, model_id: str, spec: LoraSpec, targets: Sequence[Target]) -> None:
         """Add an adapter, with initial weights drawn from its seed. Raises SameFailureEverywhere with OutOfMemory."""
-        self._adapters[model_id] = on_all_or_none(lambda: self._adapter(spec, targets, drawn=True), self._device)
+        self.adapters[model_id] = on_all_or_none(lambda: self._adapter(spec, targets, drawn=True), self.device)
 
     def delete(self, model_id: str) -> None:
-        self._adapters.pop(model_id, None)
+        self.adapters.pop(model_id, None)
 
     def clear_gradient(self, model_id: str) -> None:
-        self._adapters[model_id].gradient = None
+        self.adapters[model_id].gradient = None
 
     def replace(self, model_id: str, spec: LoraSpec, targets: Sequence[Target], buffers: AdapterBuffers) -> None:
         """Add an adapter with these weights, moments and gradient, or put it in the place of the model's. Raises
         SameFailureEverywhere with OutOfMemory."""
         parts = (buffers.weights, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient)
-        copies = on_all_or_none(lambda: [self._copied(part, spec, targets) for part in parts], self._device)
+        copies = on_all_or_none(lambda: [self._copied(part, spec, targets) for part in parts], self.device)
         weights, exp_avg, exp_avg_sq, gradient = copies
         assert weights is not None
         adapter = self._adapter(spec, targets, drawn=False)
         adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers.step)
-        self._adapters[model_id] = adapter
+        self.adapters[model_id] = adapter
 
     def export(self, model_id: str, optimizer: bool) -> AdapterBuffers:
         """A copy of the weights; with `optimizer`, of moments and gradient too. May run beside commands of other
         models, on another thread."""
-        adapter = self._adapters.get(model_id)
+        adapter = self.adapters.get(model_id)
         if adapter is None:  # deleted since the engine asked: the model's session has ended
             raise SameFailureEverywhere(InvalidRequest(f"model_id: there is no model {model_id}"))
-        with command_on(self._device, waits=False):
+        with command_on(self.device, waits=False):
             weights = adapter.weights.cpu().numpy()
             if not optimizer:
                 return AdapterBuffers(weights, None, None, None, 0)
@@ -120,61 +116,41 @@ class LoraRank(RankBase):
             exp_avg, exp_avg_sq, gradient = (None if part is None else part.cpu().numpy() for part in parts)
             return AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step)
 
-    def run(self, passes: Sequence[TrainingPass], forwards: Plan, backwards: Plan) -> dict[int, list[ShareResult]]:
-        """Run this rank's pieces of checked passes: the micro-batches of `forwards`, then those of `backwards`. Returns
-        the results of this rank's pieces, by the pass's number and in the order of the plan.
+    def _trained(self, model_id: str) -> Adapter:
+        return self.adapters[model_id]
 
-        Each adapter gets the gradients of its passes that failed on no rank, summed in the order of the ranks.
-        """
-        running = [SinglePassRun(self._adapters[each.model_id], each, self._losses[each.loss_fn]) for each in passes]
-        results: dict[int, list[ShareResult]] = {}
-        for plan, backward in ((forwards, False), (backwards, True)):
-            for number, tree in plan.trees.items():
-                running[number].tree = tree
-            for batches, completed in zip(plan.rounds(), plan.completed(), strict=True):
-                outcomes = self._run_round(running, batches, backward=backward)
-                for piece, outcome in zip(batches[self._rank], outcomes, strict=True):
-                    results.setdefault(piece.number, []).append(outcome)
-                    if outcome.error is not None:
-                        running[piece.number].fail(outcome.error)
-                if backward:
-                    self._accumulate({number: running[number] for number in completed}, plan)
-        return results
+    def _ordered(self, items: list[MicroBatchItem]) -> list[MicroBatchItem]:
+        return grouped(items, self.device)
 
-    def _run_round(
-        self, running: Sequence[SinglePassRun], batches: Sequence[Sequence[RankShare]], *, backward: bool
-    ) -> list[ShareResult]:
-        """Run this rank's micro-batch while the others run theirs. batches: by rank."""
-        batch = batches[self._rank]
-        pieces = [self._slice(running[piece.number], piece) for piece in batch]
-        if batch and batch[0].divided:
-            part = SequencePart.of(batch[0].rows, self._rank, self._ranks)
-            return [self._divided(pieces[0], part, backward=backward)]
-        return self._micro_batch(pieces, backward=backward)
+    def _of_items(
+        self, items: Sequence[MicroBatchItem], seen: Sequence[Mapping[str, Seen]], *, backward: bool
+    ) -> MicroBatch:
+        return MicroBatch.of(items, seen, self.device, backward=backward, alone=self.alone)
 
-    def _divided(self, piece: MicroBatchItem, part: SequencePart, *, backward: bool) -> ShareResult:
-        """Run this rank's part of a sequence of which all ranks run one."""
-        return run_divided(self._base, piece, part, self._scored, self._gradients, backward=backward)
+    def _backward(
+        self,
+        items: Sequence[MicroBatchItem],
+        segments: Sequence[LoraSegment],
+        logprobs: Sequence[Tensor],
+        starts: Sequence[Tensor],
+        embeddings: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
+        return item_gradients(logprobs, segments, starts, also=embeddings)
 
-    def _accumulate(self, completed: Mapping[int, SinglePassRun], plan: Plan) -> None:
-        """Add the gradients of completed passes to their adapters. A pass that failed on any rank adds nothing."""
-        failed = failed_anywhere([each.error is not None for each in completed.values()])
-        for (number, each), has_failed in zip(completed.items(), failed, strict=True):
-            if not has_failed:
-                each.adapter.accumulate(self._summed(number, each, plan.holders(number)))
-            each.gradient = None
+    def _without_backward(self, item: MicroBatchItem) -> Tensor | None:
+        """The step after a pass has a gradient."""
+        return None if any(item.running.trained) else torch.zeros_like(item.running.model.weights)
 
-    def _summed(self, number: int, running: SinglePassRun, holders: Sequence[int]) -> Tensor:
-        """The gradient of a pass, which the ranks `holders` have parts of. `number`: of the pass."""
-        return summed_in_rank_order(running.gradient, holders, running.adapter.weights.numel(), self._device)
+    def _summed(self, number: int, running: PassRun, holders: Sequence[int]) -> Tensor:
+        return summed_in_rank_order(running.gradient, holders, running.model.weights.numel(), self.device)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """As `adamw_step`. Raises SameFailureEverywhere with NonFiniteGradient or OutOfMemory, and RuntimeError if the
         ranks have computed different weights."""
-        adapter = self._adapters[model_id]
+        adapter = self.adapters[model_id]
         try:
             norm = self._norm(adapter)
-            step = on_all_or_none(lambda: compute_step(adapter, params, norm), self._device)
+            step = on_all_or_none(lambda: compute_step(adapter, params, norm), self.device)
         except SameFailureEverywhere as agreed:
             own = agreed.error if isinstance(agreed.error, NonFiniteGradient) else None
             (not_finite,) = failed_anywhere([own is not None])  # another rank may have had no memory to find that out
@@ -184,7 +160,7 @@ class LoraRank(RankBase):
             raise SameFailureEverywhere(own) from None
         if step is None:
             return {}
-        if not is_same_everywhere(_digest(self._common(adapter, step.weights))):
+        if not self.alone and not is_same_everywhere(_digest(self._common(adapter, step.weights))):
             raise RuntimeError(
                 "the ranks have computed different weights from the same gradient: their processors or their versions "
                 "of torch differ"
@@ -200,7 +176,7 @@ class LoraRank(RankBase):
         return flat
 
     def leave(self) -> None:
-        self._adapters.clear()
+        self.adapters.clear()
         super().leave()
 
     def _copied(self, part: npt.NDArray[np.float32] | None, spec: LoraSpec, targets: Sequence[Target]) -> Tensor | None:
@@ -209,39 +185,7 @@ class LoraRank(RankBase):
             return None
         copy = torch.empty(part.shape, dtype=torch.float32)
         copy.numpy()[:] = part  # torch.from_numpy warns of arrays that are read-only, as those from Ray are
-        return copy.to(self._device)
-
-    def _micro_batch(self, pieces: Sequence[MicroBatchItem], *, backward: bool) -> list[ShareResult]:
-        return self._run_those_seen(pieces, partial(self._together, backward=backward))
-
-    def _together(
-        self, pieces: Sequence[MicroBatchItem], seen: Sequence[Mapping[str, Seen]], *, backward: bool
-    ) -> list[ShareResult]:
-        """Run pieces together, with the pictures of each; an empty list runs one token of weight 0.
-
-        The ranks gather each layer together in forward, and again in backward. So a backward goes down to the
-        embeddings on every rank, whatever its pieces train.
-        """
-        made = MicroBatch.of(pieces, seen, self._device, backward=backward) if pieces else one_token(self._device)
-        packed = self._base.packed
-        with torch.set_grad_enabled(backward), packed.active.use(made.segments):
-            with packed.embeddings_in_graph() as embeddings:
-                logprobs = packed(made.packed, made.targets, made.segments)
-            scored = [self._scored(*each) for each in zip(logprobs, made.losses.groups, strict=bool(pieces))]
-            if backward:
-                totals = [each.total for each in scored] or [logprobs[0].sum() * 0]
-                gradients = self._gradients(totals, made.segments, embeddings)
-                for piece, gradient in zip(pieces, gradients, strict=True):
-                    total = piece.running.gradient
-                    piece.running.gradient = gradient if total is None else total.add_(gradient)
-        reshard(packed)
-        return results_of(scored, logprobs, pieces) if pieces else []
-
-    def _gradients(
-        self, totals: Sequence[Tensor], segments: Sequence[LoraSegment], embeddings: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Of the segments with adapters."""
-        return item_gradients(totals, segments, embeddings)
+        return copy.to(self.device)
 
 
 def _digest(weights: Tensor) -> int:
@@ -279,7 +223,7 @@ class ExpertRank(LoraRank):
         return exchange
 
     def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
-        return Adapter(spec, targets, self._device, drawn=drawn, share=self._share)
+        return Adapter(spec, targets, self.device, drawn=drawn, share=self._share)
 
     def _copied(self, part: npt.NDArray[np.float32] | None, spec: LoraSpec, targets: Sequence[Target]) -> Tensor | None:
         if part is None:
@@ -288,40 +232,52 @@ class ExpertRank(LoraRank):
         return super()._copied(np.concatenate(held), spec, targets)
 
     def _run_round(
-        self, running: Sequence[SinglePassRun], batches: Sequence[Sequence[RankShare]], *, backward: bool
-    ) -> list[ShareResult]:
+        self, running: Mapping[int, PassRun], batches: Sequence[Sequence[RankShare]], *, backward: bool
+    ) -> None:
         self._batches = batches
         self._others = [
-            [] if rank == self._rank else [_experts_of(running[piece.number].adapter, backward) for piece in batch]
+            [] if rank == self._rank else [_experts_of(running[piece.number].model, backward) for piece in batch]
             for rank, batch in enumerate(batches)
         ]
         try:
-            return super()._run_round(running, batches, backward=backward)
+            super()._run_round(running, batches, backward=backward)
         finally:
             self._others = ()
 
-    def _divided(self, piece: MicroBatchItem, part: SequencePart, *, backward: bool) -> ShareResult:
+    def _divided(self, items: Sequence[MicroBatchItem], part: SequencePart, *, backward: bool) -> None:
         """The rows of each rank's part travel as those of its other micro-batches do: the piece is in slot 0 of all."""
         with self._exchange.use(self._others, 1, [0]):
-            return super()._divided(piece, part, backward=backward)
+            super()._divided(items, part, backward=backward)
 
-    def _micro_batch(self, pieces: Sequence[MicroBatchItem], *, backward: bool) -> list[ShareResult]:
+    def _beside_others(self, pieces: Sequence[MicroBatchItem], *, backward: bool) -> None:
         self._pieces = pieces
-        return super()._micro_batch(pieces, backward=backward)
+        super()._beside_others(pieces, backward=backward)
 
     def _together(
-        self, pieces: Sequence[MicroBatchItem], seen: Sequence[Mapping[str, Seen]], *, backward: bool
-    ) -> list[ShareResult]:
-        """A piece's slot is its place in the plan: the other ranks know whose rows these are. `pieces` may lack some of
+        self,
+        items: Sequence[MicroBatchItem],
+        seen: Sequence[Mapping[str, Seen]],
+        *,
+        backward: bool,
+        part: SequencePart | None = None,
+    ) -> list[ItemResult]:
+        """A piece's slot is its place in the plan: the other ranks know whose rows these are. `items` may lack some of
         the plan's."""
+        if part is not None:
+            return super()._together(items, seen, backward=backward, part=part)
         slots = max(map(len, self._batches))
-        own = [slot for slot, piece in enumerate(self._pieces) if any(piece is each for each in pieces)] or [slots]
+        own = [slot for slot, piece in enumerate(self._pieces) if any(piece is each for each in items)] or [slots]
         with self._exchange.use(self._others, slots, own):
-            return super()._together(pieces, seen, backward=backward)
+            return super()._together(items, seen, backward=backward)
 
-    def _gradients(
-        self, totals: Sequence[Tensor], segments: Sequence[LoraSegment], embeddings: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def _backward(
+        self,
+        items: Sequence[MicroBatchItem],
+        segments: Sequence[LoraSegment],
+        logprobs: Sequence[Tensor],
+        starts: Sequence[Tensor],
+        embeddings: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
         """Of this rank's segments. Those of other ranks, whose backward sends rows here, are kept in `_of_others`."""
         others = {
             (piece.number, rank, slot): segment
@@ -329,21 +285,21 @@ class ExpertRank(LoraRank):
             for slot, (segment, piece) in enumerate(zip(of_rank, self._batches[rank], strict=False))
             if segment.pairs
         }
-        found = item_gradients(totals, [*segments, *others.values()], embeddings, unused=True)
+        found = item_gradients(logprobs, [*segments, *others.values()], starts, also=embeddings, unused=True)
         own = len(found) - len(others)
         for (number, rank, _), gradient in zip(others, found[own:], strict=True):
             total = self._of_others.get((number, rank))
             self._of_others[number, rank] = gradient if total is None else total.add_(gradient)
         return found[:own]
 
-    def _summed(self, number: int, running: SinglePassRun, holders: Sequence[int]) -> Tensor:
+    def _summed(self, number: int, running: PassRun, holders: Sequence[int]) -> Tensor:
         """Of the experts the parts that the ranks' rows have given are summed here, in the order of the ranks, too."""
         gradient = running.gradient
         if gradient is None:
-            gradient = torch.zeros_like(running.adapter.weights)
-        common, experts = gradient.tensor_split([common_numel(running.adapter.shapes)])
+            gradient = torch.zeros_like(running.model.weights)
+        common, experts = gradient.tensor_split([common_numel(running.model.shapes)])
         if len(common):
-            summed_in_rank_order(common, holders, len(common), self._device)
+            summed_in_rank_order(common, holders, len(common), self.device)
         if len(experts):
             parts = [experts if rank == self._rank else self._of_others.pop((number, rank)) for rank in holders]
             total = parts[0].clone()

@@ -1,8 +1,8 @@
-"""What backends over ranks share: they check commands, call all ranks, and put together what the ranks have computed.
+"""What backends share: they check commands, call all ranks, and put together what the ranks have computed.
 
 A `RankGroup` is the ranks as the engine sees them: a call goes to all of them, and comes back with the answers of all
-(`skyrl.engine.rank_actors` has the implementation on Ray). Lives in the engine's process, without a model.
-Knows nothing of how calls reach the ranks, or of what is trained.
+(`skyrl.engine.rank_actors` has the implementation on Ray). A trainer on one device is a group of one rank in the
+engine's process (`InThisProcess`). Knows nothing of how calls reach other ranks, or of what is trained.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy.typing as npt
 from skyrl.base.config.server import ServerConfig, takes_pictures
 from skyrl.trainer import checks
 from skyrl.trainer.collectives import SameFailureEverywhere
-from skyrl.trainer.device import HOST, failure_of
+from skyrl.trainer.device import HOST, command_on, failure_of
 from skyrl.trainer.losses import Loss, Tally, served_losses
 from skyrl.trainer.model.row_budget import BudgetSettings
-from skyrl.trainer.passes.pass_run import not_finite, result_of
+from skyrl.trainer.passes.pass_run import ShareResult, result_of
 from skyrl.trainer.protocol import AdamParams, ModelLimits, PassResult, StateSnapshots, TrainingPass
-from skyrl.trainer.ranks.plan import Plan
-from skyrl.trainer.ranks.rank import BaseFacts, RankSettings, ShareResult
+from skyrl.trainer.ranks.plan import Plan, make_plan, plan_alone
+from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.rows.routed_experts import with_sorted_experts
 
 
 class RankGroup(Protocol):
-    """Ranks that run the same calls in the same order: each a `RankBase` in a process of its own.
+    """Ranks that run the same calls in the same order: each a `RankBase`, in a process of its own if they are several.
 
     `call`, `call_each`, `read` and `read_all` return what `RankBase.answer` has returned. They raise RankDied, naming
     the rank and its node, when a rank has died, has raised an exception, or has not answered for the group's timeout;
@@ -62,6 +62,33 @@ class RankGroup(Protocol):
         ...
 
 
+class InThisProcess:
+    """A group of one rank on this process's device. Errors of the rank are raised as they are, or as OutOfMemory or
+    DeviceFault. A `read` may run on another thread while the rank runs a `call`, and does not wait for the device."""
+
+    size = 1
+
+    def __init__(self, rank: RankBase) -> None:
+        self.rank = rank
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        with command_on(self.rank.device, waits=True):
+            return [self.rank.answer(method, arguments)]
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        return self.call(method, *arguments[0])
+
+    def read(self, method: str, *arguments: Any) -> Any:
+        with command_on(self.rank.device, waits=False):
+            return self.rank.answer(method, arguments)
+
+    def read_all(self, method: str, *arguments: Any) -> list[Any]:
+        return [self.read(method, *arguments)]
+
+    def close(self) -> None:
+        self.rank.leave()
+
+
 def results_of(answers: Sequence[Any]) -> list[Any]:
     """The results by rank. If the ranks have agreed on a failure, raises the error of the first rank that has one."""
     for answer in answers:
@@ -86,14 +113,18 @@ def rank_settings(config: ServerConfig) -> RankSettings:
 
 
 class BackendOverRanks(StateSnapshots):
-    """A backend whose model is divided over the ranks of a group."""
+    """A backend whose model is divided over the ranks of a group, or whole on the only one."""
 
-    def __init__(self, config: ServerConfig, group: RankGroup) -> None:
-        """Loads the base model on all ranks of `group`, which `close` ends.
+    rank_class: type[RankBase]
+    """Of the rank in this process."""
+
+    def __init__(self, config: ServerConfig, group: RankGroup | None = None) -> None:
+        """Loads the base model on all ranks of `group`, which `close` ends. None: on this process's device.
 
         Raises ConfigError when the base model cannot be trained, and RankDied.
         """
-        self._group = group
+        group = InThisProcess(self.rank_class(0, 1, rank_settings(config))) if group is None else group
+        self.group = group
         self._path = config.base_model_path
         self._losses = served_losses(config.losses.stable_reinforce)
         try:
@@ -101,6 +132,7 @@ class BackendOverRanks(StateSnapshots):
         except BaseException:
             group.close()
             raise
+        self._device_type = facts[0].device
         self._on_cpu = all(each.device == "cpu" for each in facts)
         self._budget = BudgetSettings.of(config).chosen([each.budget for each in facts])
         max_model_len = config.backend_config.inference.max_model_len
@@ -125,8 +157,10 @@ class BackendOverRanks(StateSnapshots):
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
 
-        A pass that `check` refuses, or with a loss that is not finite, fails with InvalidRequest. Memory that runs out
-        in the base model leaves the ranks apart: RankDied.
+        A pass that `check` refuses, or with a loss that is not finite, fails with InvalidRequest; on one device with
+        `merge_passes` also one whose gradient has no finite norm. There, if a micro-batch raises, its pieces run again
+        one by one; OutOfMemory, or another error of torch, is the outcome of the passes that fail again. Memory that
+        runs out in the base model leaves several ranks apart: RankDied.
         """
         outcomes: dict[int, PassResult | Exception] = {}
         checked: list[tuple[int, TrainingPass]] = []
@@ -155,10 +189,39 @@ class BackendOverRanks(StateSnapshots):
         self._call("clear_gradient", model_id)
 
     def close(self) -> None:
-        self._group.close()
+        self.group.close()
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return results_of(self._group.call(method, *arguments))
+        return results_of(self.group.call(method, *arguments))
+
+    def _run_planned(
+        self, passes: Sequence[TrainingPass], *, merge: bool, shared_rows: int, divided_tokens: int | None = None
+    ) -> list[PassResult | Exception]:
+        """Run checked passes. `merge`: whether passes share micro-batches, of at most `shared_rows` rows."""
+        forwards, backwards = (
+            self._plan(
+                [(number, each) for number, each in enumerate(passes) if each.backward == backward],
+                merge,
+                shared_rows,
+                divided_tokens,
+            )
+            for backward in (False, True)
+        )
+        results: list[dict[int, list[ShareResult]]] = self._call("run", passes, forwards, backwards)
+        failed = {**forwards.failed, **backwards.failed}
+        return [
+            failed[number] if number in failed else outcome_of(self._losses[each.loss_fn], number, results)
+            for number, each in enumerate(passes)
+        ]
+
+    def _plan(
+        self, passes: Sequence[tuple[int, TrainingPass]], merge: bool, shared_rows: int, divided_tokens: int | None
+    ) -> Plan:
+        if self.group.size == 1:
+            rows = shared_rows if merge else 1
+            return plan_alone(passes, self._budget, self._losses, self._device_type, merge=merge, shared_rows=rows)
+        rows = shared_rows if merge else 0
+        return make_plan(passes, self.group.size, self._budget, shared_rows=rows, divided_tokens=divided_tokens)
 
     @abstractmethod
     def _require(self, model_id: str) -> None:
@@ -170,24 +233,15 @@ class BackendOverRanks(StateSnapshots):
 
 
 def outcome_of(
-    training_pass: TrainingPass,
-    loss: Loss,
-    number: int,
-    plan: Plan,
-    results: Sequence[Mapping[int, Sequence[ShareResult]]],
+    loss: Loss, number: int, results: Sequence[Mapping[int, Sequence[ShareResult]]]
 ) -> PassResult | Exception:
-    """A pass's outcome from the pieces that the ranks ran, added rank by rank in the order of the plan."""
-    if number in plan.failed:
-        return plan.failed[number]
-    of_rank = [iter(each.get(number, ())) for each in results]
+    """A pass's outcome from the pieces that the ranks ran, added rank by rank in the order in which each ran them."""
     tally = Tally()
     logprobs: dict[int, npt.NDArray[np.float32]] = {}
-    for rank, piece in plan.pieces_of(number):
-        result = next(of_rank[rank])
-        tally.add_all(result.tally)
-        if isinstance(result.error, FloatingPointError):
-            return not_finite(training_pass, tally.loss)
-        if result.error is not None:
-            return result.error
-        logprobs |= zip(piece.data, result.logprobs, strict=True)
+    for of_rank in results:
+        for result in of_rank[number]:
+            if result.error is not None:
+                return result.error
+            tally.add_all(result.tally)
+            logprobs |= zip(result.data, result.logprobs, strict=True)
     return result_of(loss, logprobs, tally)

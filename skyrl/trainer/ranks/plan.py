@@ -1,8 +1,9 @@
 """Which rank runs which sequences of which pass, in how many micro-batches, and which sequences all ranks divide.
 
-How a pass is cut follows from its data and the number of ranks alone: neither other passes nor the model's id change
-how its gradient is summed. Knows lengths, token ids and common prefixes. Knows nothing of adapters, losses, or of how
-parts of a sequence are computed.
+Over ranks, how a pass is cut follows from its data and the number of ranks alone: neither other passes nor the model's
+id change how its gradient is summed. A rank alone saves more: passes of one model that begin alike may run as one, and
+sequences without a gradient run apart. Knows lengths, token ids and common prefixes. Knows nothing of how parts of a
+sequence are computed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import heapq
 import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from skyrl.trainer.collectives import sendable
 from skyrl.trainer.device import HOST, failure_of
+from skyrl.trainer.losses import Loss
+from skyrl.trainer.passes.micro_batch import JoinedPasses, join_passes
+from skyrl.trainer.passes.pass_run import PassRun, SinglePassRun, items_of
 from skyrl.trainer.protocol import Datum, TrainingPass
+from skyrl.trainer.rows.packing import cut
 from skyrl.trainer.rows.prefixes import Node, PrefixTree, prefix_tree
 
 FEWEST_ROWS = 16
@@ -57,25 +62,29 @@ def divide(data: Sequence[Datum], ranks: int, tokens: int | None) -> Division:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Sequences of one pass that run together on one rank. `number`: the pass's index. `data`: the indices of its
-    sequences, ascending. `rows`: how many rows they have, each common prefix once. `divided`: it is one sequence, of
-    which every rank runs a part, in micro-batches of the same place."""
+    """Sequences that run together on one rank. `number`: of what they belong to (`Plan.runs`). `data`: their indices
+    there, ascending. `rows`: how many rows they have, each common prefix once. `divided`: it is one sequence, of which
+    every rank runs a part, in micro-batches of the same place. `trained`: the loss may have a gradient at one."""
 
     number: int
     data: tuple[int, ...]
     rows: int
     divided: bool = False
+    trained: bool = True
 
 
 @dataclass(frozen=True)
 class Plan:
     """`batches[rank]` are that rank's micro-batches, in order. A rank that has fewer than `count` runs empty ones
-    after them: the ranks gather parameters together, so all must run the same number. `trees`: of the passes, by
-    number. `failed`: passes that could not be cut, which have no pieces."""
+    after them: the ranks gather parameters together, so all must run the same number. `trees`: of what runs, a pass or
+    joined passes, by the number of the (first) pass. `failed`: passes that could not be cut, which have no pieces.
+    `joined`: the numbers of passes that run as one. `merged`: a gradient without a finite norm fails its pass."""
 
     batches: tuple[tuple[tuple[RankShare, ...], ...], ...]
     trees: Mapping[int, PrefixTree]
     failed: Mapping[int, Exception]
+    joined: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    merged: bool = False
 
     @property
     def count(self) -> int:
@@ -176,15 +185,53 @@ def make_plan(
     return Plan(tuple((*divided, *(tuple(batch) for batch in of_rank)) for of_rank in batches), trees, failed)
 
 
+def plan_alone(
+    passes: Sequence[tuple[int, TrainingPass]],
+    budget: int,
+    losses: Mapping[str, Loss],
+    device_type: str,
+    *,
+    merge: bool,
+    shared_rows: int,
+) -> Plan:
+    """A plan for a rank without others. A micro-batch has at most `shared_rows` rows or one piece, and a piece at most
+    `budget` rows or one sequence; pieces without a gradient come first. With `merge` passes of one model run as one if
+    they share prefixes. `device_type`: of the rank."""
+    singles = [SinglePassRun(None, each, losses[each.loss_fn]) for _, each in passes]
+    number_of = {id(running): number for running, (number, _) in zip(singles, passes, strict=True)}
+    trees: dict[int, PrefixTree] = {}
+    failed: dict[int, Exception] = {}
+    joined: dict[int, tuple[int, ...]] = {}
+    pieces: list[RankShare] = []
+    waiting: list[PassRun] = list(reversed(join_passes(singles) if merge else singles))
+    while waiting:
+        running = waiting.pop()
+        items = items_of(running, budget, device_type)
+        members = running.members if isinstance(running, JoinedPasses) else [running]
+        number, *others = (number_of[id(member)] for member in members)
+        if running.error is None:
+            trees[number] = running.tree
+            pieces += [RankShare(number, tuple(each.indices), each.rows, trained=each.trained) for each in items]
+            if others:
+                joined[number] = (number, *others)
+        elif others:  # passes that run apart are right, too
+            waiting += reversed(members)
+        else:
+            failed[number] = sendable(running.error)
+    batches: list[tuple[RankShare, ...]] = []
+    for trained in (False, True):
+        of_kind = [piece for piece in pieces if piece.trained is trained]
+        parts = cut([piece.rows for piece in of_kind], shared_rows)
+        batches += [tuple(of_kind[part.start : part.stop]) for part in parts]
+    return Plan((tuple(batches),), trees, failed, joined, merge)
+
+
 def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]]]:
     """Rounds of one part for each rank; a part is a list of ascending indices, perhaps empty.
 
     The parts of all rounds have about the same number of rows, and each `fits` the budget. Sequences that
-    share rows stay together, unless they have more rows than a part should have. With one rank the parts are those of
-    training without ranks.
+    share rows stay together, unless they have more rows than a part should have.
     """
-    if ranks == 1:
-        return [[part] for part in tree.cut(budget)]
     sequences = len(tree.ends)
     most = -(-sequences // ranks)
 

@@ -1,22 +1,25 @@
-"""What every rank of the trainer does: meets the others, loads its shard of the model, scores its shares of a pass.
+"""What every rank of the trainer does: meets the others, loads its share of the model, and runs its shares of passes.
 
-All ranks get the same calls in the same order. A long sequence of a pass is divided over all ranks: each runs its rows
-through the whole model, and all compute the loss. Log-probabilities are one number for each target: the ranks gather
-them, and compute the same loss on all of them. Knows nothing of what is trained, of how keys, values or states travel,
-or how calls reach it.
+All ranks get the same calls in the same order. A trainer on one device is one rank without others: it has the whole
+model, and nobody waits for it. So it alone may join passes, leave out backwards that give nothing, and run a failed
+micro-batch again.
+
+A long sequence of a pass is divided over all ranks: each runs its rows through the whole model, and all compute the
+loss. Log-probabilities are one number for each target: the ranks gather them, and compute the same loss on all of them.
+Knows nothing of what is trained, of how keys, values or states travel, or how calls reach it.
 """
 
 from __future__ import annotations
 
-import math
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,20 +27,27 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from skyrl.base.pictures.vision import VisionConfig
-from skyrl.trainer.collectives import SameFailureEverywhere, agree, gathered, sendable
-from skyrl.trainer.device import failure_of, prepare_device, read_back
+from skyrl.trainer.collectives import SameFailureEverywhere, agree, failed_anywhere, gathered
+from skyrl.trainer.device import failure_of, prepare_device
 from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import Tally, served_losses
 from skyrl.trainer.model.base_model import BaseModel
 from skyrl.trainer.model.logprobs import Targets
-from skyrl.trainer.model.recomputation import Setting
+from skyrl.trainer.model.recomputation import Recomputation, Setting
 from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
-from skyrl.trainer.passes.micro_batch import MicroBatch, look_at
-from skyrl.trainer.passes.micro_batch_losses import GroupSums, LossGroup, by_datum, losses_of, trained_entries
-from skyrl.trainer.passes.pass_run import MicroBatchItem, SinglePassRun
-from skyrl.trainer.protocol import Datum, Mixture
-from skyrl.trainer.ranks.plan import RankShare
+from skyrl.trainer.passes.micro_batch import (
+    ItemResult,
+    JoinedPasses,
+    MicroBatch,
+    have_finite_norms,
+    look_at,
+    record,
+)
+from skyrl.trainer.passes.micro_batch_losses import Scores, losses_of, trained_entries
+from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun, ShareResult, SinglePassRun, items_of, not_finite
+from skyrl.trainer.protocol import Datum, Mixture, OutOfMemory, TrainingPass
+from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.sharded_model import ModelForm, ShardedModel, load_sharded_model, local_of, reshard
 from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
 from skyrl.trainer.rows.prefixes import Layout, RowRange
@@ -76,62 +86,32 @@ class BaseFacts:
     budget: RowBudget
 
 
-@dataclass(frozen=True)
-class ShareResult:
-    """What a rank computed for one piece: logprobs of its sequences, and sums of its losses. Or `error`: it failed."""
-
-    logprobs: list[npt.NDArray[np.float32]]
-    tally: Tally
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class ScoredShare:
-    """A piece whose loss was computed. `total`: what its backward begins with, also where the piece has failed. `sums`:
-    on the device; None where it has failed with `error`."""
-
-    total: Tensor
-    sums: GroupSums | None
-    error: Exception | None = None
-
-
-def results_of(
-    scored: Sequence[ScoredShare], logprobs: Sequence[Tensor], pieces: Sequence[MicroBatchItem]
-) -> list[ShareResult]:
-    """Of pieces and their logprobs, float32 [entries] each. Waits for the device once."""
-    numbers, found = read_back([each.sums.numbers for each in scored if each.sums is not None], logprobs)
-    of_sums = iter(numbers)
-    results: list[ShareResult] = []
-    for each, own, piece in zip(scored, found, pieces, strict=True):
-        if each.sums is None:
-            results.append(ShareResult([], Tally(), each.error))
-            continue
-        (tally,) = each.sums.tallies(next(of_sums))
-        is_finite = math.isfinite(tally.loss)
-        logprobs_of = by_datum(own, piece.data) if is_finite else []
-        results.append(ShareResult(logprobs_of, tally, None if is_finite else FloatingPointError("loss")))
-    return results
-
-
-class RankBase:
+class RankBase(ABC):
     """One rank. Its methods must be called on all ranks of the group at the same time, except `memory` and where a
     subclass says so.
 
     A method raises SameFailureEverywhere if the command has failed on all ranks in the same way. After any other
-    exception the ranks do not agree any more, and the whole group must be started again.
+    exception ranks do not agree any more, and the whole group must be started again; a rank alone goes on.
     """
+
+    retries: bool
+    """Whether a failed micro-batch has changed nothing, so that a rank alone may run it again."""
 
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
         self._rank = rank
         self._ranks = ranks
         self._settings = settings
-        self._device = prepare_device(settings.threads)
+        self.device = prepare_device(settings.threads)
         self._losses = served_losses(settings.stable_reinforce)
 
     @property
     def device_type(self) -> str:
         """`cpu` or `cuda`."""
-        return self._device.type
+        return self.device.type
+
+    @property
+    def alone(self) -> bool:
+        return self._ranks == 1
 
     def answer(self, method: str, arguments: Sequence[Any]) -> Any:
         """Call a method; returns its result, or SameFailureEverywhere if it has raised that. For callers in another
@@ -145,10 +125,12 @@ class RankBase:
         """Meet the other ranks at rank 0's address, under a name that no other group has.
 
         Raises an error of torch.distributed if they do not come within the timeout."""
+        if self.alone:
+            return
         timeout = timedelta(seconds=self._settings.timeout_s)
         store = TCPStore(host, port, self._ranks, is_master=self._rank == 0, timeout=timeout)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             store=PrefixStore(name, store),
             rank=self._rank,
             world_size=self._ranks,
@@ -159,23 +141,37 @@ class RankBase:
         """Load this rank's rows of the base model. Raises SameFailureEverywhere with a ConfigError."""
         self._model = load_sharded_model(
             self._settings.base_model,
-            self._device,
-            init_device_mesh(self._device.type, (self._ranks,)),
+            self.device,
+            None if self.alone else init_device_mesh(self.device.type, (self._ranks,)),
             form,
             gradient_checkpointing=self._settings.gradient_checkpointing,
             pictures=self._settings.pictures,
             agree=agree,
         )
-        self._base = self._model.base
+        self.base: BaseModel = self._model.base
         return self._model
 
     def _row_budget(self, targets: Sequence[Target]) -> RowBudget:
         """What this rank's memory allows. `targets`: as for `measure_row`."""
-        settings, packed = self._settings.budget, self._base.packed
-        if settings.measures_on(self._device):
-            measure_row(self._base, targets)
+        settings, packed = self._settings.budget, self.base.packed
+        if settings.measures_on(self.device):
+            measure_row(self.base, targets)
             reshard(packed)
-        return settings.of_model(packed, self._model.numel, ranks=self._ranks)
+        return settings.of_model(packed, None if self.alone else self._model.numel, ranks=self._ranks)
+
+    def _base_facts(self, targets: Sequence[Target]) -> dict[str, Any]:
+        """The fields of `BaseFacts`."""
+        base, budget = self.base, self._row_budget(targets)
+        self._rows = budget.rows
+        return {
+            "vocab_size": base.vocab_size,
+            "max_context": base.max_context,
+            "device": self.device.type,
+            "mixture": base.packed.mixture,
+            "sight": base.sight,
+            "ties_unembedding": base.ties_unembedding,
+            "budget": budget,
+        }
 
     def memory(self) -> dict[str, int]:
         """`parameters` of the base model on this rank, of `all_parameters`. In bytes: `held`, what these take; this
@@ -183,51 +179,235 @@ class RankBase:
         found = {
             "parameters": self._model.numel,
             "all_parameters": self._model.total,
-            "held": sum(local_of(parameter).nbytes for parameter in self._base.packed.parameters()),
+            "held": sum(local_of(parameter).nbytes for parameter in self.base.packed.parameters()),
             "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        if self._device.type == "cuda":
-            found["peak_device"] = torch.cuda.max_memory_allocated(self._device)
+        if self.device.type == "cuda":
+            found["peak_device"] = torch.cuda.max_memory_allocated(self.device)
         return found
 
     def leave(self) -> None:
         """Forget everything, and leave the group."""
-        if hasattr(self, "_base"):
-            del self._base, self._model
-        if dist.is_initialized():
+        if hasattr(self, "base"):
+            del self.base, self._model
+        if not self.alone and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _run_those_seen(
-        self,
-        pieces: Sequence[MicroBatchItem],
-        run: Callable[[Sequence[MicroBatchItem], Sequence[Mapping[str, Seen]]], Sequence[ShareResult]],
-    ) -> list[ShareResult]:
-        """Look at the pictures of pieces, and `run` the pieces with what was seen. A piece whose pictures raise an
-        exception fails alone: the others run, because other ranks wait for this one."""
+    def run(self, passes: Sequence[TrainingPass], forwards: Plan, backwards: Plan) -> dict[int, list[ShareResult]]:
+        """Run this rank's pieces of checked passes: the micro-batches of `forwards`, then those of `backwards`. Returns
+        the results of this rank's pieces, by the pass's number and in the order of the plan.
+
+        Each model gets the gradients of its passes that failed on no rank, summed in the order of the ranks.
+        """
+        singles = [SinglePassRun(self._trained(each.model_id), each, self._losses[each.loss_fn]) for each in passes]
+        for plan, backward in ((forwards, False), (backwards, True)):
+            running: dict[int, PassRun] = {}
+            for number, tree in plan.trees.items():
+                members = [singles[each] for each in plan.joined.get(number, (number,))]
+                running[number] = members[0] if len(members) == 1 else JoinedPasses(members[0].model, members)
+                running[number].tree = tree
+                if backward:
+                    self._begin(running[number])
+            for batches, completed in zip(plan.rounds(), plan.completed(), strict=True):
+                self._run_round(running, batches, backward=backward)
+                # soon, so that few gradients wait beside those of the models
+                self._finish({number: running[number] for number in completed}, plan, backward=backward)
+        return {number: running.sent() for number, running in enumerate(singles)}
+
+    def _run_round(
+        self, running: Mapping[int, PassRun], batches: Sequence[Sequence[RankShare]], *, backward: bool
+    ) -> None:
+        """Run this rank's micro-batch while the others run theirs. batches: by rank."""
+        batch = batches[self._rank]
+        items = [MicroBatchItem(running[each.number], each.data, each.rows, each.trained) for each in batch]
+        if self.alone:
+            self._attempt(items, backward=backward)
+        elif batch and batch[0].divided:
+            part = SequencePart.of(batch[0].rows, self._rank, self._ranks)
+            self._divided(items, part, backward=backward)
+        else:
+            self._beside_others(items, backward=backward)
+
+    def _attempt(self, batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
+        """Run slices together. If that raises, run each slice alone, so that only the one that causes the error fails.
+        A slice alone that runs out of memory runs once more with its layers recomputed, if they were not and may be.
+
+        The error becomes that of what the slice belongs to (OutOfMemory if memory was short). DeviceFault is raised.
+        """
+        failure: Exception | None = None
+        left: list[MicroBatchItem] = []
+        results: list[ItemResult] = []
+        try:
+            left = self._ordered([rest for piece in batch if (rest := piece.left()) is not None])
+            seen = [look_at(self.base.tower, piece) for piece in left]
+            results = self._together(left, seen, backward=backward) if left else []
+        except Exception as error:  # each slice runs again alone, or its pass fails with it
+            failure = failure_of(error, self.device)
+        if failure is None:
+            self._record(left, results)
+        elif len(batch) > 1:  # outside the handler, where the failed attempt's tensors are free again
+            for piece in batch:
+                self._attempt([piece], backward=backward)
+        elif recomputation := self._instead(batch[0], failure, backward):
+            with recomputation.forced():
+                self._attempt(batch, backward=backward)
+        else:
+            batch[0].running.fail(failure)
+
+    def _instead(self, piece: MicroBatchItem, failure: Exception, backward: bool) -> Recomputation | None:
+        """Of the layers, where recomputing them may help after this failure."""
+        keeps = backward and piece.trained
+        recomputation = self.base.packed.recomputation if keeps and isinstance(failure, OutOfMemory) else None
+        return recomputation if recomputation and recomputation.ran_out(piece.rows) and self.retries else None
+
+    def _beside_others(self, pieces: Sequence[MicroBatchItem], *, backward: bool) -> None:
+        """Run pieces while other ranks run theirs: nothing may raise between two collectives. A piece whose pictures
+        raise an exception fails alone: the others run, because other ranks wait for this one."""
         seen: list[Mapping[str, Seen]] = []
         left: list[MicroBatchItem] = []
-        failed: dict[int, ShareResult] = {}
-        for number, piece in enumerate(pieces):
+        for piece in pieces:
             try:
-                seen.append(look_at(self._base.tower, piece))
+                seen.append(look_at(self.base.tower, piece))
                 left.append(piece)
             except Exception as error:  # sent to the engine as the piece's outcome
-                failed[number] = ShareResult([], Tally(), sendable(failure_of(error, self._device)))
-        results = iter(run(left, seen))
-        return [failed[number] if number in failed else next(results) for number in range(len(pieces))]
+                piece.running.fail(failure_of(error, self.device))
+        self._record(left, self._together(left, seen, backward=backward))
 
-    def _slice(self, running: SinglePassRun, piece: RankShare) -> MicroBatchItem:
-        return MicroBatchItem(running, piece.data, piece.rows, last=False)
+    def _divided(self, items: Sequence[MicroBatchItem], part: SequencePart, *, backward: bool) -> None:
+        """Run this rank's part of a sequence of which all ranks run one. The sums of its loss are rank 0's."""
+        (result,) = self._together(items, [{}], backward=backward, part=part)
+        if self._rank:
+            result = replace(result, parts=[replace(each, tally=Tally()) for each in result.parts])
+        self._record(items, [result])
 
-    def _scored(self, logprobs: Tensor, group: LossGroup) -> ScoredShare:
-        """A loss that raises an exception, or is not finite, fails its piece. It ends no rank's backward: the ranks
-        gather each layer together, in backward too."""
-        try:
-            value = group.value(logprobs)
-            total = value.total
-            return ScoredShare(total, GroupSums.of(group, value, total))
-        except Exception as error:  # sent to the engine as the piece's outcome
-            return ScoredShare(logprobs.sum() * 0, None, sendable(failure_of(error, self._device)))
+    def _record(self, items: Sequence[MicroBatchItem], results: Sequence[ItemResult]) -> None:
+        """If that raises, what the item belongs to fails."""
+        for item, result in zip(items, results, strict=True):
+            try:
+                record(item, result)
+            except Exception as error:  # it is this pass's outcome; others go on
+                item.running.fail(failure_of(error, self.device))
+
+    def _together(
+        self,
+        items: Sequence[MicroBatchItem],
+        seen: Sequence[Mapping[str, Seen]],
+        *,
+        backward: bool,
+        part: SequencePart | None = None,
+    ) -> list[ItemResult]:
+        """Run items together, with the pictures of each; an empty list runs one token of weight 0. `part`: the rows
+        that this rank has of the only item's only sequence.
+
+        Ranks gather each layer together in forward, and again in backward. So there a backward goes down to the
+        embeddings on every rank, whatever its items train. Alone, nothing is computed for a backward that no item has.
+        """
+        packed = self.base.packed
+        trains = backward and (not self.alone or any(item.trained for item in items))
+        made = self._made(items, seen, part, backward=trains)
+        with torch.set_grad_enabled(trains), packed.active.use(made.segments):
+            with nullcontext([]) if self.alone else packed.embeddings_in_graph() as embeddings:
+                own = packed(made.packed, made.targets, made.segments)
+            logprobs = own[0] if len(own) == 1 else torch.cat(own)
+            width = 0
+            if part is not None:
+                width = len(logprobs) // (part.stop - part.start)
+                logprobs = gathered(logprobs.detach(), [part.rows_of(rank) * width for rank in range(part.ranks)])
+            scores = Scores.of(made.losses, logprobs, backward=trains, apart=not self.alone)
+            gradients: Sequence[Tensor | None] = [None] * len(items)
+            if scores.gradient is not None:
+                start = scores.gradient
+                if part is not None:
+                    start = start[part.start * width : part.stop * width]
+                starts = start.split([len(of_segment) for of_segment in own])
+                gradients = self._backward(items, made.segments, own, starts, embeddings)
+            elif backward:
+                gradients = [self._without_backward(item) for item in items]
+        reshard(packed)
+        of_parts = iter(scores.read())
+        results: list[ItemResult] = []
+        for item, gradient in zip(items, gradients, strict=True):
+            parts = [next(of_parts) for _ in item.parts]
+            results.append(ItemResult(parts, gradient if any(each.counts for each in parts) else None))
+        return results
+
+    def _made(
+        self,
+        items: Sequence[MicroBatchItem],
+        seen: Sequence[Mapping[str, Seen]],
+        part: SequencePart | None,
+        *,
+        backward: bool,
+    ) -> MicroBatch:
+        if part is not None:
+            return _part_of(items[0], part, self.device, backward=backward)
+        return self._of_items(items, seen, backward=backward) if items else one_token(self.device)
+
+    def _finish(self, completed: Mapping[int, PassRun], plan: Plan, *, backward: bool) -> None:
+        """Add the gradients of completed passes to their models. A pass that failed on any rank adds nothing."""
+        if plan.merged:
+            self._check_norms([*completed.values()], backward=backward)
+        failed = failed_anywhere([each.error is not None for each in completed.values()])
+        for (number, each), has_failed in zip(completed.items(), failed, strict=True):
+            if backward and not has_failed and not (self.alone and each.gradient is None):
+                each.model.accumulate(self._summed(number, each, plan.holders(number)))
+            each.gradient = None
+
+    def _check_norms(self, finished: Sequence[PassRun], *, backward: bool) -> None:
+        """A pass whose gradient has no finite norm fails. Joined passes that have failed as one, or whose gradient has
+        no finite norm, run again apart; then each fails or adds its gradient alone. Waits for the device once, unless
+        some run again. DeviceFault is raised."""
+        for running, is_finite in zip(finished, have_finite_norms(finished, self.device), strict=True):
+            if running.error is None and is_finite:
+                continue
+            running.gradient = None
+            if isinstance(running, JoinedPasses):
+                for member in running.begin_again():
+                    for piece in items_of(member, self._rows, self.device.type):
+                        self._attempt([piece], backward=backward)
+                    self._check_norms([member], backward=backward)
+                    if member.error is None and member.gradient is not None:
+                        member.model.accumulate(member.gradient)
+                    member.gradient = None
+            elif isinstance(running, SinglePassRun) and running.error is None:
+                running.fail(not_finite(running.training_pass, running.tally.loss))
+
+    @abstractmethod
+    def _trained(self, model_id: str) -> Any:
+        """What a pass of the model adds its gradient to."""
+
+    def _begin(self, running: PassRun) -> None:  # noqa: B027
+        """Before the first piece of a pass with a backward."""
+
+    def _ordered(self, items: list[MicroBatchItem]) -> list[MicroBatchItem]:
+        """The order in which items run together."""
+        return items
+
+    @abstractmethod
+    def _of_items(
+        self, items: Sequence[MicroBatchItem], seen: Sequence[Mapping[str, Seen]], *, backward: bool
+    ) -> MicroBatch: ...
+
+    @abstractmethod
+    def _backward(
+        self,
+        items: Sequence[MicroBatchItem],
+        segments: Sequence[LoraSegment],
+        logprobs: Sequence[Tensor],
+        starts: Sequence[Tensor],
+        embeddings: Sequence[Tensor],
+    ) -> Sequence[Tensor | None]:
+        """The gradient of each item, or None if it has been added. `starts`: of the losses with respect to the
+        logprobs of each segment."""
+
+    def _without_backward(self, item: MicroBatchItem) -> Tensor | None:
+        """The gradient of an item whose micro-batch trains nothing."""
+        return None
+
+    def _summed(self, number: int, running: PassRun, holders: Sequence[int]) -> Tensor:
+        """The gradient of a pass, which the ranks `holders` have parts of. `number`: of the pass."""
+        assert running.gradient is not None
+        return running.gradient
 
 
 def one_token(device: torch.device) -> MicroBatch:
@@ -238,41 +418,8 @@ def one_token(device: torch.device) -> MicroBatch:
     return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)])
 
 
-Score = Callable[[Tensor, LossGroup], ScoredShare]
-"""`RankBase._scored`"""
-Gradients = Callable[[Sequence[Tensor], Sequence[LoraSegment], Sequence[Tensor]], list[Tensor]]
-"""`LoraRank._gradients`"""
-
-
-def run_divided(
-    base: BaseModel, piece: MicroBatchItem, part: SequencePart, score: Score, gradients: Gradients, *, backward: bool
-) -> ShareResult:
-    """Run this rank's part of a piece that is one sequence. All ranks call this together, each with its own part.
-
-    The result has the logprobs of the whole sequence. The sums of its loss are rank 0's, and empty on the others."""
-    made = _micro_batch(piece, part, base.device, backward=backward)
-    packed = base.packed
-    (datum,) = piece.data
-    width = datum.loss_inputs["target_tokens"].size // len(datum.tokens)
-    with torch.set_grad_enabled(backward), packed.active.use(made.segments):
-        with packed.embeddings_in_graph() as embeddings:
-            (own,) = packed(made.packed, made.targets, made.segments)
-        sizes = [part.rows_of(rank) * width for rank in range(part.ranks)]
-        logprobs = gathered(own.detach(), sizes).requires_grad_(backward)
-        scored = score(logprobs, made.losses.groups[0])
-        if backward:
-            (of_logprobs,) = torch.autograd.grad(scored.total, logprobs)
-            total = (own * of_logprobs[part.start * width : part.stop * width]).sum()
-            (gradient,) = gradients([total], made.segments, embeddings)
-            running = piece.running
-            running.gradient = gradient if running.gradient is None else running.gradient.add_(gradient)
-    reshard(packed)
-    (result,) = results_of([scored], [logprobs], [piece])
-    return result if part.rank == 0 else replace(result, tally=Tally())
-
-
-def _micro_batch(piece: MicroBatchItem, part: SequencePart, device: torch.device, *, backward: bool) -> MicroBatch:
-    """The part's rows; the losses are of the whole sequence."""
+def _part_of(piece: MicroBatchItem, part: SequencePart, device: torch.device, *, backward: bool) -> MicroBatch:
+    """The part's rows of an adapter's sequence; the losses are of the whole sequence."""
     (datum,), (of_pass,) = piece.data, piece.parts
     packed = packed_part(datum, part, device)
     target_tokens = datum.loss_inputs["target_tokens"]
@@ -281,7 +428,7 @@ def _micro_batch(piece: MicroBatchItem, part: SequencePart, device: torch.device
     if not trained.any():  # as `trained_entries`
         trained[0] = True
     targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device)
-    adapter = piece.running.adapter
+    adapter = piece.running.model
     segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(backward))
     return MicroBatch([packed], [targets], [segment], losses=losses_of([piece], device, joined=False))
 

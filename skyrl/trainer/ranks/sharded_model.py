@@ -1,8 +1,8 @@
-"""The base model over several ranks: each rank holds, and reads from the files, its rows of every parameter (FSDP2),
-its experts, or its part of kept quantized weights.
+"""The base model on a rank: all of it on a rank alone; over several, each holds, and reads from the files, its rows of
+every parameter (FSDP2), its experts, or its part of kept quantized weights.
 
 Knows transformers' configurations, the names of parameters in models and in files, and safetensors files. Knows nothing
-of adapters' weights, passes or how ranks find each other: torch.distributed is already initialized.
+of adapters' weights, passes or how ranks find each other: torch.distributed is already initialized if they are several.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.distributed.tensor import DTensor
 
 from skyrl.base.config.server import ConfigError
 from skyrl.trainer.collectives import SumInRankOrder, failed_anywhere
-from skyrl.trainer.device import HOST, base_dtype
+from skyrl.trainer.device import HOST, align, base_dtype
 from skyrl.trainer.experts.layers import ExpertExchange
 from skyrl.trainer.experts.routing import CORRECTION
 from skyrl.trainer.files.config import LOADING_ERRORS, read_config
 from skyrl.trainer.files.model_files import FileTensor, Rows, file_tensors, stored_parameters
 from skyrl.trainer.files.tensor_files import INDEX, ONE_FILE, StoredWeights, weight_files
 from skyrl.trainer.model.base_model import BaseModel, check_config, fuse_norms, fuses_norms, wrap
-from skyrl.trainer.model.loading import TOWER, check_quantized, check_weights, detach_vision, model_class
+from skyrl.trainer.model.loading import TOWER, check_quantized, check_weights, detach_vision, load_model, model_class
 from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.model.recomputation import Setting
 from skyrl.trainer.quantized.kept import keep, kept_in, stored_leaves
 from skyrl.trainer.quantized.weights import StoredTensor, held_rows
-from skyrl.trainer.shares import ExpertShare, rows_of
+from skyrl.trainer.shares import EVERY_EXPERT, ExpertShare, rows_of
 from skyrl.trainer.vision import VisionTower, make_tower
 
 
@@ -58,15 +58,22 @@ def keep_quantized(path: str, packed: PackedModel, parameters: Mapping[str, Rows
         keep(packed.model.get_submodule(module), leaf, name, form)
 
 
-def fill_parameters(path: str, packed: PackedModel, parameters: Mapping[str, Rows], share: ExpertShare) -> None:
+def fill_parameters(
+    path: str,
+    packed: PackedModel,
+    parameters: Mapping[str, Rows],
+    share: ExpertShare,
+    instead: Mapping[int, Tensor] | None = None,
+) -> None:
     """Copy this rank's rows, or its experts, of all parameters and buffers from the files. parameters: `stored_rows`.
+    `instead`: tensors that get the numbers in the place of parameters, by the parameters' ids.
 
     A tied parameter has several names. If the files hold it under more than one, the values must agree.
     """
     filled: set[int] = set()
     missing: dict[int, str] = {}
     for _, name, tensor in _stored_tensors(packed):
-        local = local_of(tensor)
+        local = (instead or {}).get(id(tensor), local_of(tensor))
         if (found := parameters.get(name)) is None:
             missing.setdefault(id(tensor), name)
             continue
@@ -175,35 +182,35 @@ class ShardedModel:
     holds some of them."""
 
     base: BaseModel
-    mesh: DeviceMesh
+    share: ExpertShare
     dtype: torch.dtype
     numel: int
     total: int
     in_files: dict[str, list[FileTensor]]
     exchange: ExpertExchange | None
 
-    def read_again(self) -> None:
-        """Give this rank's rows the numbers of the base model's files again.
+    def read_again(self, instead: Mapping[int, Tensor]) -> None:
+        """Give this rank's rows the numbers of the base model's files again. `instead`: as in `fill_parameters`.
 
         Raises ConfigError, or one of LOADING_ERRORS; the rows may then hold anything."""
         path = self.base.path
-        share = ExpertShare(self.mesh.get_local_rank(), self.mesh.size())
         with StoredWeights(path, _files(path), read_config(path).format, self.dtype) as stored:
-            fill_parameters(path, self.base.packed, stored_rows(self.base.packed, stored), share)
+            fill_parameters(path, self.base.packed, stored_rows(self.base.packed, stored), self.share, instead)
 
 
 def load_sharded_model(
     path: str,
     device: torch.device,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     form: ModelForm,
     *,
     gradient_checkpointing: Setting,
     pictures: bool = True,
     agree: Callable[[Exception | None], None],
 ) -> ShardedModel:
-    """Load this rank's rows of the base model. Every rank calls this at the same time. `pictures`: whether a model that
-    sees keeps its vision tower: every rank holds all of it, because each computes the pictures of its own pieces.
+    """Load this rank's rows of the base model; all of it without `mesh`. Every rank calls this at the same time.
+    `pictures`: whether a model that sees keeps its vision tower: every rank holds all of it, because each computes the
+    pictures of its own pieces.
 
     No rank ever holds the whole model: the parameters of one decoder layer, or those outside the layers, are the most
     that a rank gathers. Each decoder layer is gathered for itself; embeddings, final norm and output layer together,
@@ -214,12 +221,17 @@ def load_sharded_model(
 
     A weight that is kept quantized is read, held and gathered in the files' stored tensors (`kept_weights`).
 
-    Raises ConfigError as `load_base_model` does, and for a model without safetensors files.
+    Raises ConfigError: the path has no causal language model (`load_model`), or the model has layers that cannot be
+    trained, position embeddings that depend on the batch, or other logits on packed rows than in transformers. With
+    `mesh` also for a model without safetensors files.
     """
     failure: Exception | None = None
     loaded: _Loaded | None = None
     try:
-        loaded = _load(path, device, mesh, form, pictures=pictures)
+        if mesh is None:
+            loaded = _load_whole(path, device, form, pictures=pictures)
+        else:
+            loaded = _load(path, device, mesh, form, pictures=pictures)
     except ConfigError as error:
         failure = error
     except LOADING_ERRORS as error:
@@ -229,8 +241,9 @@ def load_sharded_model(
     assert loaded is not None
     base = loaded.base
     packed = base.packed
-    for method in ("stock_logits", "changed_logits", "attention_calls", "packed_logits"):
-        register_fsdp_forward_method(packed, method)
+    if mesh is not None:
+        for method in ("stock_logits", "changed_logits", "attention_calls", "packed_logits"):
+            register_fsdp_forward_method(packed, method)
     try:
         base.check_stock()
         expected = base.stock_logits()
@@ -244,16 +257,22 @@ def load_sharded_model(
         failure = error
     agree(failure)
     reshard(packed)
-    packed.recompute(gradient_checkpointing, ranks=mesh.size(), anywhere=lambda own: failed_anywhere([own])[0])
+    share = _share_of(mesh)
+    packed.recompute(gradient_checkpointing, ranks=share.ranks, anywhere=lambda own: failed_anywhere([own])[0])
     return ShardedModel(
-        base, mesh, form.dtype(device), held_numel(packed), loaded.total, loaded.in_files, loaded.exchange
+        base, share, form.dtype(device), held_numel(packed), loaded.total, loaded.in_files, loaded.exchange
     )
+
+
+def _share_of(mesh: DeviceMesh | None) -> ExpertShare:
+    return EVERY_EXPERT if mesh is None else ExpertShare(mesh.get_local_rank(), mesh.size())
 
 
 def reshard(packed: PackedModel) -> None:
     """Free the gathered parameters outside the decoder layers. FSDP2 keeps them after the forward of a root module, for
-    the backward."""
-    packed.reshard()  # pyright: ignore[reportCallIssue]  # fully_shard has made the module an FSDPModule
+    the backward. A model that is not divided has none."""
+    if isinstance(packed, FSDPModule):
+        packed.reshard()
 
 
 @dataclass(frozen=True)
@@ -264,6 +283,23 @@ class _Loaded:
     total: int
     in_files: dict[str, list[FileTensor]]
     exchange: ExpertExchange | None
+
+
+def _load_whole(path: str, device: torch.device, form: ModelForm, *, pictures: bool) -> _Loaded:
+    """As transformers loads models, so that pickled files and buffers that only `from_pretrained` computes are fine.
+    Trained parameters, too, have the dtype that the device computes in."""
+    model = load_model(path, base_dtype(device), safetensors_only=form.trained, keep_quantized=form.keep_quantized)
+    tower = make_tower(path, detach_vision(model), device, pictures=pictures)
+    model.to(device).eval().requires_grad_(form.trained)
+    align(model.parameters())
+    check_config(path, model.config)
+    packed = form.wrap(path, model)
+    in_files: dict[str, list[FileTensor]] = {}
+    if form.trained:
+        with StoredWeights(path, _files(path), read_config(path).format, torch.float32) as stored:
+            in_files = file_tensors(path, model, stored_rows(packed, stored))
+    total = sum(parameter.numel() for parameter in packed.parameters())
+    return _Loaded(BaseModel(path, device, packed, model.config, tower), total, in_files, None)
 
 
 def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *, pictures: bool) -> _Loaded:
@@ -283,7 +319,7 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *,
     model.eval().requires_grad_(form.trained)
     packed = form.wrap(path, model)
     total = sum(parameter.numel() for parameter in packed.parameters())
-    share = ExpertShare(mesh.get_local_rank(), mesh.size())
+    share = _share_of(mesh)
     with StoredWeights(path, files, described.format, held) as stored:
         check_weights(path, config, type(model), stored)
         parameters = stored_rows(packed, stored)

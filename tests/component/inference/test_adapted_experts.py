@@ -26,7 +26,7 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.component.inference.test_routed_experts import KEY, chosen_experts, prompt_of, rows_of
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 
@@ -67,9 +67,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def backend(model: Path) -> TorchLoraBackend:
+def backend(model: Path) -> LoraBackend:
     """The trainer, with adapters after three steps on random tokens."""
-    made = TorchLoraBackend(load_config({"base_model": str(model)}))
+    made = LoraBackend(load_config({"base_model": str(model)}))
     for name, spec in ADAPTERS.items():
         made.create_model(name, spec)
         for step in range(3):
@@ -82,7 +82,7 @@ def backend(model: Path) -> TorchLoraBackend:
 
 
 @pytest.fixture(scope="module")
-def files(backend: TorchLoraBackend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(backend: LoraBackend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {name: tmp_path_factory.mktemp(name) for name in ADAPTERS}
     for name, directory in found.items():
         backend.save_adapter(name, directory)
@@ -132,7 +132,7 @@ async def test_in_float32_the_experts_are_those_of_the_adapted_model(
 
 
 async def test_in_bfloat16_replay_brings_trained_adapters_closer_to_the_sampler(
-    model: Path, backend: TorchLoraBackend, files: dict[str, Path], tmp_path: Path
+    model: Path, backend: LoraBackend, files: dict[str, Path], tmp_path: Path
 ) -> None:
     async with serving(model, tmp_path, "bfloat16") as sidecar:
         sampled = await _sampled(sidecar, files)

@@ -26,7 +26,7 @@ from skyrl.inference.placement import LocalPlacement, LocalServer
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.architectures.figures import record
 from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
 
@@ -80,10 +80,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Each family, and the settings of its tiny model that differ from `tests.families`."""
 
 
-def _trained(path: str, directory: Path) -> TorchLoraBackend:
+def _trained(path: str, directory: Path) -> LoraBackend:
     """A backend with the untrained adapter "base" and the trained ones "m" and, on lm_head alone, "unembed". Exports of
     the trained ones are in `directory`."""
-    backend = TorchLoraBackend(load_config({"base_model": path}))
+    backend = LoraBackend(load_config({"base_model": path}))
     backend.create_model("base", LoraSpec(rank=8, alpha=32.0, seed=3))
     for name, others in (("m", True), ("unembed", False)):
         backend.create_model(name, LoraSpec(rank=8, alpha=32.0, seed=3, train_attn=others, train_mlp=others))
@@ -103,7 +103,7 @@ Tokens = list[int]
 Logprobs = npt.NDArray[np.float32]
 
 
-def _of_trainer(backend: TorchLoraBackend, name: str, tokens: Tokens) -> Logprobs:
+def _of_trainer(backend: LoraBackend, name: str, tokens: Tokens) -> Logprobs:
     text = np.array(tokens)
     datum = Datum(text[:-1], {"target_tokens": text[1:], "weights": np.ones(len(tokens) - 1, np.float32)})
     (result,) = backend.run([TrainingPass(name, [datum], "cross_entropy", backward=False)])

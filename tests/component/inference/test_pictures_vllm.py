@@ -29,11 +29,11 @@ from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import Distribution
 from skyrl.base.wire.tensors import WireTensor
+from skyrl.http.client import HttpClient
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import Pictures, SampleJob
 from skyrl.sampling.servers import FixedEndpoint
 from tests.component.inference.test_families_vllm import MODELS, as_released
@@ -134,7 +134,7 @@ async def serving(path: str, directory: Path, **options: Any) -> AsyncIterator[S
     server = LocalPlacement(directory).run(spec)
     http = httpx.AsyncClient(base_url=spec.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
     client = ForwardingClient(
-        HttpTransport(), FixedEndpoint(spec.url), Host(adapter), api_key=KEY, deadline_s=60.0, pictures=Files()
+        HttpClient(), FixedEndpoint(spec.url), Host(adapter), api_key=KEY, deadline_s=60.0, pictures=Files()
     )
     try:
         await until_up(http, server)

@@ -32,6 +32,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.sample_request import Distribution
+from skyrl.http.client import HttpClient
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
 from skyrl.inference.remote.references import reference_to
@@ -49,7 +50,6 @@ from skyrl.sampling import client as prompt_apart
 from skyrl.sampling import completion
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.exchanges import answer_bound
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.directories import link_files
@@ -479,7 +479,7 @@ async def test_prompt_and_sequences_requested_apart_equal_one_request(served: Ru
         topk_prompt=4,
         topk_sample=2,
     )
-    transport = HttpTransport()
+    transport = HttpClient()
     client = ForwardingClient(
         transport, FixedEndpoint(served.spec.url), HostWithAllAdapters(), api_key=KEY, deadline_s=120
     )

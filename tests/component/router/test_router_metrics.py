@@ -13,12 +13,12 @@ from sidecar_world import FakeVllm, answers, choice, completion, running_sidecar
 
 from skyrl.base.tiny import model_path
 from skyrl.cli.launcher.metrics import LauncherMetrics
+from skyrl.http.connection import Pool
 from skyrl.router.metrics import EVENTS, RouterMetrics
 from skyrl.router.middleware import Chain, RouterContext
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
-from skyrl.router.upstream import Connections
 from skyrl.runtime.metrics.files import MetricsDirectory, MetricsWriter, rendered
 from tests.unit.runtime.test_metrics import VLLM
 
@@ -28,7 +28,7 @@ class Parts:
 
     def __init__(self, *middleware: str) -> None:
         self.pool, self.counts = WorkerPool(LeastInFlight()), Counter[str]()
-        proxy = Proxy(self.pool, Connections(), Limits(), self.counts, ())
+        proxy = Proxy(self.pool, Pool(), Limits(), self.counts, ())
         self.chain = Chain(middleware, proxy, RouterContext(tokenizer_dir=model_path(), options={}))
         self.metrics = RouterMetrics(self.pool, proxy, self.counts, self.chain)
 

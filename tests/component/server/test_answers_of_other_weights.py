@@ -15,9 +15,9 @@ from skyrl.base.types.weights import BaseWeights, FullWeights, WeightsRef
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.results import to_json
+from skyrl.http.client import HttpClient
 from skyrl.sampling import retries
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.full_weights import replaced_sentence
@@ -60,7 +60,7 @@ async def client(
 ) -> AsyncIterator[ForwardingClient]:
     monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.001)
     made: Any = ForwardingClient(
-        HttpTransport(),
+        HttpClient(),
         FixedEndpoint(upstream.url),
         HostWithAllAdapters(),
         api_key="key",

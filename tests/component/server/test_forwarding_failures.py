@@ -35,11 +35,11 @@ from loop_clock import LoopClock
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.http.client import HttpClient
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
 from skyrl.sampling import retries
 from skyrl.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
 from skyrl.sampling.servers import EngineEndpoint, FixedEndpoint
 from skyrl.storage.db.engine_state import EngineState
@@ -95,7 +95,7 @@ async def connect(row: EngineRow) -> AsyncIterator[Connect]:
             deadline_s: float = DEADLINE_S, max_connections: int | None = None, **options: Any
         ) -> ForwardingClient:
             client = ForwardingClient(
-                HttpTransport(max_connections),
+                HttpClient(max_connections),
                 options.pop("endpoint", EngineEndpoint(row)),
                 options.pop("host", HostWithAllAdapters()),
                 api_key="key",

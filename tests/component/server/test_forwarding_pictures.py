@@ -22,11 +22,11 @@ from skyrl.base.pictures.picture import PlacedPicture, digest_of
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.http.client import HttpClient
 from skyrl.sampling import pictures as generation
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.exchanges import MAX_FILES_BYTES, MAX_SENDS
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import Pictures, SampleJob
 from skyrl.sampling.servers import FixedEndpoint
 from tests.sample_jobs import JOB as TEXT_JOB
@@ -72,7 +72,7 @@ def files() -> Files:
 @pytest.fixture
 async def client(upstream: FakeUpstream, files: Files) -> AsyncIterator[ForwardingClient]:
     endpoint, host = FixedEndpoint(upstream.url), HostWithAllAdapters()
-    made = ForwardingClient(HttpTransport(), endpoint, host, api_key="key", deadline_s=20.0, pictures=files)
+    made = ForwardingClient(HttpClient(), endpoint, host, api_key="key", deadline_s=20.0, pictures=files)
     yield made
     await made.close()
 
@@ -305,7 +305,7 @@ async def test_only_so_many_samples_hold_files_while_a_server_reads_nothing(file
     server = SlowServer()
     listening = await asyncio.start_server(server.take, sock=server.socket)
     endpoint, host = FixedEndpoint(server.url), HostWithAllAdapters()
-    client = ForwardingClient(HttpTransport(), endpoint, host, api_key=None, deadline_s=60.0, pictures=files)
+    client = ForwardingClient(HttpClient(), endpoint, host, api_key=None, deadline_s=60.0, pictures=files)
     jobs = [msgspec.structs.replace(of_large, request_id=f"r{number}") for number in range(MAX_SENDS + 3)]
     samples = [asyncio.create_task(client.sample(job)) for job in jobs]
     async with asyncio.timeout(60):
@@ -339,7 +339,7 @@ async def test_an_answer_that_comes_before_the_body_has_been_sent_is_read(files:
     host, port = listening.sockets[0].getsockname()
     endpoint = FixedEndpoint(f"http://{host}:{port}")
     client = ForwardingClient(
-        HttpTransport(), endpoint, HostWithAllAdapters(), api_key=None, deadline_s=20.0, pictures=files
+        HttpClient(), endpoint, HostWithAllAdapters(), api_key=None, deadline_s=20.0, pictures=files
     )
     assert str(await failure_of(client)) == "too long"
     await client.close()

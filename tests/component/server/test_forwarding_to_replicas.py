@@ -14,9 +14,9 @@ from replicas import Server, servers
 from test_forwarding_failures import ADAPTER, JOB, WHOLE, decoded
 
 from skyrl.base.wire.errors import FailedRequest
+from skyrl.http.client import HttpClient
 from skyrl.sampling import retries
 from skyrl.sampling.client import MAX_INTERRUPTIONS, ForwardingClient
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.servers import FixedEndpoint
 from tests.component.router_world import RunningRouter, running_router, until
@@ -47,7 +47,7 @@ async def routed(
     async with running_router(**options, health_check_interval_s=interval_s, hang_s=1000.0) as router:
         await until(lambda: router.app.status()["routable"] == len(urls))
         client = ForwardingClient(
-            HttpTransport(), FixedEndpoint(router.url), HostWithAllAdapters(), api_key=KEY, deadline_s=60, replicas=urls
+            HttpClient(), FixedEndpoint(router.url), HostWithAllAdapters(), api_key=KEY, deadline_s=60, replicas=urls
         )
         try:
             yield router, client
@@ -160,7 +160,7 @@ async def test_a_server_that_is_no_replica_is_not_asked_because_an_answer_names_
     async with upstreams(2) as (one, stranger):
         one.controls[COMPLETIONS] = times(1, reply(404, {"error": "no"}, x_skyrl_worker=stranger.url), complete())
         client = ForwardingClient(
-            HttpTransport(),
+            HttpClient(),
             FixedEndpoint(one.url),
             HostWithAllAdapters(),
             api_key=KEY,

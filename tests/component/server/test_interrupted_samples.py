@@ -15,10 +15,10 @@ from loop_clock import LoopClock
 from test_forwarding_failures import JOB, WHOLE, decoded
 
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.http.client import HttpClient
 from skyrl.sampling import retries
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.servers import FixedEndpoint
 
 POISON = 499
@@ -86,7 +86,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
     client = ForwardingClient(
-        HttpTransport(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=DEADLINE_S
+        HttpClient(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=DEADLINE_S
     )
     yield client
     await client.close()

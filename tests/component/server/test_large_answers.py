@@ -22,12 +22,11 @@ from test_forwarding_failures import JOB, WHOLE, decoded
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import Distribution
-from skyrl.sampling import http as http_module
+from skyrl.http import client as client_module
+from skyrl.http.client import LARGE_ANSWER_BYTES, AnswerMemory, HttpClient
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import decode_answer
 from skyrl.sampling.exchanges import answer_bound
-from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.http_connection import LARGE_ANSWER_BYTES, AnswerMemory
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.db.database import Database
@@ -41,7 +40,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 @pytest.fixture
 async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
     client = ForwardingClient(
-        HttpTransport(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=300
+        HttpClient(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=300
     )
     yield client
     await client.close()
@@ -317,8 +316,8 @@ def test_memory_for_answers_is_granted_in_order_and_returned_once() -> None:
 async def test_large_answers_are_read_when_memory_is_free(
     upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "AnswerMemory", lambda: AnswerMemory(LARGE_ANSWER_BYTES))
-    transport = HttpTransport()
+    monkeypatch.setattr(client_module, "AnswerMemory", lambda: AnswerMemory(LARGE_ANSWER_BYTES))
+    transport = HttpClient()
     upstream.default = reply(200, b"x" * 8 * MIB, "text/plain")
 
     async def ask() -> Any:

@@ -110,14 +110,14 @@ async def test_a_request_fails_if_its_session_ends_while_the_request_is_written(
 ) -> None:
     """The engine has already settled the session's requests, so no process would settle this one later."""
     store = services.futures
-    execute = store._recording._writer.execute
+    execute = store._writer.execute
 
     async def execute_and_close(statement: Any, values: Any) -> Any:
         if statement is rows.RECORD:
             store.drop_session("s1")
         return await execute(statement, values)
 
-    monkeypatch.setattr(store._recording._writer, "execute", execute_and_close)
+    monkeypatch.setattr(store._writer, "execute", execute_and_close)
     sample = NewRequest(Kind.EXTERNAL, "tenant", "s1", b"{}", sampling_session_id="s1:sample:0", sample_seq_id=1)
     request_id, new = await store.record(sample)
     assert not new, "it must not be started"

@@ -12,9 +12,9 @@ from adapter_hosts import HostWithAllAdapters
 from fake_upstream import COMPLETIONS, FakeUpstream, closed_port, fake_upstream, hang_up, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
+from skyrl.http.client import HttpClient
 from skyrl.sampling import retries
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.servers import FixedEndpoint
 
 BAD_GATEWAY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>"
@@ -89,7 +89,7 @@ async def balancing() -> AsyncIterator[Balancer]:
 async def client() -> AsyncIterator[tuple[Balancer, ForwardingClient]]:
     async with balancing() as balancer:
         client = ForwardingClient(
-            HttpTransport(), FixedEndpoint(balancer.url), HostWithAllAdapters(), api_key=None, deadline_s=300
+            HttpClient(), FixedEndpoint(balancer.url), HostWithAllAdapters(), api_key=None, deadline_s=300
         )
         yield balancer, client
         await client.close()

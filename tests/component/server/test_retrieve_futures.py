@@ -176,7 +176,7 @@ async def test_samples_from_before_and_during_the_first_poll_are_all_reported(
 ) -> None:
     """Some samples are written, some are being written, some end while the database is read: the poll reports them
     all."""
-    read = api.services.futures._waiting._database.read_async
+    read = api.services.futures._database.read_async
 
     async def slowly(query: Callable[[Any], Any]) -> Any:
         found = await read(query)
@@ -185,7 +185,7 @@ async def test_samples_from_before_and_during_the_first_poll_are_all_reported(
 
     sampler = await api.sampler()
     wanted = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(20)}
-    monkeypatch.setattr(api.services.futures._waiting._database, "read_async", slowly)
+    monkeypatch.setattr(api.services.futures._database, "read_async", slowly)
 
     async def more() -> None:
         for seq_id in range(20, 60):

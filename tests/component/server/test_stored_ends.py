@@ -18,7 +18,7 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.futures import completion_feed
-from skyrl.storage.futures import store as settling
+from skyrl.storage.futures import store as futures_store
 from skyrl.storage.futures.completion_feed import CLONE_BLOCK, Completion, CompletionFeed, Target, TargetGone
 from skyrl.storage.futures.store import FutureStore
 from skyrl.storage.notices import PeerNotifier
@@ -221,7 +221,7 @@ async def test_a_clock_that_was_set_back_hides_no_end(world: TwoProcesses, monke
     cursor, reported = await world.here.ends.poll(TARGET, 0, LONG_S)
     assert names(reported) == [first]
     an_hour_ago = time.time() - 3600
-    monkeypatch.setattr(settling.time, "time", lambda: an_hour_ago)
+    monkeypatch.setattr(futures_store.time, "time", lambda: an_hour_ago)
     (second,) = await world.end(1, first=1)
     later, reported = await world.here.ends.poll(TARGET, cursor, LONG_S)
     assert names(reported) == [second]

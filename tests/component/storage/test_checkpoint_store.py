@@ -25,6 +25,7 @@ from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.store_ownership import claim_store, stores
 from tests.databases import make_tables
+from tests.local_ranks import rank_of
 from tests.postgres_server import ON_SQLITE, PostgresServer
 
 
@@ -198,7 +199,7 @@ async def test_a_model_is_not_created_if_its_session_ends_during_the_load(
         arrived.set()
     assert (await loader.outcome(load)).error is not None
     await until(lambda: not world.harness.parts.file_commands.running)
-    assert set(world.harness.backend._adapters) == {saver.model_id}
+    assert set(rank_of(world.harness.backend).adapters) == {saver.model_id}
 
 
 async def test_the_sweep_of_an_object_store_deletes_expired_and_unknown_files(

@@ -23,8 +23,8 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.engine.settlement import failed
+from skyrl.http.client import HttpClient
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.servers import EndpointUnknown, EngineEndpoint
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db import futures as rows
@@ -278,7 +278,7 @@ async def test_samples_share_one_read_of_the_endpoint_and_hide_database_errors(
     looks = await asyncio.gather(*(endpoint.resolve() for _ in range(100)), return_exceptions=True)
     assert away.reads == 1
     assert {type(look) for look in looks} == {EndpointUnknown}
-    client = ForwardingClient(HttpTransport(), endpoint, HostWithAllAdapters(), api_key=None, deadline_s=0.3)
+    client = ForwardingClient(HttpClient(), endpoint, HostWithAllAdapters(), api_key=None, deadline_s=0.3)
     with pytest.raises(FailedRequest) as failed:
         await client.sample(JOB)
     assert failed.value.message == "gave up after 0.3 s: the server's database cannot be used now"

@@ -18,6 +18,7 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.repeats import RetryingDatabase
 from skyrl.storage.db.usage import usage
+from tests.local_ranks import rank_of
 from tests.postgres_server import ON_BOTH
 
 LOST = OperationalError("COMMIT", None, Exception("server closed the connection unexpectedly"))
@@ -92,5 +93,5 @@ async def test_an_ended_session_closes_its_models_though_the_writes_are_repeated
     await harness.queued(1)
     await harness.end(trainer.session)
     assert (await trainer.outcome(waiting)).error == "the session has ended"
-    await until(lambda: not harness.backend._adapters and not harness.scheduler.waiting)
+    await until(lambda: not rank_of(harness.backend).adapters and not harness.scheduler.waiting)
     assert not writes["writes"] % 2

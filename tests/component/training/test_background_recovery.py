@@ -19,6 +19,7 @@ from skyrl.engine import recovery
 from skyrl.engine.build import EngineParts
 from skyrl.storage.db.repeats import repeat
 from skyrl.storage.db.sessions import sessions
+from tests.local_ranks import rank_of
 
 LONG_AGO_S = 10 * recovery.GONE_S
 
@@ -214,7 +215,7 @@ async def test_a_model_whose_session_ended_while_the_engine_was_away_is_not_rest
     await harness.start()
     assert harness.scheduler.model_ids == {other.model_id}
     assert harness.model_row(ended.model_id).status == "closed"
-    assert set(harness.backend._adapters) == {other.model_id}
+    assert set(rank_of(harness.backend).adapters) == {other.model_id}
 
 
 async def test_a_session_that_ends_while_its_model_is_restored_frees_the_model(
@@ -229,7 +230,7 @@ async def test_a_session_that_ends_while_its_model_is_restored_frees_the_model(
         await harness.end(trainer.session)
         slow.allowed.release(100)
         await other.step(1)
-        await until(lambda: trainer.model_id not in harness.backend._adapters)
+        await until(lambda: trainer.model_id not in rank_of(harness.backend).adapters)
         await until(lambda: not harness.recovery._holds.models)
     assert harness.model_row(trainer.model_id).status == "closed"
     assert "cannot be restored" not in caplog.text

@@ -17,9 +17,9 @@ from engine_harness import Harness, Trainer, harness_in, until
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.trainer.protocol import RankDied
-from skyrl.trainer.ranks.full_backend import ShardedFullBackend
+from skyrl.trainer.ranks.full_backend import FullBackend
 from skyrl.trainer.ranks.full_rank import FullRank
-from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
 
@@ -31,10 +31,10 @@ SETTINGS = {"trainer.micro_batch_tokens": 256, "trainer.rank_timeout_s": 60}
 FULL = {"trainer.full_finetuning": True}
 
 
-def _two_ranks(config: ServerConfig) -> ShardedBackend | ShardedFullBackend:
+def _two_ranks(config: ServerConfig) -> LoraBackend | FullBackend:
     if config.full_finetuning:
-        return ShardedFullBackend(config, LocalRanks(2, rank_settings(config), FullRank))
-    return ShardedBackend(config, LocalRanks(2, rank_settings(config)))
+        return FullBackend(config, LocalRanks(2, rank_settings(config), FullRank))
+    return LoraBackend(config, LocalRanks(2, rank_settings(config)))
 
 
 async def _started(harness: Harness) -> None:
@@ -43,7 +43,7 @@ async def _started(harness: Harness) -> None:
 
 
 def _kill_a_rank(harness: Harness) -> None:
-    ranks = harness.backend._group
+    ranks = harness.backend.group
     assert isinstance(ranks, LocalRanks)
     os.kill(ranks.pids[1], signal.SIGKILL)
 

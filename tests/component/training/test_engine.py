@@ -29,6 +29,7 @@ from skyrl.storage.db.sessions import sessions
 from skyrl.storage.doorbell import SESSIONS
 from skyrl.trainer.protocol import TrainingPass
 from tests.families import make_family
+from tests.local_ranks import rank_of
 
 
 @pytest.fixture
@@ -348,7 +349,7 @@ async def test_a_failed_creation_from_a_checkpoint_leaves_no_adapter(harness: Ha
     loader = await Trainer.create(harness, rank=8, create=False)
     outcome = await loader.outcome(await loader.send(Kind.LOAD_WEIGHTS, 0, path=path))
     assert "lora_config.rank" in (outcome.error or "")
-    assert set(harness.backend._adapters) == {saver.model_id}
+    assert set(rank_of(harness.backend).adapters) == {saver.model_id}
     assert harness.model_row(loader.model_id).status == "failed"
 
 
@@ -368,7 +369,7 @@ async def test_an_ended_session_frees_its_models_and_files(harness: Harness, mon
     await until(lambda: [path.name for path in snapshots.iterdir()] == [safe_name(other.model_id)])
     assert harness.model_row(trainer.model_id).status == "closed"
     assert harness.model_row(other.model_id).status == "ready"
-    assert set(harness.backend._adapters) == {other.model_id}
+    assert set(rank_of(harness.backend).adapters) == {other.model_id}
     assert harness.scheduler.waiting == 0
     adapters = harness.config.adapters_dir / safe_name(trainer.model_id)
     await harness.sweep()

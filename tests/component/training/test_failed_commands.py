@@ -21,6 +21,7 @@ from skyrl.storage.db.futures import Outcome
 from skyrl.trainer.lora import files as state_module
 from skyrl.trainer.protocol import OutOfMemory
 from tests.failures import FailingLine, FailingOperation
+from tests.local_ranks import rank_of
 
 HUGE = {"data": [3e36] * 4, "dtype": "float32", "shape": [4]}
 
@@ -234,7 +235,7 @@ def with_gradients(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[
 
         def run_and_change(passes: Any) -> Any:
             outcomes = run(passes)
-            for adapter in backend._adapters.values():
+            for adapter in rank_of(backend).adapters.values():
                 if adapter.gradient is not None:
                     adapter.gradient = change(adapter.gradient)
             return outcomes

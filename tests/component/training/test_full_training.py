@@ -29,6 +29,7 @@ from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.versions import full_directory
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.samplers import find_sampler
+from tests.local_ranks import rank_of
 
 FULL = {"trainer.full_finetuning": True}
 
@@ -136,7 +137,7 @@ async def test_weights_that_are_not_finite_are_not_published(world: World) -> No
 
     def break_weights() -> None:
         backend: Any = world.harness.backend
-        backend._parameters(trainer.model_id).weights["lm_head.weight"][0, 7] = float("inf")
+        rank_of(backend).parameters(trainer.model_id).weights["lm_head.weight"][0, 7] = float("inf")
 
     await world.harness.threads.on_backend(break_weights)
     failed = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")

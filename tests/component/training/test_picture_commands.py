@@ -179,7 +179,7 @@ async def test_the_files_of_unfinished_commands_outlive_the_engine(model: Path, 
 def test_the_picture_of_the_start_check_changes_what_the_trainer_expects(model: Path, tmp_path: Path) -> None:
     """Or a sampler with another tower would pass the check."""
     config = load_config({"state_dir": tmp_path, "base_model": str(model)})
-    backend = create_backend(config.backend, config)
+    backend = create_backend(config)
     probes = TrainerProbes(config, backend, open_store(config))
     seen = probes.run()
     assert seen.picture is not None

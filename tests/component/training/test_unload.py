@@ -13,6 +13,7 @@ from engine_harness import Harness, Trainer, harness_in, until
 
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.trainer.protocol import InvalidRequest
+from tests.local_ranks import rank_of
 
 GONE = "is not there any more"
 
@@ -51,7 +52,7 @@ async def test_an_unload_runs_after_earlier_commands(harness: Harness) -> None:
     assert "unloaded" in outcome.error
     assert outcome.error_category == "user"
     assert harness.model_row(trainer.model_id).status == "closed"
-    await until(lambda: trainer.model_id not in harness.backend._adapters)
+    await until(lambda: trainer.model_id not in rank_of(harness.backend).adapters)
     with pytest.raises(InvalidRequest):
         await trainer.state()
     await other.step(1)  # the other model trains on unchanged

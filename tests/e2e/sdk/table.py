@@ -28,10 +28,10 @@ STATUSES = {"ok": "", "refused": "refused: ", "broken": "SDK bug: "}
 """What stands before the releases in which a feature has this status."""
 INTRODUCTION = """# Compatibility
 
-Which feature works with which release of the `tinker` SDK: {releases}. `make tables` writes this page from a run of
-`tests/e2e/sdk` on real servers, one of them with a model that sees: every row is a check of outcomes, made with the
-unmodified SDK of every release in an environment of its own. CI runs the checks with the newest and the oldest release,
-and fails if this page says something else. `make test-slow` runs all releases.
+Which feature works with which release of the `tinker` SDK: {releases}.
+`make tables` writes this page from a run of `tests/e2e/sdk` on real servers: each feature is a check of outcomes, made
+with the unmodified SDK of every release, and `tests/e2e/sdk/features` says what is checked. CI runs the checks with the
+newest and the oldest release, and fails if this page says something else.
 
 The column SDK names the releases with which the check passed. **refused**: these have the feature, and it is refused
 with a clear message. **SDK bug**: their own mistake keeps it from working, with any server. Other releases do not have
@@ -70,16 +70,24 @@ def span_of(key: str, name: str, results: Results) -> str:
 
 
 def features(results: Results) -> str:
-    """A table per group of the catalogue."""
+    """A table per group of the catalogue, with one row for features that work with the same releases. What is refused
+    says why."""
     text = ""
     for group, members in groupby(CATALOGUE.values(), key=lambda feature: feature.group):
-        text += f"\n## {group}\n\n" + header(["what is checked", "SDK"])
+        alike: dict[str, list[str]] = {}
         for feature in members:
             found = {version: kept["features"].get(feature.name) for version, kept in results.items()}
             having = {status: [version for version in found if found[version] == status] for status in STATUSES}
             shown = [said + span(having[status], results) for status, said in STATUSES.items() if having[status]]
-            text += row([f"**{feature.name}**: {feature.sentence}", "; ".join(shown)])
+            why = f" ({_clause(feature.sentence)})" if having["refused"] else ""
+            alike.setdefault("; ".join(shown), []).append(feature.name + why)
+        text += f"\n## {group}\n\n" + header(["SDK", "feature"])
+        text += "".join(row([shown, ", ".join(names)]) for shown, names in alike.items())
     return text
+
+
+def _clause(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:].rstrip(".")
 
 
 def bugs(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""docs/cookbook.md has a row for each recipe of the cookbook, and the commands of each run."""
+"""docs/cookbook.md has each recipe of the cookbook, with the data and the commands of its runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from tests.cookbook.record import VARIABLE, Shown, keep, read
 
 KEPT, LISTED = record.read(), recipes.listed()
 NEW = "`make tables NEW=cookbook` runs the recipes and writes the page anew"
-SHOWN = Shown("math_rl.train", [SERVER, "python -m x"], "rows", "the reward rises", 7.6, {"reward": [0.123, 0.987]})
+SHOWN = Shown(
+    "math_rl.train",
+    [SERVER, "python -m y dataset=lessons/y", "python -m x"],
+    "rows",
+    "the reward rises",
+    7.6,
+    {"reward": [0.123, 0.987]},
+)
 MARKED = f"# A\n\n{BEGIN}\nold\n{END}\n\nend\n"
 
 
@@ -39,13 +46,12 @@ def test_a_run_is_kept_beside_others_only_where_it_is_asked_for(
     assert (kept["one"].seconds, kept["one"].figures) == (8, {"reward": [0.12, 0.99]})
 
 
-def test_a_recipe_has_a_row_and_its_commands_below_it() -> None:
+def test_a_recipe_has_its_data_and_its_commands() -> None:
     text = render(MARKED, {"one": SHOWN}, ["audio", "math_rl"], {"audio": "ears"})
     assert "old" not in text
-    assert "| [`math_rl`](#math_rl) | rows | 8 |" in text
-    assert "| `audio` | does not run: needs ears | |" in text
-    assert "\nThe reward rises.\n" in text
-    assert "```console\n$ python -m x\n```" in text, "the usual server is above the table"
+    assert "### `audio` { #audio }\n\nDoes not run: needs ears.\n" in text
+    assert "\nThe reward rises. Data: rows.\n" in text
+    assert "```console\n$ python -m x\n```" in text, "the usual server and the lesson are left out"
     assert render(text, {"one": SHOWN}, ["audio", "math_rl"], {"audio": "ears"}) == text
 
 

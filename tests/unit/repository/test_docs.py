@@ -36,7 +36,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 def test_names_in_pages_are_found_and_wrong_names_noticed() -> None:
     this_file = "tests/unit/repository/test_docs.py"
     assert f"{this_file}::test_every_file_that_a_page_names_exists" in named_in(ROOT / "docs/operating/reliability.md")
-    assert "skyrl/trainer/losses.py" in named_in(ROOT / "CONTRIBUTING.md")
+    assert "skyrl/trainer/losses.py" in named_in(ROOT / "docs/development.md")
     assert exists(this_file)
     assert exists("tests/unit")
     assert exists(f"{this_file}::{test_names_in_pages_are_found_and_wrong_names_noticed.__name__}")

@@ -76,29 +76,3 @@ async def test_the_window_of_a_load_holds_whole_waves(monkeypatch: pytest.Monkey
     result = await load.ClosedLoop(LoadSpec("http://x", "direct", 8, seconds=0.1, warm_up_s=0.0)).run()
     assert result["samples"] > 0
     assert result["samples"] % 8 == 0
-
-
-class Connects(Waves):
-    """Samples that end at once. Notes when each worker connected."""
-
-    def __init__(self, spec: LoadSpec) -> None:
-        super().__init__(spec)
-        self.connected: list[float] = []
-
-    def connect(self) -> Waves:
-        self.connected.append(asyncio.get_running_loop().time())
-        return self
-
-    async def sample(self, _: Waves, __: int) -> None:
-        await asyncio.sleep(0.02)
-
-
-async def test_the_workers_of_a_spread_load_begin_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(load.KINDS, "direct", Connects)  # type: ignore[arg-type]
-    spread = load.ClosedLoop(LoadSpec("http://x", "direct", 4, seconds=0.5, warm_up_s=0.0, spread_s=0.2))
-    began = asyncio.get_running_loop().time()
-    await spread.run()
-    connected = spread._kind.connected  # type: ignore[attr-defined]
-    assert len(connected) == 4
-    for index, at in enumerate(connected):
-        assert at - began >= index * 0.05 - 0.005

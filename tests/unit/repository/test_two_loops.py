@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from benchmarks.best_schedule import Phase, greedy, phases, shortest
-from benchmarks.collector import Span, spans_of
-from benchmarks.tenants import Spent, scheduled
+from benchmarks.best_schedule import Phase, greedy, shortest
+from benchmarks.collector import Span
 from benchmarks.timeline import Interval, intervals, shares, together
 
 
@@ -35,27 +33,12 @@ def test_loops_that_sample_share_one_thread_of_vllm() -> None:
     assert shortest(sampling, sampling, 2) == pytest.approx(1.5), "the cores would do for both"
 
 
-def test_of_unequal_loops_the_longer_one_is_a_bound() -> None:
-    assert shortest(loop(1, 0.1, 0.1), loop(4, 0.5, 0.5), 2) == pytest.approx(4.0)
-
-
 def test_the_greedy_schedule_lets_a_short_phase_wait_for_a_long_one_and_the_shortest_need_not() -> None:
     long = [Phase(0.1, 1.0, False), Phase(1.0, 1.0, True)]
     short = [Phase(0.2, 1.0, False), Phase(0.1, 1.0, True), Phase(1.0, 1.0, False)]
     assert greedy(long, short, 2) == pytest.approx(2.2)
     assert shortest(long, short, 2) == pytest.approx(1.3), "the long phase begins, or goes on, 0.1 s later"
     assert greedy(loop(5, 0.5, 0.5), loop(5, 0.5, 0.5), 2) == pytest.approx(5.5), "nothing is lost where they alternate"
-
-
-def test_the_cpu_time_that_the_trainer_does_not_take_belongs_to_sampling() -> None:
-    found = phases([1.0, 1.0], [0.5, 0.5], trainer_cpu_s=0.9, vllm_cpu_s=1.6, cpu_s=3.3)
-    assert found == [Phase(1.0, 1.2, False, vllm=0.8), Phase(0.5, 0.9, True)] * 2
-
-
-def test_the_share_of_the_shortest_schedule_includes_what_a_tenant_takes_before_its_steps() -> None:
-    alone = [Spent(1.5, {"all": 1.5}, {"trainer": 0.5, "vllm": 0.5}, sample_s=[0.5], train_s=[0.5])] * 2
-    found = scheduled(alone, Spent(2.5, {}, {}), 2)
-    assert found == pytest.approx({"greedy_s": 2.0, "schedule_s": 2.0, "of_schedule": 0.8})
 
 
 def span(process: str, name: str, trace: str, began: float, ended: float, **attributes: str) -> Span:
@@ -90,14 +73,3 @@ def test_the_states_of_two_tenants_are_paired_while_both_run() -> None:
     other = [Interval(1.0, 2.5, "trains"), Interval(2.5, 4.0, "queues")]
     expected = {("trains", "samples"): 1.0, ("trains", "trains"): 0.5, ("trains", "queues"): 0.5}
     assert together(one, other) == pytest.approx(expected)
-
-
-def test_spans_are_read_from_the_protocol() -> None:
-    request = ExportTraceServiceRequest()
-    resource = request.resource_spans.add()
-    sender = resource.resource.attributes.add(key="service.instance.id")
-    sender.value.string_value = "engine"
-    sent = resource.scope_spans.add().spans.add(name="run", trace_id=b"t")
-    sent.start_time_unix_nano, sent.end_time_unix_nano = 1_500_000_000, 2_000_000_000
-    sent.attributes.add(key="skyrl.tenant").value.string_value = "abc"
-    assert spans_of(request.SerializeToString()) == [Span("engine", "run", b"t", 1.5, 2.0, {"skyrl.tenant": "abc"})]

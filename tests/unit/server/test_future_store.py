@@ -21,9 +21,8 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.futures import entries
-from skyrl.storage.futures import store as settling
-from skyrl.storage.futures.entries import LARGE_BODY_BYTES
-from skyrl.storage.futures.store import FutureStore
+from skyrl.storage.futures import store as futures_store
+from skyrl.storage.futures.store import LARGE_BODY_BYTES, FutureStore
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
@@ -193,7 +192,7 @@ async def test_a_poll_gets_the_result_only_after_it_is_stored(
 async def test_a_result_is_stored_again_after_the_database_fails(
     store: FutureStore, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settling, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(futures_store, "FIRST_RETRY_S", 0.001)
     request_id, _ = await store.record(SAMPLE)
     failures = 3
     execute = writer.execute

@@ -9,9 +9,9 @@ import pytest
 
 from skyrl.chat.openai.errors import code_in, refusal_of
 from skyrl.chat.openai.exchanges import DONE, EventRewriter, Events, Used, rewritten
+from skyrl.http.client import Answer, AnswerStream
+from skyrl.http.connection import Interrupted
 from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
-from skyrl.sampling.http import AnswerStream
-from skyrl.sampling.transport import Answer, Interrupted
 
 WIRE = b': ping\n\ndata: {"a": "x\\n\\n"}\n\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
 
@@ -134,7 +134,7 @@ def test_a_stream_that_calls_no_tool_does_not_say_that_it_does() -> None:
 )
 def test_a_refusal_that_names_an_option_of_vllm_names_the_key_of_this_server(told: str, field: str, key: str) -> None:
     body = json.dumps({"error": {"message": told, "type": "BadRequestError", "param": None, "code": 400}}).encode()
-    refusal = refusal_of(Answer(400, "application/json", body), "run@3", "mine")
+    refusal = refusal_of(Answer(400, body), "run@3", "mine")
     assert (refusal.status, refusal.field) == (400, field)
     assert "--" not in refusal.message
     assert f'"generator.inference_engine.engine_init_kwargs": {{"{key}_parser"' in refusal.message
@@ -147,7 +147,7 @@ def test_a_refusal_of_a_chat_without_a_template_advises_what_this_server_takes()
         "the tokenizer does not define one."
     )
     body = json.dumps({"error": {"message": told, "type": "BadRequestError", "param": None, "code": 400}}).encode()
-    refusal = refusal_of(Answer(400, "application/json", body), "run@3", "mine")
+    refusal = refusal_of(Answer(400, body), "run@3", "mine")
     assert (refusal.status, refusal.field) == (400, "messages")
     assert "transformers" not in refusal.message
     assert "/v1/completions" in refusal.message

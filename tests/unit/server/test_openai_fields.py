@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, TOKEN_BYTES
@@ -15,8 +16,8 @@ from skyrl.chat.openai.exchanges import Sending, WholeAnswer
 from skyrl.chat.openai.fields import ECHOED, REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
 from skyrl.chat.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, completion
 from skyrl.chat.openai.models import Target
+from skyrl.http.client import HttpClient
 from skyrl.sampling.exchanges import MAX_ANSWER_BYTES
-from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import (
     MAX_ECHOED,
     MAX_NUM_SAMPLES,
@@ -420,7 +421,7 @@ def test_requests_of_one_tenant_for_one_model_share_a_routing_key() -> None:
 
     def exchange(tenant: str, model: str, request_id: str) -> WholeAnswer:
         target = Target("name", model, "base", BaseWeights())
-        return WholeAnswer(Sending(complete(), target, None, tenant, request_id), HttpTransport())
+        return WholeAnswer(Sending(complete(), target, None, tenant, request_id), HttpClient())
 
     one = exchange("a", "run@1", "1")
     assert one.shared_key == exchange("a", "run@1", "2").shared_key

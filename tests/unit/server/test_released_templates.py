@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.chat.agents.rendering.renderer import CannotRender, ChatTemplate, Setting
 from skyrl.chat.dialects import messages as anthropic
 from skyrl.chat.dialects import responses
 from skyrl.chat.openai.generation import chat
-from skyrl.sampling.job import ContextLimits
 from tests.released_templates import CannotFetch, released_templates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

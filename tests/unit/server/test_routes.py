@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl.api.call import Call, reply
@@ -82,17 +80,3 @@ def test_only_an_optional_body_may_be_absent() -> None:
     assert Body(FinishSessionRequest, optional=True).decoded(b"") == FinishSessionRequest()
     with pytest.raises(RequestError, match="not JSON"):
         Body(FinishSessionRequest).decoded(b"")
-
-
-async def test_a_route_that_the_http_table_has_not_found_does_not_run() -> None:
-    """No hook has checked the caller of such a request."""
-    routes, others = Routes("things"), Routes("others")
-    routes.get("/x", scope="train")(answer_empty)
-    others.get("/x", scope="open")(answer_empty)
-    framework = FastAPI(openapi_url=None)
-    routes.add_to(framework)
-    (route,) = framework.routes
-    scope = {"type": "http", "method": "GET", "path": "/api/v1/x", "headers": [], "call": call_of(others, b"")}
-    endpoint: Any = route.endpoint  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="GET /api/v1/x was not found"):
-        await endpoint(Request(scope))

@@ -10,20 +10,13 @@ from typing import Any
 import pytest
 from tinker.types import ModelInput, SampleRequest, SamplingParams
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire import sample_request
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import Distribution
-from skyrl.sampling.job import (
-    MAX_NUM_SAMPLES,
-    MAX_SEED,
-    MAX_STOP_STRINGS,
-    MAX_TOPK,
-    ContextLimits,
-    SampleJob,
-    make_job,
-)
+from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_SEED, MAX_STOP_STRINGS, MAX_TOPK, SampleJob, make_job
 
 LIMITS = ContextLimits(vocab_size=100, max_context=20)
 UNKNOWN = ContextLimits()

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.chat.dialects import messages as anthropic
 from skyrl.chat.dialects import responses
 from skyrl.chat.openai import chat_templates
 from skyrl.chat.openai.chat_templates import for_template
 from skyrl.chat.openai.generation import Generation, chat
-from skyrl.sampling.job import ContextLimits
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 SAID = {"role": "assistant", "content": "ok"}

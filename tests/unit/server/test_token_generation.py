@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.openai.errors import OpenAIError
 from skyrl.chat.openai.exchanges import with_token_names
 from skyrl.chat.openai.fields import REFUSED_OF_GENERATE, REFUSED_OF_SAMPLING
 from skyrl.chat.openai.generation import GENERATE, Generation, generate
-from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_SEED, ContextLimits
+from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_SEED
 
 LIMITS = ContextLimits(vocab_size=1000, max_context=100)
 UNKNOWN = ContextLimits()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from skyrl.http.client import Answer
 from skyrl.router.messages import BUSY, INTERRUPTED, NO_WORKER, refusal
-from skyrl.sampling.transport import Answer, Verdict, verdict_of
+from skyrl.sampling.transport import Verdict, verdict_of
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from skyrl.sampling.transport import Answer, Verdict, verdict_of
 )
 def test_a_refusal_of_the_router_has_its_verdict(status: int, code: str, verdict: Verdict) -> None:
     _, body = refusal(status, code, "why")
-    assert verdict_of(Answer(status, "application/json", body), has_adapter=True) is verdict
+    assert verdict_of(Answer(status, body), has_adapter=True) is verdict
 
 
 @pytest.mark.parametrize(
@@ -29,4 +30,4 @@ def test_a_refusal_of_the_router_has_its_verdict(status: int, code: str, verdict
     [b"", b"<html>", b"\xff", b"[]", b"{}", b'{"error": "worker_interrupted"}', b'{"error": {"code": 502}}'],
 )
 def test_another_502_means_that_a_proxy_got_no_answer(body: bytes) -> None:
-    assert verdict_of(Answer(502, "text/html", body), has_adapter=False) is Verdict.WAIT_LONGER
+    assert verdict_of(Answer(502, body), has_adapter=False) is Verdict.WAIT_LONGER

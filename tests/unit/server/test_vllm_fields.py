@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from vllm_sources import fields_of
 
+from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.openai import fields as known
 from skyrl.chat.openai.fields import ChatFields, CompletionFields, GenerateFields, SamplingParams
 from skyrl.chat.openai.generation import Generation, chat, completion, generate
-from skyrl.sampling.job import ContextLimits
 from tests.e2e.vllm_fields import CHAT, COMPLETIONS, EFFECTS, ELSEWHERE, GENERATE, NO_EFFECT
 from tests.pages import ROOT
 

@@ -34,7 +34,8 @@ from transformers import AutoModelForCausalLM
 from skyrl.base.model_files import FROZEN_EXPERTS
 from skyrl.trainer.lora.adapter import Adapter
 from skyrl.trainer.protocol import AdamParams, Backend, Datum, InvalidRequest, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
+from tests.local_ranks import rank_of
 
 LENGTHS = (7, 31, 1, 18, 30)
 LEAVE_OUT: dict[str, Any] = {"policy.model.lora.train_mlp_of_mixtures": "leave_out"}
@@ -55,7 +56,7 @@ def _two_steps(backend: Backend, model_id: str = "m", first: int = 0) -> None:
         backend.optim_step(model_id, AdamParams(learning_rate=1e-2))
 
 
-def _trained(architecture: str = "mixture", rank: int = 8, **options: Any) -> TorchLoraBackend:
+def _trained(architecture: str = "mixture", rank: int = 8, **options: Any) -> LoraBackend:
     backend = make_backend(architecture, micro_batch_tokens=48, **options)
     backend.create_model("m", spec(rank, 5))
     _two_steps(backend)
@@ -99,7 +100,7 @@ def _gradients(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path, architecture: str, rank: int) -> None:
     """Ranks 3 and 1 are no multiples of what the grouped product takes. Samples of one prompt share its rows."""
     backend = _trained(architecture, rank)
-    adapter, stock = backend._adapters["m"], _stock(architecture)
+    adapter, stock = rank_of(backend).adapters["m"], _stock(architecture)
     data = [*rl(4, *LENGTHS), *grpo(5, 2, 4, 9)]
     leaves = _leaves(adapter)
     parameters = _merged(stock, adapter, leaves)
@@ -259,13 +260,13 @@ def test_other_passes_change_no_bit_of_a_pass(tmp_path: Path) -> None:
 TENANTS = {"a": spec(8, 5), "plain": spec(8, 1, train_mlp=False), "b": spec(3, 7), "c": spec(16, 9, train_attn=False)}
 
 
-def _tenants(*, merge: bool) -> TorchLoraBackend:
+def _tenants(*, merge: bool) -> LoraBackend:
     """Adapters with experts of several ranks, one without, all of them away from their start."""
     backend = make_backend("mixture", merge=merge, micro_batch_tokens=256)
     for number, (name, of_tenant) in enumerate(TENANTS.items()):
         backend.create_model(name, of_tenant)
         generator = torch.Generator().manual_seed(number)
-        weights = backend._adapters[name].weights
+        weights = rank_of(backend).adapters[name].weights
         weights.add_(torch.randn(weights.shape, generator=generator) * 0.02)
     return backend
 
@@ -287,7 +288,7 @@ def test_numbers_that_are_not_finite_stay_with_their_tenant(tmp_path: Path) -> N
     for broken in (False, True):
         backend = _tenants(merge=True)
         if broken:
-            backend._adapters["b"].weights.fill_(torch.nan)
+            rank_of(backend).adapters["b"].weights.fill_(torch.nan)
         outcomes = backend.run([train(name, sft(1, 20)) for name in TENANTS])
         assert [isinstance(each, Exception) for each in outcomes] == [broken and name == "b" for name in TENANTS]
         states.append(saved(backend, "a", tmp_path / str(broken)) | saved(backend, "c", tmp_path / f"c-{broken}"))
@@ -315,5 +316,5 @@ def test_ranks_train_experts_as_one_device_does(tmp_path: Path, ranks: int) -> N
 def test_an_adapter_may_train_experts_alone() -> None:
     backend = make_backend("mixture")
     backend.create_model("m", spec(8, 5, train_attn=False, train_unembed=False))
-    assert {name.split(".mlp.")[1].split(".")[0] for name in backend._adapters["m"].shapes} == {"experts"}
+    assert {name.split(".mlp.")[1].split(".")[0] for name in rank_of(backend).adapters["m"].shapes} == {"experts"}
     _two_steps(backend)

@@ -31,9 +31,10 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.attention import recurrent, scans
 from skyrl.trainer.model import recomputation
 from skyrl.trainer.protocol import AdamParams, Datum, PassResult
-from skyrl.trainer.ranks.lora_backend import ShardedBackend, TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows import prefixes
 from tests.families import MIXTURES, make_family
+from tests.local_ranks import rank_of
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""
@@ -62,9 +63,9 @@ def family_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
 FamilyPath = Callable[[str], str]
 
 
-def _backend(path: str, *, merge: bool = False, rows: int = 4096, **trainer: Any) -> TorchLoraBackend:
+def _backend(path: str, *, merge: bool = False, rows: int = 4096, **trainer: Any) -> LoraBackend:
     settings = {"micro_batch_tokens": rows, "merge_passes": merge, **trainer}
-    return TorchLoraBackend(
+    return LoraBackend(
         load_config(
             {"base_model": path, "backend_config": {f"trainer.{key}": value for key, value in settings.items()}}
         )
@@ -158,13 +159,13 @@ def test_recomputed_layers_and_blocks_give_the_same_numbers(
 def test_the_guess_of_what_a_row_keeps_is_replaced_by_a_measurement(family_path: FamilyPath, family: str) -> None:
     backend = _backend(family_path(family), gradient_checkpointing="auto")
     backend.create_model("m", spec())
-    chosen: Any = backend._base.packed.recomputation
+    chosen: Any = rank_of(backend).base.packed.recomputation
     ok(backend.run([train("m", sft(1, 100, 100))]))
     assert chosen._measured_rows >= recomputation.MEASURED_ROWS
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., ShardedBackend]]:
+def ranks() -> Iterator[Callable[..., LoraBackend]]:
     with closed_at_end(make_ranks) as make:
         yield make
 
@@ -172,7 +173,7 @@ def ranks() -> Iterator[Callable[..., ShardedBackend]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PACKED)
 def test_ranks_train_as_one_device_does(
-    tmp_path: Path, ranks: Callable[..., ShardedBackend], family_path: FamilyPath, family: str
+    tmp_path: Path, ranks: Callable[..., LoraBackend], family_path: FamilyPath, family: str
 ) -> None:
     expected = _learn(_backend(family_path(family), rows=200), tmp_path / "one")
     sharded = ranks(2, path=family_path(family), micro_batch_tokens=200)

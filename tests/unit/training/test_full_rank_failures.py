@@ -31,7 +31,7 @@ Make = Callable[..., Any]
 class NoMemoryOnRankOne(FullRank):
     """Every second action of `methods` that needs memory, and that the ranks agree on, finds none on rank 1."""
 
-    methods: tuple[str, ...] = ("create", "run", "optim_step", "begin_load", "end_load")
+    methods: tuple[str, ...] = ("create", "_begin", "optim_step", "begin_load", "end_load")
 
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
         super().__init__(rank, ranks, settings)
@@ -164,7 +164,7 @@ def test_a_model_that_is_deleted_in_the_middle_of_a_save_fails_the_save_alone(
     backend.create_model("m", WHOLE)
     ok(backend.run([train("m", sft(1, 20, 9))]))
     backend.optim_step("m", STEP)
-    call, calls = backend._group.call, []
+    call, calls = backend.group.call, []
 
     def call_and_delete(method: str, *arguments: Any) -> list[Any]:
         calls.append(method)
@@ -173,7 +173,7 @@ def test_a_model_that_is_deleted_in_the_middle_of_a_save_fails_the_save_alone(
             backend.create_model("n", WHOLE)
         return call(method, *arguments)
 
-    monkeypatch.setattr(backend._group, "call", call_and_delete)
+    monkeypatch.setattr(backend.group, "call", call_and_delete)
     with pytest.raises(InvalidRequest, match="there is no model m"):
         backend.save_adapter("m", tmp_path)
     (tmp_path / "n").mkdir()

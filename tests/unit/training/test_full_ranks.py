@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import Backend, InvalidRequest, PassResult, PlaceTaken, TrainingPass
 from skyrl.trainer.ranks import full_backend
-from skyrl.trainer.ranks.full_backend import ShardedFullBackend
+from skyrl.trainer.ranks.full_backend import FullBackend
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 STEPS = 2
@@ -207,7 +207,7 @@ def test_all_that_is_trained_is_divided_by_the_number_of_ranks(make: Make) -> No
         ok(backend.run(_passes(1)))
         backend.optim_step("m", STEP)
         ok(backend.run(_passes(2)))
-        held = backend._group.call("memory")
+        held = backend.group.call("memory")
         for part, size in (("weights", 4), ("gradient", 4), ("moments", 8)):
             assert sum(each[part] for each in held) == size * parameters
             assert max(each[part] for each in held) < 1.02 * size * parameters / ranks, "97 rows are not divisible"
@@ -244,7 +244,7 @@ def test_a_gradient_that_is_not_finite_makes_no_step(tmp_path: Path, make: Make)
 def test_one_model_is_trained_at_a_time_and_the_next_begins_with_the_base_models_weights(
     tmp_path: Path, make: Make
 ) -> None:
-    backend: ShardedFullBackend = make("qwen3", 2)
+    backend: FullBackend = make("qwen3", 2)
     with pytest.raises(InvalidRequest, match="must be 0, got 8"):
         backend.create_model("m", spec(8))
     backend.create_model("m", WHOLE)

@@ -14,6 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from skyrl.trainer.lora.linear import _is_plain
 from skyrl.trainer.model import packed_model
+from tests.local_ranks import rank_of
 
 BETWEEN, LAYERS, FLOAT = 80, 2, 4
 """Of the model of `make_backend`."""
@@ -25,10 +26,10 @@ def _results(monkeypatch: pytest.MonkeyPatch, *, kept: bool) -> tuple[torch.Tens
     backend = make_backend()
     backend.create_model("m", spec(8))
     result = ok(backend.run([train("m", sft(0, 64, 64))]))
-    gradient = backend._adapters["m"].gradient
+    gradient = rank_of(backend).adapters["m"].gradient
     assert gradient is not None
     assert gradient.abs().sum() > 0
-    recomputation = backend._base.packed.recomputation
+    recomputation = rank_of(backend).base.packed.recomputation
     assert recomputation is not None
     return gradient, result[0].metrics, recomputation.bytes_of_row
 

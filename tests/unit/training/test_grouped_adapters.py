@@ -16,7 +16,8 @@ from skyrl.trainer.lora import products
 from skyrl.trainer.model import logprobs as logprobs_module
 from skyrl.trainer.passes import micro_batch
 from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
+from tests.local_ranks import rank_of
 
 RANKS = {"a": 8, "e": 64, "b": 16, "c": 8, "d": 4}
 LAYERS: dict[str, dict[str, bool]] = {"b": {"train_mlp": False}, "c": {"train_attn": False}}
@@ -40,7 +41,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def _backend(*, merge: bool) -> TorchLoraBackend:
+def _backend(*, merge: bool) -> LoraBackend:
     """With adapters that have made a step, so that lora_B is not 0."""
     backend = make_backend(merge=merge, **HIGH_RANKS)
     for model_id, rank in RANKS.items():
@@ -57,7 +58,7 @@ def _passes() -> list[TrainingPass]:
 
 
 def _assert_close(
-    results: Sequence[PassResult], merged: TorchLoraBackend, chosen: Sequence[TrainingPass], path: Path
+    results: Sequence[PassResult], merged: LoraBackend, chosen: Sequence[TrainingPass], path: Path
 ) -> None:
     """To each pass alone."""
     alone = _backend(merge=False)
@@ -92,7 +93,7 @@ def test_passes_have_the_numbers_of_passes_alone(
 
 def test_weights_that_are_not_finite_change_nothing_of_other_tenants(tmp_path: Path, grouped: list[int]) -> None:
     merged = _backend(merge=True)
-    merged._adapters["c"].weights.fill_(torch.nan)
+    rank_of(merged).adapters["c"].weights.fill_(torch.nan)
     results = merged.run(_passes())
     assert set(grouped) == {4}
     assert [isinstance(each, Exception) for each in results] == [False, False, False, True, False]

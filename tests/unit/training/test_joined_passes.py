@@ -16,22 +16,21 @@ from torch_lora_support import assert_same, grpo, make_backend, ok, saved, sft, 
 from skyrl.trainer import checks
 from skyrl.trainer.lora.adapter import NonFiniteGradient
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.trainer.model.base_model import BaseModel
-from skyrl.trainer.passes import micro_batch as joined_module
 from skyrl.trainer.passes import micro_batch as passes_module
 from skyrl.trainer.passes import pass_run as running_module
 from skyrl.trainer.passes.pass_run import MicroBatchItem
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
-from skyrl.trainer.ranks import lora_backend as backend_module
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks import rank as rank_module
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows import prefixes
 from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
+from tests.local_ranks import rank_of
 
 BATCH = sorted(grpo(1, 3, 4, 30), key=lambda datum: datum.tokens.tolist())
 """Three groups of four samples, one after the other."""
 
 
-def _backend(architecture: str = "qwen3", *, merge: bool = True, budget: int = 4096) -> TorchLoraBackend:
+def _backend(architecture: str = "qwen3", *, merge: bool = True, budget: int = 4096) -> LoraBackend:
     """With adapters "a" and "b" that have made a step, so that lora_B is not 0."""
     backend = make_backend(architecture, merge=merge, micro_batch_tokens=budget)
     for model_id in "ab":
@@ -48,7 +47,7 @@ def _in_the_midst_of_groups(loss_fns: Sequence[str] = ("importance_sampling",) *
 
 def _assert_close_to_alone(
     results: Sequence[PassResult],
-    backend: TorchLoraBackend,
+    backend: LoraBackend,
     passes: Sequence[TrainingPass],
     path: Path,
     architecture: str = "qwen3",
@@ -68,7 +67,7 @@ def _assert_close_to_alone(
         assert float((gradient - others[name]).abs().max()) < 1e-5 * largest, name
 
 
-def _gradient(backend: TorchLoraBackend, path: Path) -> dict[str, Tensor]:
+def _gradient(backend: LoraBackend, path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in saved(backend, "a", path).items() if name.startswith("gradient.")}
 
 
@@ -187,11 +186,10 @@ def test_a_pass_found_in_one_of_several_slices_of_a_micro_batch_changes_no_neigh
 ) -> None:
     """Its part of the second slice is finite, and was scored before the first slice was recorded."""
     micro_batches: list[Sequence[MicroBatchItem]] = []
-    run = backend_module.run_micro_batch
 
-    def spy(base: BaseModel, batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
+    def spy(batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
         micro_batches.append(batch)
-        run(base, batch, backward=backward)
+        run(batch, backward=backward)
 
     def spoil(datum: Datum) -> None:
         datum.loss_inputs["advantages"][-1] = np.inf
@@ -199,12 +197,13 @@ def test_a_pass_found_in_one_of_several_slices_of_a_micro_batch_changes_no_neigh
     monkeypatch.setitem(LOSSES, "steep", Loss(_steep, ("logprobs", "advantages")))
     first, second = BATCH[0::2], _with_one_spoilt(BATCH[1::2], spoil, 0)
     backend = _backend()
+    run = rank_of(backend)._attempt
     monkeypatch.setattr(prefixes, "MAX_COPIES", 2)
-    monkeypatch.setattr(backend_module, "run_micro_batch", spy)
+    monkeypatch.setattr(rank_of(backend), "_attempt", spy)
     monkeypatch.setattr(checks, "check_pass", lambda *_: None)  # which refuses infinite advantages
     good = train("a", first, "steep")
     result, failed = backend.run([good, train("a", second, "steep")])
-    ((*slices,),) = micro_batches
+    slices = micro_batches[0]
     assert [len(piece.parts) for piece in slices] == [2, 2]
     assert isinstance(failed, InvalidRequest)
     assert str(failed).startswith("loss_fn: the gradient of steep is")
@@ -216,7 +215,7 @@ def test_a_pass_whose_sum_is_not_finite_is_left_out_at_once_where_losses_are_com
 ) -> None:
     """As on CUDA, beside a pass of another adapter."""
     monkeypatch.setattr(passes_module, "groups_adapters", lambda device: True)
-    monkeypatch.setattr(joined_module, "items_of", lambda *_: pytest.fail("a pass ran again"))
+    monkeypatch.setattr(rank_module, "items_of", lambda *_: pytest.fail("a pass ran again"))
     first, _, last = _in_the_midst_of_groups()
     bad = train("a", _with_one_spoilt(BATCH[3:6], _overflow, 1), "importance_sampling")
     backend = _backend()
@@ -265,7 +264,7 @@ def test_a_forward_that_is_not_finite_lets_no_neighbour_run_again(monkeypatch: p
     data[0] += BATCH[6:7]
     passes = [TrainingPass("a", each, "importance_sampling", backward=False) for each in data]
     alone = ok(_backend(merge=False).run(passes[1:]))
-    monkeypatch.setattr(joined_module, "items_of", lambda *_: pytest.fail("a pass ran again"))
+    monkeypatch.setattr(rank_module, "items_of", lambda *_: pytest.fail("a pass ran again"))
     failed, result = _backend(budget=40).run(passes)
     assert isinstance(failed, InvalidRequest)
     for one, other in zip(ok([result])[0].logprobs, alone[0].logprobs, strict=True):
@@ -274,13 +273,13 @@ def test_a_forward_that_is_not_finite_lets_no_neighbour_run_again(monkeypatch: p
 
 def test_the_gradient_of_joined_passes_does_not_wait_for_other_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = _backend(budget=72)
-    run, added = backend_module.run_micro_batch, list[bool]()
+    run, added = rank_of(backend)._attempt, list[bool]()
 
-    def spy(base: BaseModel, batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
-        added.append(backend._adapters["a"].gradient is not None)
-        run(base, batch, backward=backward)
+    def spy(batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
+        added.append(rank_of(backend).adapters["a"].gradient is not None)
+        run(batch, backward=backward)
 
-    monkeypatch.setattr(backend_module, "run_micro_batch", spy)
+    monkeypatch.setattr(rank_of(backend), "_attempt", spy)
     passes = _in_the_midst_of_groups()
     ok(backend.run([*passes, *(train("b", list(each.data), each.loss_fn) for each in passes)]))
     assert (added[0], added[-1]) == (False, True)

@@ -19,6 +19,7 @@ from skyrl.trainer import create_backend
 from skyrl.trainer.model.loading import load_model
 from skyrl.trainer.protocol import AdamParams
 from skyrl.trainer.quantized.weights import QuantizedWeight, held_bytes
+from tests.local_ranks import rank_of
 
 STEP = AdamParams(learning_rate=1e-2)
 
@@ -26,7 +27,7 @@ STEP = AdamParams(learning_rate=1e-2)
 def trained(path: str, out: Path, **settings: Any) -> tuple[list[Any], dict[str, Tensor]]:
     """Metrics and logprobs of two steps, and the adapter after them."""
     flat = {f"trainer.{key}": value for key, value in settings.items()}
-    backend: Any = create_backend("fsdp", load_config({"base_model": path, "backend_config": flat}))
+    backend: Any = create_backend(load_config({"base_model": path, "backend_config": flat}))
     backend.create_model("m", spec(4, 1))
     seen: list[Any] = []
     for step in range(2):
@@ -77,7 +78,7 @@ def test_nothing_of_the_size_of_a_weight_is_kept_for_the_backward(tmp_path: Path
     """Beside quantized weights, only activations: all have the micro-batch's 40 rows."""
     path = release("dense-int4", tmp_path)
     settings = {"trainer.keep_quantized": True, "trainer.gradient_checkpointing": False}
-    backend: Any = create_backend("fsdp", load_config({"base_model": path, "backend_config": settings}))
+    backend: Any = create_backend(load_config({"base_model": path, "backend_config": settings}))
     backend.create_model("m", spec(4, 1))
     kept: list[Tensor] = []
 
@@ -87,11 +88,13 @@ def test_nothing_of_the_size_of_a_weight_is_kept_for_the_backward(tmp_path: Path
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         ok(backend.run([train("m", sft(0, 40))]))
-    smallest = min(each.numel() for each in backend._base.packed.parameters() if isinstance(each, QuantizedWeight))
+    smallest = min(
+        each.numel() for each in rank_of(backend).base.packed.parameters() if isinstance(each, QuantizedWeight)
+    )
     quantized = [each for each in kept if isinstance(each, QuantizedWeight)]
     assert len(quantized) >= 14, "seven projections of two layers"
     large = [each.shape for each in kept if not isinstance(each, QuantizedWeight) and each.numel() >= smallest]
-    heads = backend._base.packed.lm_head.base.weight.shape
+    heads = rank_of(backend).base.packed.lm_head.base.weight.shape
     assert all(shape == heads or 40 in shape for shape in large), large
 
 
@@ -101,7 +104,7 @@ def test_the_numbers_of_one_weight_live_at_a_time(
 ) -> None:
     path = release("mixture-fp8", tmp_path)
     settings = {"trainer.keep_quantized": True, "trainer.gradient_checkpointing": recomputed}
-    backend: Any = create_backend("fsdp", load_config({"base_model": path, "backend_config": settings}))
+    backend: Any = create_backend(load_config({"base_model": path, "backend_config": settings}))
     backend.create_model("m", spec(4, 1))
     whole, living, most, computed = QuantizedWeight.whole, [], 0, 0
 
@@ -115,7 +118,7 @@ def test_the_numbers_of_one_weight_live_at_a_time(
     monkeypatch.setattr(QuantizedWeight, "whole", noted)
     ok(backend.run([train("m", sft(0, 40))]))
     assert most == 1
-    quantized = sum(isinstance(each, QuantizedWeight) for each in backend._base.packed.parameters())
+    quantized = sum(isinstance(each, QuantizedWeight) for each in rank_of(backend).base.packed.parameters())
     assert computed >= (3 if recomputed else 2) * quantized - 3, "the first layer's inputs need no gradient"
 
 

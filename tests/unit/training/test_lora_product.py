@@ -9,6 +9,7 @@ from torch_lora_support import make_backend, ok, sft, spec, train
 
 from skyrl.trainer.lora.products import RowsUpdate, linear_with_updates
 from skyrl.trainer.ranks import lora_backend as backend_module
+from tests.local_ranks import rank_of
 
 PLACES = ((0, 3, 4, 8.0), (3, 4, 1, 0.5), (6, 11, 8, 4.0))
 """First row, last row + 1, rank, scale. Rows 4 and 5 have no adapter."""
@@ -107,16 +108,16 @@ def test_the_input_and_the_low_rank_rows_are_all_that_is_kept() -> None:
 def test_passes_share_a_micro_batch_on_a_cpu_only_up_to_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "SHARED_ROWS_ON_CPU", 64)
     sizes: list[list[int]] = []
-    run = backend_module.run_micro_batch
+    backend = make_backend(merge=True)
+    run = rank_of(backend)._attempt
     monkeypatch.setattr(
-        backend_module,
-        "run_micro_batch",
-        lambda base, batch, *, backward: (
+        rank_of(backend),
+        "_attempt",
+        lambda batch, *, backward: (
             sizes.append([sum(len(datum.tokens) for datum in each.data) for each in batch]),
-            run(base, batch, backward=backward),
+            run(batch, backward=backward),
         ),
     )
-    backend = make_backend(merge=True)
     for model_id in "abcd":
         backend.create_model(model_id, spec())
     ok(backend.run([train(model_id, sft(1, size)) for model_id, size in zip("abcd", (30, 30, 100, 20), strict=True)]))

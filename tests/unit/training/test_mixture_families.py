@@ -40,10 +40,11 @@ from skyrl.trainer.experts.routing import CORRECTION, Routing, own_experts, rout
 from skyrl.trainer.lora.adapter import Adapter
 from skyrl.trainer.model.loading import load_model, model_class
 from skyrl.trainer.protocol import AdamParams, Backend, Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.architectures.facts import facts_of
 from tests.architectures.figures import record
 from tests.families import MIXTURES, make_family
+from tests.local_ranks import rank_of
 
 LENGTHS = (7, 31, 1, 18)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
@@ -75,10 +76,10 @@ def _stock(family: str, dtype: torch.dtype = torch.float64) -> Any:
     return model_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **plain, dtype=dtype).eval()
 
 
-def _backend(family: str, *, merge: bool = False, budget: int = 4096, **trainer: Any) -> TorchLoraBackend:
+def _backend(family: str, *, merge: bool = False, budget: int = 4096, **trainer: Any) -> LoraBackend:
     settings = {"merge_passes": merge, "micro_batch_tokens": budget, **trainer}
     given = {f"trainer.{name}": value for name, value in settings.items()}
-    return TorchLoraBackend(load_config({"base_model": _path(family), "backend_config": given}))
+    return LoraBackend(load_config({"base_model": _path(family), "backend_config": given}))
 
 
 def _step(backend: Backend, model_id: str = "m") -> None:
@@ -87,14 +88,14 @@ def _step(backend: Backend, model_id: str = "m") -> None:
     backend.optim_step(model_id, AdamParams(learning_rate=1e-2))
 
 
-def _trained(family: str, **options: Any) -> TorchLoraBackend:
+def _trained(family: str, **options: Any) -> LoraBackend:
     backend = _backend(family, **options)
     backend.create_model("m", spec(4, 11))
     _step(backend)
     return backend
 
 
-def _with_experts(backend: TorchLoraBackend, data: list[Datum], seed: int = 1) -> list[Datum]:
+def _with_experts(backend: LoraBackend, data: list[Datum], seed: int = 1) -> list[Datum]:
     """Random experts; nothing recorded for a third of the tokens. Equal prefixes have equal ones."""
     mixture = backend.limits.mixture
     assert mixture is not None
@@ -146,7 +147,7 @@ def _follow(routing: Routing, datum: Datum) -> None:
 def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path, family: str, replay: bool) -> None:
     """Samples of one prompt share its rows."""
     backend = _trained(family, budget=48)
-    adapter, stock = backend._adapters["m"], _stock(family)
+    adapter, stock = rank_of(backend).adapters["m"], _stock(family)
     data = [*rl(4, *LENGTHS), *grpo(5, 2, 4, 9)]
     if replay:
         data = [*_with_experts(backend, data[:4]), *_with_experts(backend, data[4:], 2)]
@@ -189,7 +190,7 @@ neither that of a layer without experts, nor that of a shared expert."""
 @pytest.mark.parametrize("family", [family for family in TRIED if family not in PEFT_LACKS])
 def test_peft_loads_a_saved_adapter_and_computes_the_same_with_it(tmp_path: Path, family: str) -> None:
     backend = _trained(family)
-    adapter = backend._adapters["m"]
+    adapter = rank_of(backend).adapters["m"]
     if family in PEFT_LEAVES_OUT_MLPS:
         views = adapter.views(adapter.weights)
         for target in adapter.targets:
@@ -204,13 +205,13 @@ def test_peft_loads_a_saved_adapter_and_computes_the_same_with_it(tmp_path: Path
         np.testing.assert_allclose(logprobs, _logprobs(logits, datum).detach(), atol=LOGPROB_BOUND)
 
 
-def _tenants(family: str, *, merge: bool) -> TorchLoraBackend:
+def _tenants(family: str, *, merge: bool) -> LoraBackend:
     backend = _backend(family, merge=merge, budget=256)
     specs = {"a": spec(8, 5), "plain": spec(8, 1, train_mlp=False), "b": spec(3, 7, train_attn=False)}
     for number, (name, of_tenant) in enumerate(specs.items()):
         backend.create_model(name, of_tenant)
         generator = torch.Generator().manual_seed(number)
-        weights = backend._adapters[name].weights
+        weights = rank_of(backend).adapters[name].weights
         weights.add_(torch.randn(weights.shape, generator=generator) * 0.02)
     return backend
 
@@ -221,7 +222,7 @@ def test_tenants_in_one_micro_batch_differ_from_each_alone_by_rounding(tmp_path:
     states = []
     for merge in (False, True):
         backend = _tenants(family, merge=merge)
-        names = list(backend._adapters)
+        names = list(rank_of(backend).adapters)
         ok(backend.run([train(name, _with_experts(backend, sft(n, 20, 9), n)) for n, name in enumerate(names)]))
         states.append({name: saved(backend, name, tmp_path / f"{name}-{merge}") for name in names})
     for name, alone in states[0].items():
@@ -262,7 +263,7 @@ def test_config_json_says_which_layers_have_experts(family: str) -> None:
 
 @pytest.mark.parametrize("family", TRIED)
 def test_the_experts_of_the_start_up_probe_are_those_that_transformers_uses(family: str) -> None:
-    base = _backend(family)._base
+    base = rank_of(_backend(family)).base
     recorded = base.packed.routing.recorded
     assert recorded is not None
     stock = _stock(family, torch.float32)

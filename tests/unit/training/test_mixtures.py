@@ -37,7 +37,8 @@ from skyrl.base.config.server import ConfigError
 from skyrl.base.model_files import FROZEN_EXPERTS
 from skyrl.trainer.experts.layers import OWN_PRODUCTS
 from skyrl.trainer.protocol import AdamParams, Backend, Datum, InvalidRequest, Mixture, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
+from tests.local_ranks import rank_of
 
 LENGTHS = (7, 31, 1, 18, 30)
 MIXTURES = ("mixture", "mixture-with-dense-layer")
@@ -62,7 +63,7 @@ def _two_steps(backend: Backend) -> None:
         backend.optim_step("m", AdamParams(learning_rate=1e-2))
 
 
-def _trained(architecture: str = "mixture", **options: Any) -> TorchLoraBackend:
+def _trained(architecture: str = "mixture", **options: Any) -> LoraBackend:
     backend = make_backend(architecture, micro_batch_tokens=48, **options)
     backend.create_model("m", spec(8, 5, **NO_MLP))
     _two_steps(backend)
@@ -217,7 +218,7 @@ def test_a_dense_model_trains_its_mlp_whatever_the_operator_says_of_mixtures() -
     dense.create_model("m", spec())
     (result,) = ok(dense.run([train("m", sft(2, 20))]))
     assert FROZEN_EXPERTS not in result.metrics
-    assert "model.layers.0.mlp.up_proj.lora_A" in dense._adapters["m"].shapes
+    assert "model.layers.0.mlp.up_proj.lora_A" in rank_of(dense).adapters["m"].shapes
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +233,7 @@ def other_mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_mixtures_with_other_routers_are_refused_by_name(other_mixture: str) -> None:
     words = "model.layers.0.mlp is a mixture of experts of a kind that cannot be trained: how Olmoe.*Qwen3MoeTopKRouter"
     with pytest.raises(ConfigError, match=words):
-        TorchLoraBackend(load_config({"base_model": other_mixture}))
+        LoraBackend(load_config({"base_model": other_mixture}))
 
 
 def test_ranks_refuse_experts_that_the_files_lack(tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def _filled(gradient: Tensor | None) -> Tensor:
 
 
 def test_experts_make_one_product_for_each_used_expert() -> None:
-    assert make_backend("mixture")._base.packed.model.config._experts_implementation == OWN_PRODUCTS
+    assert rank_of(make_backend("mixture")).base.packed.model.config._experts_implementation == OWN_PRODUCTS
 
 
 def test_the_weights_of_a_trained_mixture_are_saved_as_vllm_reads_them(full: Backend, tmp_path: Path) -> None:

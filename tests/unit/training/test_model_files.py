@@ -14,10 +14,10 @@ from torch_lora_support import base_path, make_full, ok, sft, train
 
 from skyrl.base.config.server import ConfigError
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.full import full_model
 from skyrl.trainer.protocol import AdamParams
-from skyrl.trainer.ranks.full_backend import TorchFullBackend
+from skyrl.trainer.ranks.full_backend import FullBackend
 from tests.families import make_family
+from tests.local_ranks import rank_of
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 OTHERS = {
@@ -30,9 +30,9 @@ OTHERS = {
 """Of layers that predict further tokens, in every dtype that a file may have beside float32."""
 
 
-def _trained(path: Path) -> TorchFullBackend:
+def _trained(path: Path) -> FullBackend:
     backend = make_full(path=str(path))
-    assert isinstance(backend, TorchFullBackend)
+    assert isinstance(backend, FullBackend)
     backend.create_model("m", WHOLE)
     ok(backend.run([train("m", sft(1, 12, 7))]))
     backend.optim_step("m", AdamParams(learning_rate=1e-2))
@@ -59,7 +59,7 @@ def test_a_vision_tower_and_further_layers_are_copied_as_they_are(tmp_path: Path
     backend.save_adapter("m", saved, dtype=dtype)  # pyright: ignore[reportArgumentType]
     before, after = _tensors(seeing), _tensors(saved)
     assert after.keys() == before.keys()
-    trained = backend._parameters("m").weights
+    trained = rank_of(backend).parameters("m").weights
     for name, tensor in before.items():
         if name in trained:
             assert torch.equal(after[name], trained[name].to(getattr(torch, dtype))), name
@@ -78,7 +78,7 @@ def test_a_state_of_a_model_that_sees_continues_to_the_last_bit_in_many_files(tm
     first, again = _trained(seeing), make_full(path=str(seeing))
     for name in ("parts", "again"):
         (tmp_path / name).mkdir()
-    full_model.save_state(first._model, first._parameters("m"), tmp_path / "parts", 20_000)
+    first._state.save_state("m", tmp_path / "parts", 20_000)
     index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == _tensors(seeing).keys()
     assert len(set(index["weight_map"].values())) > 4

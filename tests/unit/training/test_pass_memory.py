@@ -23,8 +23,9 @@ from skyrl.base.config.pass_memory import (
 )
 from skyrl.trainer.model import row_budget
 from skyrl.trainer.model.recomputation import _product_bytes
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.families import FAMILIES, make_family
+from tests.local_ranks import rank_of
 
 QWEN = {
     "model_type": "qwen2",
@@ -58,7 +59,7 @@ def test_a_layer_keeps_the_numbers_that_its_config_says(architecture: str, tmp_p
     rank = 4
     backend.create_model("m", spec(rank))
     ok(backend.run([train("m", sft(0, 64, 64))]))
-    packed = backend._base.packed
+    packed = rank_of(backend).base.packed
     assert packed.recomputation is not None
     kept = packed.recomputation.bytes_of_row
     expected = 4 * widths.layers * widths.kept_numbers(rank)
@@ -66,7 +67,7 @@ def test_a_layer_keeps_the_numbers_that_its_config_says(architecture: str, tmp_p
     """Sines and cosines of positions, up to two of each, and a mask for windows, which layers share."""
     assert expected <= kept <= expected + shared
     assert _product_bytes(list(packed.decoder_layers)) == 4 * widths.layers * widths.products
-    assert len(backend._adapters["m"].weights) == widths.adapter_numbers(rank)
+    assert len(rank_of(backend).adapters["m"].weights) == widths.adapter_numbers(rank)
 
 
 def test_micro_batches_have_the_rows_that_the_trainer_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +78,9 @@ def test_micro_batches_have_the_rows_that_the_trainer_gives_them(monkeypatch: py
     rows = []
     for memory in (2.1 * 2048 * of_row, 2.1 * 4096 * of_row):
         backend = make_backend()
-        parameters = 4 * sum(each.numel() for each in backend._base.packed.parameters())
+        parameters = 4 * sum(each.numel() for each in rank_of(backend).base.packed.parameters())
         monkeypatch.setattr(row_budget, "limit_bytes", lambda memory=memory, base=parameters: memory + base)
-        rows.append(TorchLoraBackend(config).micro_batch_tokens)
+        rows.append(LoraBackend(config).micro_batch_tokens)
         assert Passing.of(widths, 32, memory, None, 64).rows == rows[-1]
     assert rows == [2048, 4096]
     assert Passing.of(widths, 32, memory, 100, 64).rows == 100, "trainer.micro_batch_tokens"

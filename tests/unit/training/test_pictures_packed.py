@@ -18,15 +18,16 @@ from torch_lora_support import assert_close, assert_same, ok, rl, saved, sft, sp
 
 from skyrl.base.config.loading import load_config
 from skyrl.trainer.protocol import AdamParams, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows import prefixes
 from skyrl.trainer.vision import Seen
+from tests.local_ranks import rank_of
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""
 TOLERANCE = 1e-3
 """As in test_families_packed."""
-BackendOf = Callable[..., TorchLoraBackend]
+BackendOf = Callable[..., LoraBackend]
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,10 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def backend_of(path_of: Callable[[str], str]) -> BackendOf:
     """A backend on a family's tiny model, with a model "m"."""
 
-    def make(family: str = "qwen3-vl", *, merge: bool = False, rows: int = 4096, **trainer: Any) -> TorchLoraBackend:
+    def make(family: str = "qwen3-vl", *, merge: bool = False, rows: int = 4096, **trainer: Any) -> LoraBackend:
         settings = {"micro_batch_tokens": rows, "merge_passes": merge, **trainer}
         keys = {f"trainer.{key}": value for key, value in settings.items()}
-        backend = TorchLoraBackend(load_config({"base_model": path_of(family), "backend_config": keys}))
+        backend = LoraBackend(load_config({"base_model": path_of(family), "backend_config": keys}))
         backend.create_model("m", spec(4, 1))
         return backend
 
@@ -49,9 +50,9 @@ def backend_of(path_of: Callable[[str], str]) -> BackendOf:
 
 
 @contextmanager
-def tower_calls(backend: TorchLoraBackend) -> Iterator[list[int]]:
+def tower_calls(backend: LoraBackend) -> Iterator[list[int]]:
     """The numbers of patches of the pictures that go through the tower."""
-    tower = backend._base.tower
+    tower = rank_of(backend).base.tower
     assert tower is not None
     calls: list[int] = []
     handle = tower.module.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
@@ -59,7 +60,7 @@ def tower_calls(backend: TorchLoraBackend) -> Iterator[list[int]]:
     handle.remove()
 
 
-def _learn(backend: TorchLoraBackend, sequences: Sequences, path: Path, loss: str = "cross_entropy") -> Any:
+def _learn(backend: LoraBackend, sequences: Sequences, path: Path, loss: str = "cross_entropy") -> Any:
     """A step, then a gradient that waits: logprobs, and weights, moments and gradients."""
     results = ok(backend.run([sequences.to("m", loss)]))
     backend.optim_step("m", STEP)
@@ -115,10 +116,10 @@ def test_text_alone_gives_the_same_bits_with_a_tower_and_without(
 ) -> None:
     blind_path = shutil.copytree(path_of("qwen3-vl"), tmp_path / "blind")
     (blind_path / "preprocessor_config.json").unlink()
-    blind = TorchLoraBackend(load_config({"base_model": str(blind_path)}))
+    blind = LoraBackend(load_config({"base_model": str(blind_path)}))
     blind.create_model("m", spec(4, 1))
     assert blind.limits.sight is None
-    assert blind._base.tower is None
+    assert rank_of(blind).base.tower is None
     states = []
     for number, backend in enumerate((blind, backend_of())):
         ok(backend.run([train("m", sft(1, 30, 7, 19)), train("m", rl(2, 12, 40), "ppo")]))
@@ -205,7 +206,7 @@ def test_kept_pictures_are_bounded_in_bytes_and_the_longest_unused_go_first(back
     backend = backend_of()
     sequences = mixed()
     numbered = list(enumerate(sequences.data))
-    tower: Any = backend._base.tower
+    tower: Any = rank_of(backend).base.tower
     seen = tower.look_at(numbered, sequences.files)
     room = sum(each.nbytes for each in seen.values()) - 1
     tower._kept = _bounded(room)
@@ -222,7 +223,7 @@ def test_kept_pictures_are_bounded_in_bytes_and_the_longest_unused_go_first(back
 def test_a_backend_that_keeps_nothing_computes_the_same(tmp_path: Path, backend_of: BackendOf) -> None:
     expected = _learn(backend_of(), mixed(), tmp_path / "kept")
     backend = backend_of(rows=40)
-    tower: Any = backend._base.tower
+    tower: Any = rank_of(backend).base.tower
     tower._kept = _bounded(0)
     _assert_close(_learn(backend, mixed(), tmp_path / "none"), expected)
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from skyrl.base.config.loading import load_config
 from skyrl.trainer.model.loading import model_class
 from skyrl.trainer.protocol import AdamParams
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows.packing import positions_of
 from skyrl.trainer.vision import Seen
 from tests.families import make_family
@@ -29,7 +29,7 @@ GRADIENT_BOUND = {"qwen3.5 that sees": 5e-5, "qwen3.5-moe that sees": 5e-5}
 @pytest.mark.parametrize("family", SEEING_FAMILIES)
 def test_logprobs_and_gradients_equal_transformers_and_peft(tmp_path: Path, family: str) -> None:
     path = make_family(family, tmp_path)
-    backend = TorchLoraBackend(load_config({"base_model": path}))
+    backend = LoraBackend(load_config({"base_model": path}))
     backend.create_model("m", spec(4, 11, train_mlp=backend.limits.mixture is None))  # PEFT names experts otherwise
     sequences = mixed()
     ok(backend.run([sequences.to("m")]))

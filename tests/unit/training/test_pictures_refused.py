@@ -19,7 +19,7 @@ from skyrl.base.config.server import ConfigError
 from skyrl.base.pictures.picture import PlacedPicture
 from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.protocol import Datum, InvalidRequest, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.families import IMAGE_TOKEN, make_family
 
 F32 = np.float32
@@ -31,9 +31,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def make(path: str) -> Callable[[], TorchLoraBackend]:
-    def backend() -> TorchLoraBackend:
-        made = TorchLoraBackend(load_config({"base_model": path}))
+def make(path: str) -> Callable[[], LoraBackend]:
+    def backend() -> LoraBackend:
+        made = LoraBackend(load_config({"base_model": path}))
         made.create_model("m", spec(4, 1))
         return made
 
@@ -66,7 +66,7 @@ def test_a_model_of_text_refuses_pictures() -> None:
         backend.check(TrainingPass("m", [replace(datum, tokens=datum.tokens % 90)], "cross_entropy", files=files))
 
 
-def test_a_file_that_is_missing_is_named(make: Callable[[], TorchLoraBackend]) -> None:
+def test_a_file_that_is_missing_is_named(make: Callable[[], LoraBackend]) -> None:
     datum, _ = _one(Picture.drawn(7))
     said = _refusal(make(), datum, {})
     assert said == "data[1]: model_input: the file of the picture at position 4 is missing"
@@ -83,7 +83,7 @@ def test_a_file_that_is_missing_is_named(make: Callable[[], TorchLoraBackend]) -
     ],
 )
 def test_pictures_at_wrong_places_are_refused(
-    make: Callable[[], TorchLoraBackend], pictures: list[tuple[int, int]], said: str
+    make: Callable[[], LoraBackend], pictures: list[tuple[int, int]], said: str
 ) -> None:
     datum, files = _one()
     placed = tuple(PlacedPicture(start, count, next(iter(files)), "png") for start, count in pictures)
@@ -91,7 +91,7 @@ def test_pictures_at_wrong_places_are_refused(
 
 
 def test_another_number_of_tokens_than_the_picture_takes_fails_the_pass_alone(
-    make: Callable[[], TorchLoraBackend], tmp_path: Path
+    make: Callable[[], LoraBackend], tmp_path: Path
 ) -> None:
     backend = make()
     (first, files), wrong = _one(), Sequences()
@@ -108,7 +108,7 @@ def test_another_number_of_tokens_than_the_picture_takes_fails_the_pass_alone(
     assert_same(saved(backend, "m", tmp_path / "with"), saved(other, "m", tmp_path / "without"))
 
 
-def test_a_file_that_cannot_be_opened_names_its_picture(make: Callable[[], TorchLoraBackend]) -> None:
+def test_a_file_that_cannot_be_opened_names_its_picture(make: Callable[[], LoraBackend]) -> None:
     """Files are checked before a pass runs. This holds for one that was damaged since."""
     datum, files = _one()
     ((digest, file),) = files.items()
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_opened_names_its_picture(make: Callable[[], Torch
 
 @pytest.mark.parametrize("position", [3, 8])
 @pytest.mark.parametrize("name", ["weights", "advantages", "sequence_ratio_mask"])
-def test_a_weight_at_a_picture_is_refused(make: Callable[[], TorchLoraBackend], name: str, position: int) -> None:
+def test_a_weight_at_a_picture_is_refused(make: Callable[[], LoraBackend], name: str, position: int) -> None:
     """A picture at positions 4 to 9 is the target at 3 to 8. The target at 9 is text."""
     datum, files = _one()
     zeros = np.zeros(len(datum.tokens), F32)
@@ -144,7 +144,7 @@ def _weight_refusal(backend: Any, datum: Datum, files: dict[str, bytes], loss: s
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_does_not_see_the_targets_that_are_pictures(
-    make: Callable[[], TorchLoraBackend], tmp_path: Path, loss: str
+    make: Callable[[], LoraBackend], tmp_path: Path, loss: str
 ) -> None:
     """Whatever is sent as target or sampled logprob there: the same loss and gradient. The logprob of the target is
     returned."""
@@ -179,7 +179,7 @@ def test_a_loss_does_not_see_the_targets_that_are_pictures(
     assert all(np.isfinite(each).all() for each in logprobs[1])
 
 
-def test_several_targets_a_row_have_no_loss_at_pictures_either(make: Callable[[], TorchLoraBackend]) -> None:
+def test_several_targets_a_row_have_no_loss_at_pictures_either(make: Callable[[], LoraBackend]) -> None:
     datum, files = _one()
     targets = np.stack([datum.loss_inputs["target_tokens"], np.arange(15)], axis=1)
     (without_weights,) = ok(
@@ -201,7 +201,7 @@ def test_several_targets_a_row_have_no_loss_at_pictures_either(make: Callable[[]
     )
 
 
-def test_weights_of_zero_give_logprobs_and_no_gradient(make: Callable[[], TorchLoraBackend], tmp_path: Path) -> None:
+def test_weights_of_zero_give_logprobs_and_no_gradient(make: Callable[[], LoraBackend], tmp_path: Path) -> None:
     datum, files = _one()
     zero: Any = {**datum.loss_inputs, "weights": np.zeros(15, F32)}
     backend = make()
@@ -227,4 +227,4 @@ def test_a_model_whose_image_processor_cannot_be_used_does_not_start(
     settings = copy / "preprocessor_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | change))
     with pytest.raises(ConfigError, match=f"cannot load {copy}: {said}"):
-        TorchLoraBackend(load_config({"base_model": str(copy)}))
+        LoraBackend(load_config({"base_model": str(copy)}))

@@ -20,7 +20,8 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.device import ALIGNMENT
 from skyrl.trainer.model.loading import model_class
 from skyrl.trainer.protocol import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import ShardedBackend, TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
+from tests.local_ranks import rank_of
 
 STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
 """With an `eps` above the rounding of gradients, as in test_ranks."""
@@ -41,7 +42,7 @@ PathOf = Callable[[str], str]
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., ShardedBackend]]:
+def ranks() -> Iterator[Callable[..., LoraBackend]]:
     with closed_at_end(make_ranks) as make:
         yield make
 
@@ -73,10 +74,10 @@ def _assert_close(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("family", ONE_IN_CI)
 def test_ranks_train_adapters_on_pictures_as_one_device_does(
-    tmp_path: Path, path_of: PathOf, ranks: Callable[..., ShardedBackend], family: str
+    tmp_path: Path, path_of: PathOf, ranks: Callable[..., LoraBackend], family: str
 ) -> None:
     settings = {"trainer.micro_batch_tokens": 60}
-    alone = TorchLoraBackend(load_config({"base_model": path_of(family), "backend_config": settings}))
+    alone = LoraBackend(load_config({"base_model": path_of(family), "backend_config": settings}))
     sharded = ranks(2, path=path_of(family), micro_batch_tokens=60)
     assert sharded.limits == alone.limits
     assert sharded.limits.sight is not None
@@ -85,7 +86,7 @@ def test_ranks_train_adapters_on_pictures_as_one_device_does(
 
 
 def test_a_rank_whose_picture_has_other_tokens_fails_its_pass_alone(
-    tmp_path: Path, path_of: PathOf, ranks: Callable[..., ShardedBackend]
+    tmp_path: Path, path_of: PathOf, ranks: Callable[..., LoraBackend]
 ) -> None:
     wrong = Sequences()
     for seed in range(5):
@@ -154,7 +155,7 @@ def test_ranks_train_a_whole_model_on_pictures_as_one_device_does(
 
 
 def test_experts_of_the_sampler_are_followed_at_pictures(path_of: PathOf) -> None:
-    backend = TorchLoraBackend(load_config({"base_model": path_of("qwen3-vl-moe")}))
+    backend = LoraBackend(load_config({"base_model": path_of("qwen3-vl-moe")}))
     backend.create_model("m", spec())
     sequences = group(Picture.drawn(1), 3)
     (own,) = ok(backend.run([sequences.to("m", "ppo", backward=False)]))
@@ -177,7 +178,7 @@ def test_experts_of_the_sampler_are_followed_at_pictures(path_of: PathOf) -> Non
 def test_the_tower_lies_in_memory_where_torch_would_put_it(path_of: PathOf, full: Callable[..., Any]) -> None:
     """Else its last bits could be others after a restart."""
     path = path_of("qwen3-vl")
-    adapters = TorchLoraBackend(load_config({"base_model": path}))
-    for tower in (adapters._base.tower, full(path=path)._model.base.tower):
+    adapters = LoraBackend(load_config({"base_model": path}))
+    for tower in (rank_of(adapters).base.tower, rank_of(full(path=path)).base.tower):
         assert tower is not None
         assert all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in tower.module.parameters())

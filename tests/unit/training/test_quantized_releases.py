@@ -170,7 +170,7 @@ def test_training_on_a_release_equals_training_on_its_weights(tmp_path: Path, ca
     load_model(release, torch.float32).save_pretrained(tmp_path / "same")
     adapters = []
     for path in (release, str(tmp_path / "same")):
-        backend: Any = create_backend("fsdp", load_config({"base_model": path}))
+        backend: Any = create_backend(load_config({"base_model": path}))
         adapters.append((_train(backend), saved(backend, "m", tmp_path / f"adapter{len(adapters)}")))
         backend.close()
     assert adapters[0][0] == adapters[1][0]
@@ -194,7 +194,7 @@ def test_ranks_read_their_rows_of_a_release(tmp_path: Path, case: int) -> None:
 def test_full_finetuning_saves_plain_weights_that_say_so(tmp_path: Path) -> None:
     release = _release("qwen3", tmp_path, INT4, int4())
     settings = {"base_model": release, "backend_config": {"trainer.full_finetuning": True}}
-    backend = create_backend("fsdp", load_config(settings))
+    backend = create_backend(load_config(settings))
     backend.create_model("m", LoraSpec(rank=0, alpha=32.0, seed=0))
     (tmp_path / "saved").mkdir()
     backend.save_adapter("m", tmp_path / "saved")

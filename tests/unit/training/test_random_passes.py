@@ -21,7 +21,8 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.model import logprobs as logprobs_module
 from skyrl.trainer.passes import micro_batch as passes_module
 from skyrl.trainer.protocol import Datum, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
+from tests.local_ranks import rank_of
 
 RANKS = (1, 2, 3, 5, 8, 9, 12, 16, 20, 32, 64)
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
@@ -49,14 +50,14 @@ class Case:
         self._broken = str(rng.choice(list(self.specs))) if rng.random() < 0.3 else None
         self.passes = [self._pass() for _ in range(rng.integers(2, 8))]
 
-    def backend(self, *, merge: bool) -> TorchLoraBackend:
+    def backend(self, *, merge: bool) -> LoraBackend:
         """With adapters whose lora_B is not 0."""
         high: dict[str, Any] = {"policy.model.lora.max_lora_rank": max(RANKS)}
         backend = make_backend(self._architecture, merge=merge, micro_batch_tokens=self._budget, **high)
         generator = torch.Generator().manual_seed(self._seed)
         for name, spec in self.specs.items():
             backend.create_model(name, spec)
-            weights = backend._adapters[name].weights
+            weights = rank_of(backend).adapters[name].weights
             weights.add_(0.05 * torch.randn(len(weights), generator=generator))
             if name == self._broken:
                 weights.fill_(torch.nan)
@@ -121,7 +122,7 @@ def _alone(case: Case) -> list[tuple[Outcome, Tensor | None]]:
     for each in case.passes:
         backend = case.backend(merge=False)
         (outcome,) = backend.run([each])
-        found.append((outcome, backend._adapters[each.model_id].gradient))
+        found.append((outcome, rank_of(backend).adapters[each.model_id].gradient))
     return found
 
 
@@ -149,7 +150,7 @@ def test_passes_beside_others_have_the_bits_of_passes_alone(seed: int, monkeypat
             assert one.tobytes() == other.tobytes()
     expected_gradients = _gradients(case.passes, [gradient for _, gradient in alone])
     for name in case.specs:
-        found_gradient, own = backend._adapters[name].gradient, expected_gradients.get(name, [])
+        found_gradient, own = rank_of(backend).adapters[name].gradient, expected_gradients.get(name, [])
         assert (found_gradient is None) == (not own)
         if found_gradient is not None:
             total = own[0]
@@ -183,7 +184,7 @@ def test_merged_passes_have_the_numbers_of_passes_alone(
             np.testing.assert_allclose(one, other, atol=2e-4, rtol=1e-4)
     expected_gradients = _gradients(case.passes, kept)
     for name in case.specs:
-        found_gradient, own = backend._adapters[name].gradient, expected_gradients.get(name, [])
+        found_gradient, own = rank_of(backend).adapters[name].gradient, expected_gradients.get(name, [])
         assert (found_gradient is None) == (not own)
         if found_gradient is not None:
             largest = max(float(gradient.abs().max()) for gradient in own)

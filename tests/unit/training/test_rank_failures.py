@@ -24,7 +24,7 @@ from skyrl.trainer.losses import Loss, LossInputs, LossValue
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, RankDied
 from skyrl.trainer.ranks import lora_rank as rank_module
 from skyrl.trainer.ranks import plan
-from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import LoraRank
 from skyrl.trainer.ranks.rank import RankSettings
 from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
@@ -73,7 +73,7 @@ def _every_second_time(function: Any) -> Any:
 
 class OtherGradientOnRankOne(LoraRank):
     def clear_gradient(self, model_id: str) -> None:
-        gradient = self._adapters[model_id].gradient
+        gradient = self.adapters[model_id].gradient
         if self._rank == 1 and gradient is not None:
             gradient[0] += 1e-3
 
@@ -81,22 +81,22 @@ class OtherGradientOnRankOne(LoraRank):
 class RaisesOnRankOne(LoraRank):
     """A failure in the middle of a micro-batch, where the other rank waits."""
 
-    def _micro_batch(self, *arguments: Any, **named: Any) -> Any:
+    def _beside_others(self, *arguments: Any, **named: Any) -> Any:
         if self._rank == 1:
             raise torch.OutOfMemoryError("no memory left")
-        return super()._micro_batch(*arguments, **named)
+        return super()._beside_others(*arguments, **named)
 
 
 @pytest.fixture
-def made() -> Iterator[list[ShardedBackend]]:
+def made() -> Iterator[list[LoraBackend]]:
     """Backends that the test has made; closed at its end."""
-    backends: list[ShardedBackend] = []
+    backends: list[LoraBackend] = []
     yield backends
     for backend in backends:
         backend.close()
 
 
-def _backend(made: list[ShardedBackend], **settings: Any) -> ShardedBackend:
+def _backend(made: list[LoraBackend], **settings: Any) -> LoraBackend:
     """Two ranks with a model "m" that has a pending gradient."""
     backend = make_ranks(2, **settings)
     made.append(backend)
@@ -105,9 +105,9 @@ def _backend(made: list[ShardedBackend], **settings: Any) -> ShardedBackend:
     return backend
 
 
-def _pids(backend: ShardedBackend) -> list[int]:
-    assert isinstance(backend._group, LocalRanks)
-    return backend._group.pids
+def _pids(backend: LoraBackend) -> list[int]:
+    assert isinstance(backend.group, LocalRanks)
+    return backend.group.pids
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -116,7 +116,7 @@ def _pids(backend: ShardedBackend) -> list[int]:
     "idle", [pytest.param(True, id="idle", marks=pytest.mark.slow), pytest.param(False, id="running")]
 )
 def test_a_rank_that_is_killed_or_stopped_is_found_within_the_timeout(
-    made: list[ShardedBackend], kind: signal.Signals, victim: int, idle: bool
+    made: list[LoraBackend], kind: signal.Signals, victim: int, idle: bool
 ) -> None:
     timeout_s = LONG_S if kind == signal.SIGKILL else SHORT_S
     backend = _backend(made, timeout_s=timeout_s)
@@ -141,14 +141,14 @@ def test_a_rank_that_is_killed_or_stopped_is_found_within_the_timeout(
         backend.optim_step("m", STEP)
 
 
-def test_an_error_on_one_rank_in_the_middle_of_a_pass_ends_the_group(made: list[ShardedBackend]) -> None:
+def test_an_error_on_one_rank_in_the_middle_of_a_pass_ends_the_group(made: list[LoraBackend]) -> None:
     made.append(make_ranks(2, rank_class=RaisesOnRankOne, timeout_s=SHORT_S))
     made[0].create_model("m", SPEC)
     with pytest.raises(RankDied, match="rank 1: OutOfMemoryError: no memory left"):
         made[0].run([train("m", sft(1, 20, 9))])
 
 
-def test_a_loss_that_raises_on_one_rank_fails_its_pass_alone(made: list[ShardedBackend], tmp_path: Path) -> None:
+def test_a_loss_that_raises_on_one_rank_fails_its_pass_alone(made: list[LoraBackend], tmp_path: Path) -> None:
     broken, whole = _backend(made, rank_class=LossFailsOnRankOne), _backend(made)
     good, bad = train("m", rl(1, 30, 30, 30), "ppo"), train("m", rl(2, 30, 30, 30), "importance_sampling")
     outcomes = broken.run([good, bad, good])
@@ -159,7 +159,7 @@ def test_a_loss_that_raises_on_one_rank_fails_its_pass_alone(made: list[ShardedB
 
 
 def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
-    made: list[ShardedBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: list[LoraBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = _backend(made)
     backend.clear_gradient("m")
@@ -180,7 +180,7 @@ def test_no_memory_for_the_prefixes_of_a_pass_fails_that_pass_alone(
     assert_same(state, saved(backend, "m", tmp_path / "without"))
 
 
-def test_memory_that_runs_out_on_one_rank_changes_nothing_on_any(made: list[ShardedBackend], tmp_path: Path) -> None:
+def test_memory_that_runs_out_on_one_rank_changes_nothing_on_any(made: list[LoraBackend], tmp_path: Path) -> None:
     backend = make_ranks(2, rank_class=NoMemoryOnRankOne)
     made.append(backend)
     with pytest.raises(OutOfMemory):
@@ -200,7 +200,7 @@ def test_memory_that_runs_out_on_one_rank_changes_nothing_on_any(made: list[Shar
 
 
 def test_a_model_that_is_deleted_while_a_save_waits_fails_the_save_alone(
-    made: list[ShardedBackend], tmp_path: Path
+    made: list[LoraBackend], tmp_path: Path
 ) -> None:
     backend = _backend(made)
     known = backend._models["m"]
@@ -212,7 +212,7 @@ def test_a_model_that_is_deleted_while_a_save_waits_fails_the_save_alone(
     backend.create_model("m", SPEC)
 
 
-def test_ranks_that_compute_different_weights_end(made: list[ShardedBackend]) -> None:
+def test_ranks_that_compute_different_weights_end(made: list[LoraBackend]) -> None:
     backend = _backend(made, rank_class=OtherGradientOnRankOne)
     backend.clear_gradient("m")
     with pytest.raises(RankDied, match="the ranks have computed different weights"):
@@ -234,7 +234,7 @@ def _write_shards(path: Path, *shards: dict[str, Tensor]) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_a_base_model_in_several_files_is_read(made: list[ShardedBackend], tmp_path: Path) -> None:
+def test_a_base_model_in_several_files_is_read(made: list[LoraBackend], tmp_path: Path) -> None:
     path, tensors = _copy_of_base(tmp_path)
     names = sorted(tensors)
     _write_shards(path, {n: tensors[n] for n in names[::2]}, {n: tensors[n] for n in names[1::2]})
@@ -273,7 +273,7 @@ def test_base_models_that_ranks_cannot_load_are_refused_by_name(tmp_path: Path) 
 
 
 def test_tied_embeddings_may_be_stored_under_either_name_but_not_with_two_values(
-    made: list[ShardedBackend], tmp_path: Path
+    made: list[LoraBackend], tmp_path: Path
 ) -> None:
     path, tensors = _copy_of_base(tmp_path, "qwen3-tied")
     embed, head = "model.embed_tokens.weight", "lm_head.weight"

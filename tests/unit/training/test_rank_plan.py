@@ -69,12 +69,6 @@ def test_the_same_data_of_another_model_run_on_the_same_ranks(lengths: list[int]
     assert one.pieces_of(0) == other.pieces_of(0)
 
 
-@given(LENGTHS)
-def test_one_rank_cuts_as_training_without_ranks_does(lengths: list[int]) -> None:
-    tree = prefix_tree(sft(0, *lengths))
-    assert cut_evenly(tree, 1, BUDGET) == [[part] for part in tree.cut(BUDGET)]
-
-
 def test_a_pass_is_cut_finer_than_the_budget_so_that_all_ranks_work() -> None:
     (parts,) = cut_evenly(prefix_tree(sft(0, *[5] * 12)), 4, 4096)
     assert [len(part) for part in parts] == [3, 3, 3, 3]

@@ -40,7 +40,7 @@ from skyrl.trainer.model import logprobs as logprobs_module
 from skyrl.trainer.model import recomputation
 from skyrl.trainer.model.row_budget import RowBudget, measure_row
 from skyrl.trainer.protocol import Backend, InvalidRequest, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import LoraRank
 from skyrl.trainer.ranks.sharded_model import reshard
 
@@ -63,13 +63,13 @@ def _learn(backend: Any, directory: Path, model_ids: tuple[str, ...] = tuple(SPE
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., ShardedBackend]]:
+def ranks() -> Iterator[Callable[..., LoraBackend]]:
     """`make_ranks`; closes the backends at the end."""
     with closed_at_end(make_ranks) as make:
         yield make
 
 
-Ranks = Callable[..., ShardedBackend]
+Ranks = Callable[..., LoraBackend]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ class ShortOfMemory(LoraRank):
         recomputation.FREE_ANYHOW = 0
         recomputation.free_host_bytes = lambda: 0.0 if self._rank == 0 else 1e15
         facts = super().load()
-        chosen: Any = self._base.packed.recomputation
+        chosen: Any = self.base.packed.recomputation
         self._choices: list[bool] = []
         pays = chosen.pays
         chosen.pays = lambda rows: (self._choices.append(answer := pays(rows)), answer)[1]
@@ -113,7 +113,7 @@ def test_all_ranks_recompute_layers_when_one_has_too_little_memory(tmp_path: Pat
     expected = _learn(make_backend(micro_batch_tokens=48), tmp_path / "one", ("all",))
     backend = ranks(2, rank_class=ShortOfMemory)
     assert_close_runs(_learn(backend, tmp_path / "ranks", ("all",)), expected)
-    one, other = backend._group.call("choices")
+    one, other = backend.group.call("choices")
     assert one == other
     assert set(one) == {True}
 
@@ -308,7 +308,7 @@ def test_each_micro_batch_gathers_the_same_parameters_once(ranks: Ranks) -> None
     backend = ranks(2, rank_class=CountingRank, merge=True, micro_batch_tokens=256)
     for model_id, each in SPECS.items():
         backend.create_model(model_id, each)
-    backend._group.call("count")
+    backend.group.call("count")
     passes = [train(model_id, sft(1, 30, 30, 3)) for model_id in SPECS]
     for queue, expected in (
         (passes[:1], 5),
@@ -317,15 +317,15 @@ def test_each_micro_batch_gathers_the_same_parameters_once(ranks: Ranks) -> None
         ([TrainingPass("all", sft(1, 30, 9), "cross_entropy", backward=False)], 3),
     ):
         ok(backend.run(queue))
-        assert backend._group.call("count") == [expected, expected]
+        assert backend.group.call("count") == [expected, expected]
 
 
 class UnequalRank(LoraRank):
     """Rank 1 has memory for fewer rows. Each measures a row, as on CUDA."""
 
     def _row_budget(self, targets: Sequence[Target]) -> RowBudget:
-        measure_row(self._base, targets)
-        reshard(self._base.packed)
+        measure_row(self.base, targets)
+        reshard(self.base.packed)
         return RowBudget(4096 >> self._rank, "a test")
 
 
@@ -339,7 +339,7 @@ def test_ranks_measure_a_row_together_and_take_the_smallest_budget(ranks: Ranks)
 def test_each_rank_holds_its_part_of_the_parameters(ranks: Ranks) -> None:
     for count in (1, 2, 3):
         with closing(make_ranks(count, "qwen3-tied")) as backend:
-            facts = backend._group.call("memory")
+            facts = backend.group.call("memory")
             held = [each["parameters"] for each in facts]
             assert sum(held) == facts[0]["all_parameters"]
             assert max(held) <= 1.05 * facts[0]["all_parameters"] / count

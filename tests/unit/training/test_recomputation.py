@@ -29,17 +29,17 @@ from skyrl.base.config.server import ConfigError
 from skyrl.trainer.attention import packed_attention
 from skyrl.trainer.lora.linear import MultiLoraLinear
 from skyrl.trainer.model import logprobs, recomputation
-from skyrl.trainer.model.base_model import load_base_model
 from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.model.recomputation import Recomputation
 from skyrl.trainer.protocol import AdamParams, OutOfMemory
 from tests.failures import FailingOperation
+from tests.local_ranks import rank_of
 
 LENGTHS = (40, 40, 20)
 
 
 def _of(backend: Any) -> Recomputation:
-    base = backend._base if hasattr(backend, "_base") else backend._model.base
+    base = rank_of(backend).base
     return base.packed.recomputation
 
 
@@ -188,7 +188,7 @@ def test_a_failed_attempt_that_was_measured_frees_what_it_kept(monkeypatch: pyte
     """The second attempt has the memory of the first."""
     backend = make_backend()
     backend.create_model("m", spec())
-    tensors = [backend._adapters["m"].weights, *backend._base.packed.state_dict().values()]
+    tensors = [rank_of(backend).adapters["m"].weights, *rank_of(backend).base.packed.state_dict().values()]
     weights = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     made: list[weakref.ref[torch.UntypedStorage]] = []
     left: list[int] = []
@@ -284,8 +284,8 @@ def test_no_module_inside_a_recomputed_layer_is_in_training_mode(monkeypatch: py
     """Dropout would change the numbers."""
     backend = make_backend(gradient_checkpointing=True)
     backend.create_model("m", spec())
-    model: nn.Module = backend._base.packed.model
-    layers: list[Any] = list(backend._base.packed.decoder_layers)
+    model: nn.Module = rank_of(backend).base.packed.model
+    layers: list[Any] = list(rank_of(backend).base.packed.decoder_layers)
     others = [module for module in model.modules() if not isinstance(module, MultiLoraLinear)]
     training: list[nn.Module] = []
     layers[0].mlp.register_forward_hook(lambda *_: training.extend(module for module in others if module.training))
@@ -315,7 +315,7 @@ def test_a_layer_that_transformers_cannot_recompute_is_refused_or_kept(monkeypat
 
 
 def test_forwards_keep_nothing_and_are_never_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = load_base_model(base_path(), torch.device("cpu"), gradient_checkpointing=True)
+    base = rank_of(make_backend(gradient_checkpointing=True)).base
     chosen = base.packed.recomputation
     assert chosen is not None
     monkeypatch.setattr(chosen, "pays", lambda rows: pytest.fail("asked"))

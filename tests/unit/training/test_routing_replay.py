@@ -21,9 +21,10 @@ from skyrl.engine.passes import PassPictures, run_passes
 from skyrl.trainer.experts.routing import own_experts
 from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows.prefixes import prefix_tree
 from skyrl.trainer.rows.routed_experts import check_routed_experts, experts_of, with_sorted_experts
+from tests.local_ranks import rank_of
 
 LENGTHS = (7, 31, 1, 18)
 PICTURES = PassPictures(cast(Any, None), NoVision("it is a model of text"))
@@ -46,7 +47,7 @@ def _with(datum: Datum, experts: np.ndarray) -> Datum:
     return Datum(datum.tokens, {**datum.loss_inputs, "routed_experts": experts})
 
 
-def _backend(architecture: str = "mixture") -> TorchLoraBackend:
+def _backend(architecture: str = "mixture") -> LoraBackend:
     backend = make_backend(architecture, micro_batch_tokens=40)
     backend.create_model("m", spec(8, 5, **NO_MLP))
     return backend
@@ -99,7 +100,7 @@ def test_gradients_go_through_the_routers_softmax(tmp_path: Any) -> None:
     """By finite differences: the loss changes as the gradient says. Attention is before every router."""
     data = [_with(d, _random_experts(n, len(d.tokens))) for n, d in enumerate(sft(3, 12, 9))]
     backend = _backend()
-    adapter = backend._adapters["m"]
+    adapter = rank_of(backend).adapters["m"]
     generator = torch.Generator().manual_seed(1)
     adapter.weights.add_(torch.randn(adapter.weights.shape, generator=generator) * 0.02)
     ok(backend.run([train("m", data)]))

@@ -12,8 +12,9 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.pass_memory import ON_CPU, ON_CUDA, rows_within
 from skyrl.trainer.model import recomputation, row_budget
 from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
-from skyrl.trainer.ranks.full_backend import TorchFullBackend
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.full_backend import FullBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
+from tests.local_ranks import rank_of
 
 
 def _unset(**trainer: Any) -> Any:
@@ -22,7 +23,7 @@ def _unset(**trainer: Any) -> Any:
 
 
 def _of(backend: Any) -> recomputation.Recomputation:
-    return (backend._base if hasattr(backend, "_base") else backend._model.base).packed.recomputation
+    return (rank_of(backend).base).packed.recomputation
 
 
 def test_the_rows_are_the_largest_power_of_two_that_keeps_its_share_of_the_memory() -> None:
@@ -47,17 +48,17 @@ def test_a_given_number_is_obeyed(caplog: pytest.LogCaptureFixture) -> None:
     assert "a micro-batch has at most 48 rows (trainer.micro_batch_tokens)" in caplog.text
 
 
-@pytest.mark.parametrize("backend_class", [TorchLoraBackend, TorchFullBackend])
+@pytest.mark.parametrize("backend_class", [LoraBackend, FullBackend])
 def test_on_a_cpu_the_number_follows_the_memory_that_there_is_and_not_what_is_free_now(
     backend_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine that starts again after a crash cuts its passes at the same places."""
     caplog.set_level(logging.INFO)
-    config = _unset(full_finetuning=backend_class is TorchFullBackend)
+    config = _unset(full_finetuning=backend_class is FullBackend)
     backend = backend_class(config)
     assert backend.micro_batch_tokens == 4096
-    parameters = list((backend._base if hasattr(backend, "_base") else backend._model.base).packed.parameters())
-    of_model = (4 if backend_class is TorchLoraBackend else 16) * sum(each.numel() for each in parameters)
+    parameters = list((rank_of(backend).base).packed.parameters())
+    of_model = (4 if backend_class is LoraBackend else 16) * sum(each.numel() for each in parameters)
     needed = 4096 * _of(backend).bytes_of_row / ON_CPU.share
     monkeypatch.setattr(row_budget, "limit_bytes", lambda: of_model + 1.001 * needed)
     monkeypatch.setattr(recomputation, "free_host_bytes", lambda: 0.0)
@@ -78,7 +79,7 @@ def test_layers_that_are_always_recomputed_keep_less_for_a_row() -> None:
 @pytest.mark.parametrize("setting", ["auto", False])
 def test_the_probe_finds_what_a_row_of_training_keeps_and_changes_nothing(make: Any, setting: Any) -> None:
     backend, other = (make(micro_batch_tokens=4096, gradient_checkpointing=setting) for _ in range(2))
-    base = backend._base if hasattr(backend, "_base") else backend._model.base
+    base = rank_of(backend).base
     measure_row(base, base.targets if make is make_backend else ())
     results = []
     for each in (backend, other):

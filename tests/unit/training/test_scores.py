@@ -131,8 +131,8 @@ def test_a_pass_that_is_not_finite_changes_no_neighbour(joined: bool) -> None:
 def test_a_joined_pass_that_is_not_finite_has_no_part_in_the_gradient(joined: bool, spoilt: int) -> None:
     passes = [rl(number, 6, 8) if number != spoilt else _spoilt(number, math.inf) for number in range(3)]
     members = [running_pass(data, "importance_sampling") for data in passes]
-    running = JoinedPasses(members[0].adapter, members)
-    slices = [MicroBatchItem(running, range(6), 42, last=True), slice_of(rl(4, 5), "importance_sampling")]
+    running = JoinedPasses(members[0].model, members)
+    slices = [MicroBatchItem(running, range(6), 42), slice_of(rl(4, 5), "importance_sampling")]
     logprobs = _logprobs(slices)
     scores, gradient = _scored(slices, logprobs, joined=joined)
     assert [score.counts for score in scores] == [*(number != spoilt for number in range(3)), True]

@@ -14,7 +14,7 @@ from torch_lora_support import assert_close, assert_same, make_backend, make_ran
 
 from skyrl.trainer.attention import recurrent, scans
 from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import ShardedBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import AdapterFacts, LoraRank
 from tests.families import FAMILIES, MIXTURES, make_family
 
@@ -22,7 +22,7 @@ STEP = AdamParams(learning_rate=1e-2, eps=10.0, grad_clip_norm=1e4)
 """With an `eps` above the rounding of these sequences' gradients, whose largest elements are about 50."""
 DIVIDED = 48
 """Sequences of so many tokens are divided."""
-Ranks = Callable[..., ShardedBackend]
+Ranks = Callable[..., LoraBackend]
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ from skyrl.trainer.full import parameters as optimizer
 from skyrl.trainer.full.parameters import FullParameters
 from skyrl.trainer.lora.adapter import NonFiniteGradient
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, TrainingPass
-from skyrl.trainer.ranks.full_backend import TorchFullBackend
+from skyrl.trainer.ranks.full_backend import FullBackend, ShardedState
 from tests.failures import FailingOperation
+from tests.local_ranks import rank_of
 from tests.unit.torch_lora_support import ARCHITECTURES, assert_same, base_path, make_backend, ok, rl, sft, spec, train
 
 LENGTHS = (7, 21, 16, 30)
@@ -34,15 +35,15 @@ WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 STEP = AdamParams(learning_rate=3e-3, weight_decay=0.1, grad_clip_norm=0.5, eps=1e-8)
 
 
-def _backend(architecture: str = "qwen3", base: str | None = None, **trainer: Any) -> TorchFullBackend:
+def _backend(architecture: str = "qwen3", base: str | None = None, **trainer: Any) -> FullBackend:
     settings = {"trainer.full_finetuning": True, **{f"trainer.{key}": value for key, value in trainer.items()}}
     config = load_config({"base_model": base or base_path(architecture), "backend_config": settings})
-    backend = create_backend(config.backend, config)
-    assert isinstance(backend, TorchFullBackend)
+    backend = create_backend(config)
+    assert isinstance(backend, FullBackend)
     return backend
 
 
-def _trained(architecture: str = "qwen3", steps: int = 2, **trainer: Any) -> TorchFullBackend:
+def _trained(architecture: str = "qwen3", steps: int = 2, **trainer: Any) -> FullBackend:
     backend = _backend(architecture, **trainer)
     backend.create_model("m", WHOLE)
     for step in range(steps):
@@ -51,7 +52,7 @@ def _trained(architecture: str = "qwen3", steps: int = 2, **trainer: Any) -> Tor
     return backend
 
 
-def _saved(backend: TorchFullBackend, directory: Path) -> dict[str, Tensor]:
+def _saved(backend: FullBackend, directory: Path) -> dict[str, Tensor]:
     """Every tensor of a saved state, by its name in the files."""
     directory.mkdir(parents=True)
     backend.save_state("m", directory)
@@ -146,8 +147,7 @@ def test_states_in_many_files_and_steps_in_many_chunks_give_the_same_bits(
 ) -> None:
     whole = _saved(_trained(), tmp_path / "whole")
     monkeypatch.setattr(optimizer, "CHUNK", 1024)
-    monkeypatch.setattr(full_model, "SHARD_BYTES", 20_000)
-    monkeypatch.setattr(full_model.save_state, "__defaults__", (20_000,))
+    monkeypatch.setattr(ShardedState.save_state, "__defaults__", (20_000,))
     backend = _trained()
     assert_same(_saved(backend, tmp_path / "parts"), whole)
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 2
@@ -165,7 +165,7 @@ def test_loading_an_optimizer_takes_no_second_copy_of_it(tmp_path: Path) -> None
     for name in ("saved", "again"):
         (tmp_path / name).mkdir()
     backend.save_state("m", tmp_path / "saved")
-    parameters = backend._parameters("m")
+    parameters = rank_of(backend).parameters("m")
     moments = parameters.exp_avg
     ok(backend.run([train("m", sft(2, *LENGTHS))]))
     backend.optim_step("m", STEP)
@@ -331,7 +331,7 @@ def test_a_gradient_that_is_not_finite_is_cleared_and_changes_nothing(tmp_path: 
     backend = _trained()
     before = _saved(backend, tmp_path / "before")
     ok(backend.run([train("m", sft(9, *LENGTHS))]))
-    gradient = backend._parameters("m").gradient
+    gradient = rank_of(backend).parameters("m").gradient
     assert gradient is not None
     gradient[5] = bad
     with pytest.raises(NonFiniteGradient, match="the weights were not changed and the gradient was cleared"):

@@ -35,20 +35,20 @@ from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
 
 
-def test_the_registry_builds_known_backends_and_refuses_others() -> None:
+def test_the_known_backend_is_built_and_others_are_refused() -> None:
     config = load_config({"base_model": base_path()})
-    backend = create_backend("fsdp", config)
+    backend = create_backend(config)
     assert (backend.limits.vocab_size, backend.limits.max_context) == (VOCAB, CONTEXT)
     backend.close()
     for name in ("megatron", "none"):
         with pytest.raises(ConfigError, match=f"no training backend '{name}'; there are: fsdp"):
-            create_backend(name, config)
+            create_backend(config.model_copy(update={"backend": name}))
 
 
 def test_the_context_is_the_smaller_of_the_models_and_the_configured_length() -> None:
     for max_model_len, expected in ((64, 64), (10_000, CONTEXT)):
         settings = {"generator.inference_engine.max_model_len": max_model_len}
-        backend = create_backend("fsdp", load_config({"base_model": base_path(), "backend_config": settings}))
+        backend = create_backend(load_config({"base_model": base_path(), "backend_config": settings}))
         assert backend.limits.max_context == expected
 
 
@@ -58,9 +58,9 @@ def test_base_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "gpt2"
     AutoModelForCausalLM.from_config(fused).save_pretrained(path)
     with pytest.raises(ConfigError, match="no linear layers of a known name"):
-        create_backend("fsdp", load_config({"base_model": str(path)}))
+        create_backend(load_config({"base_model": str(path)}))
     with pytest.raises(ConfigError, match="base_model: cannot load"):
-        create_backend("fsdp", load_config({"base_model": str(tmp_path)}))
+        create_backend(load_config({"base_model": str(tmp_path)}))
 
 
 def test_missing_model_files_allow_another_start_and_a_bad_config_does_not(tmp_path: Path) -> None:

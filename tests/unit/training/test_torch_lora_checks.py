@@ -18,11 +18,11 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.checks import loss_config
 from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 
 @pytest.fixture(scope="module")
-def backend() -> TorchLoraBackend:
+def backend() -> LoraBackend:
     made = make_backend()
     made.create_model("m", spec())
     return made
@@ -162,7 +162,7 @@ REFUSALS: dict[str, tuple[Callable[[], TrainingPass], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_an_invalid_pass_is_refused_with_its_field_and_the_allowed_values(backend: TorchLoraBackend, name: str) -> None:
+def test_an_invalid_pass_is_refused_with_its_field_and_the_allowed_values(backend: LoraBackend, name: str) -> None:
     make, words = REFUSALS[name]
     with pytest.raises(InvalidRequest) as refused:
         backend.check(make())
@@ -186,7 +186,7 @@ def test_of_several_base_models_a_refusal_of_a_token_id_names_its_own() -> None:
     config, _ = base_models_of(
         load_config({"base_models": [student, {"base_model": "acme/teacher", "uses": ["sample"]}]})
     )
-    backend = TorchLoraBackend(config)
+    backend = LoraBackend(config)
     backend.create_model("m", spec())
     strange = train("m", _with(sft(0, N), tokens=np.array([0, 1, 2, 3, 4, VOCAB])))
     with pytest.raises(InvalidRequest) as refused:
@@ -197,7 +197,7 @@ def test_of_several_base_models_a_refusal_of_a_token_id_names_its_own() -> None:
     )
 
 
-def test_a_refused_pass_does_not_change_the_passes_beside_it(backend: TorchLoraBackend) -> None:
+def test_a_refused_pass_does_not_change_the_passes_beside_it(backend: LoraBackend) -> None:
     good, bad = train("m", sft(1, 9)), train("m", sft(1, CONTEXT + 1))
     first, refused, second = backend.run([good, bad, good])
     assert isinstance(refused, InvalidRequest)
@@ -209,7 +209,7 @@ def test_a_refused_pass_does_not_change_the_passes_beside_it(backend: TorchLoraB
     assert backend.optim_step("m", AdamParams()) == alone.optim_step("m", AdamParams())
 
 
-def test_unusual_but_valid_passes_are_accepted(backend: TorchLoraBackend) -> None:
+def test_unusual_but_valid_passes_are_accepted(backend: LoraBackend) -> None:
     weightless = [Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(2, 5, CONTEXT)]
     backend.check(train("m", weightless))
     backend.check(train("m", _with(rl(0, N), advantages=np.ones(N, I64)), "ppo", clip_high_threshold=2))
@@ -231,7 +231,7 @@ def test_unusual_but_valid_passes_are_accepted(backend: TorchLoraBackend) -> Non
         (LoraSpec(8, 32, 0, False, False, False), ["train_attn", "train_mlp", "train_unembed"]),
     ],
 )
-def test_an_invalid_adapter_is_refused(backend: TorchLoraBackend, bad: LoraSpec, words: list[str]) -> None:
+def test_an_invalid_adapter_is_refused(backend: LoraBackend, bad: LoraSpec, words: list[str]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         backend.create_model("new", bad)
     for word in words:
@@ -240,7 +240,7 @@ def test_an_invalid_adapter_is_refused(backend: TorchLoraBackend, bad: LoraSpec,
     backend.delete_model("new")
 
 
-def test_a_second_model_with_the_same_id_is_refused(backend: TorchLoraBackend) -> None:
+def test_a_second_model_with_the_same_id_is_refused(backend: LoraBackend) -> None:
     with pytest.raises(InvalidRequest, match="model_id: m exists"):
         backend.create_model("m", spec())
 
@@ -259,6 +259,6 @@ def test_a_second_model_with_the_same_id_is_refused(backend: TorchLoraBackend) -
         {"grad_clip_norm": -1.0},
     ],
 )
-def test_invalid_optimizer_parameters_are_refused(backend: TorchLoraBackend, bad: dict[str, float]) -> None:
+def test_invalid_optimizer_parameters_are_refused(backend: LoraBackend, bad: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest, match=f"adam_params.{next(iter(bad))}"):
         backend.optim_step("m", AdamParams(**bad))

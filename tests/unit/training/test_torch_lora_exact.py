@@ -10,7 +10,7 @@ import torch
 from torch_lora_support import assert_close, assert_same, grpo, make_backend, ok, rl, saved, sft, spec, train
 
 from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 STEP = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0, weight_decay=0.01)
 SPECS = {
@@ -30,7 +30,7 @@ def _passes(model_id: str, step: int) -> list[TrainingPass]:
     ]
 
 
-def _backend(*model_ids: str, merge: bool = False) -> TorchLoraBackend:
+def _backend(*model_ids: str, merge: bool = False) -> LoraBackend:
     backend = make_backend(micro_batch_tokens=48, merge=merge)
     for model_id in model_ids:
         backend.create_model(model_id, SPECS[model_id])

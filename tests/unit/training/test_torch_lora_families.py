@@ -19,7 +19,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.model.loading import model_class
 from skyrl.trainer.protocol import AdamParams, Backend, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.architectures.facts import facts_of
 from tests.architectures.figures import record
 from tests.families import FAMILIES, OPT, make_family, save_random
@@ -36,7 +36,7 @@ from what it computes in float64."""
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_equal_transformers_and_peft(tmp_path: Path, family: str) -> None:
     path = make_family(family, tmp_path)
-    backend = TorchLoraBackend(load_config({"base_model": path}))
+    backend = LoraBackend(load_config({"base_model": path}))
     backend.create_model("m", spec(4, 11))
     ok(backend.run([train("m", sft(0, *LENGTHS))]))
     backend.optim_step("m", AdamParams(learning_rate=1e-2))  # so that lora_B is not 0

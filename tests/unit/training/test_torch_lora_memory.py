@@ -24,9 +24,10 @@ from skyrl.trainer.lora.adapter import Adapter, NonFiniteGradient, Target, adamw
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.trainer.passes import pass_run as running_module
 from skyrl.trainer.protocol import AdamParams, Datum, OutOfMemory, PassResult
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows.prefixes import PrefixTree
 from tests.failures import FailingLine, FailingOperation
+from tests.local_ranks import rank_of
 
 STEPS = {
     "plain": AdamParams(0.01),
@@ -124,7 +125,7 @@ def test_a_non_finite_gradient_is_kept_or_cleared_and_the_rest_does_not_change(g
     assert _equal((before[0], *before[2:]), (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.step))
 
 
-def _backend(*model_ids: str, merge: bool = False, **trainer: Any) -> TorchLoraBackend:
+def _backend(*model_ids: str, merge: bool = False, **trainer: Any) -> LoraBackend:
     """A backend whose models have made one optimizer step and have a pending gradient."""
     backend = make_backend(merge=merge, micro_batch_tokens=32, **trainer)
     for number, model_id in enumerate(model_ids):
@@ -151,7 +152,7 @@ def test_a_pass_that_fails_at_any_operation_leaves_its_models_gradient(
     layers may be recomputed, a slice that has failed runs again."""
     passes = [train("a", rl(1, 9, 30), "ppo"), train("b", sft(2, 8))]
     backend = _backend("a", "b", merge=merge, gradient_checkpointing=checkpointing)
-    recomputation = backend._base.packed.recomputation
+    recomputation = rank_of(backend).base.packed.recomputation
     assert recomputation is not None
     estimate = recomputation._per_row
     start = {model_id: saved(backend, model_id, tmp_path / "start" / model_id) for model_id in "ab"}

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl.trainer.model import logprobs as logprobs_module
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 # PEFT warns about an adapter on a tied lm_head. The adapters of this backend do not change the embeddings.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
@@ -51,13 +51,13 @@ def _logprobs(model: Any, datum: Datum) -> Tensor:
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
-def _export(backend: TorchLoraBackend, directory: Path) -> Path:
+def _export(backend: LoraBackend, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     backend.save_adapter("m", directory)
     return directory
 
 
-def _trained(architecture: str, **flags: bool) -> TorchLoraBackend:
+def _trained(architecture: str, **flags: bool) -> LoraBackend:
     """A backend whose model "m" has made two optimizer steps, so that lora_B is not 0."""
     backend = make_backend(architecture)
     backend.create_model("m", spec(8, 5, **flags))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch_lora_support import base_path
+from torch_lora_support import make_backend
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -21,13 +21,13 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.inference.model_options import CPU_LORA_TARGETS
 from skyrl.trainer.attention.packed_attention import AttentionCall
-from skyrl.trainer.model.base_model import load_base_model
 from skyrl.trainer.model.logprobs import LogitTransform
 from skyrl.trainer.model.packed_model import ATTENTION, MLP, UNEMBED
-from skyrl.trainer.ranks.full_backend import TorchFullBackend
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.full_backend import FullBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.architectures.figures import record
 from tests.families import make_family, save_random
+from tests.local_ranks import rank_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 31,
@@ -117,7 +117,7 @@ def test_an_architecture_is_refused_with_what_is_missing(tmp_path: Path, name: s
     settings, words = REFUSED[name]
     path = save_random({**SMALL, **settings}, tmp_path / "model")
     with pytest.raises(ConfigError, match=f"^base_model: .*{words}") as refusal:
-        TorchLoraBackend(load_config({"base_model": path}))
+        LoraBackend(load_config({"base_model": path}))
     record("refused", **{settings["model_type"]: str(refusal.value).removeprefix(f"base_model: {path} ")})
 
 
@@ -139,7 +139,7 @@ def test_full_finetuning_refuses_an_architecture_with_what_is_missing(tmp_path: 
     settings, words = REFUSED_IN_FULL[name]
     path = save_random({**SMALL, **settings}, tmp_path / "model")
     with pytest.raises(ConfigError, match=f"^base_model: .*{words}") as refusal:
-        TorchFullBackend(load_config({"base_model": path, "backend_config": {"trainer.full_finetuning": True}}))
+        FullBackend(load_config({"base_model": path, "backend_config": {"trainer.full_finetuning": True}}))
     record("refused", **{settings["model_type"]: str(refusal.value).removeprefix(f"base_model: {path} ")})
 
 
@@ -151,7 +151,7 @@ def test_logits_that_the_model_changes_in_an_unknown_way_are_refused(
     """These models would train with wrong logprobs if the change of their logits were not known."""
     path = make_family(family, tmp_path)
     config = load_config({"base_model": path, "backend_config": {"trainer.full_finetuning": full}})
-    backend = TorchFullBackend if full else TorchLoraBackend
+    backend = FullBackend if full else LoraBackend
     backend(config)
     monkeypatch.setattr(LogitTransform, "of", lambda _: LogitTransform())
     with pytest.raises(ConfigError, match="makes other numbers of its output layer's logits than logit_scale"):
@@ -163,12 +163,12 @@ def test_a_softcap_far_above_all_logits_is_compared_too(tmp_path: Path, monkeypa
     path = save_random({**SMALL, "model_type": "gemma2", "final_logit_softcapping": 30.0}, tmp_path / "model")
     monkeypatch.setattr(LogitTransform, "of", lambda _: LogitTransform())
     with pytest.raises(ConfigError, match="logits than logit_scale"):
-        TorchLoraBackend(load_config({"base_model": path}))
+        LoraBackend(load_config({"base_model": path}))
 
 
 def test_a_layer_that_does_not_ask_for_its_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_random({**SMALL, "model_type": "mistral", "sliding_window": 4096}, tmp_path / "model")
-    TorchLoraBackend(load_config({"base_model": path}))
+    LoraBackend(load_config({"base_model": path}))
     stock = ALL_ATTENTION_FUNCTIONS.get_interface
 
     def without_window(*args: Any) -> Callable[..., Any]:
@@ -176,7 +176,7 @@ def test_a_layer_that_does_not_ask_for_its_window_is_refused(tmp_path: Path, mon
 
     monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", without_window)
     with pytest.raises(ConfigError, match=r"layer 0 .* causal attention: token 4096 does not see token 0"):
-        TorchLoraBackend(load_config({"base_model": path}))
+        LoraBackend(load_config({"base_model": path}))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_model_that_fails_on_packed_rows_is_refused_whatever_it_raises(
     def fail(*_: object) -> Any:
         raise error("no such rows")
 
-    base = load_base_model(base_path(), torch.device("cpu"), gradient_checkpointing=False)
+    base = rank_of(make_backend()).base
     for check, part in ((base.check_stock, "attention_calls"), (lambda: base.verify(torch.zeros(1)), "packed_logits")):
         monkeypatch.setattr(base.packed, part, fail)
         with pytest.raises(ConfigError, match=r"base_model: .* cannot run on packed rows: .*no such rows"):

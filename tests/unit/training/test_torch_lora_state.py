@@ -12,28 +12,28 @@ from torch_lora_support import assert_same, make_backend, ok, rl, saved, sft, sp
 
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import AdamParams, InvalidRequest
-from skyrl.trainer.ranks.lora_backend import TorchLoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.05, grad_clip_norm=2.0)
 
 
-def _backend(model_spec: LoraSpec | None = None) -> TorchLoraBackend:
+def _backend(model_spec: LoraSpec | None = None) -> LoraBackend:
     backend = make_backend()
     backend.create_model("m", model_spec or spec())
     return backend
 
 
-def _forward_backward(backend: TorchLoraBackend, step: int) -> None:
+def _forward_backward(backend: LoraBackend, step: int) -> None:
     ok(backend.run([train("m", sft(step, 9, 20)), train("m", rl(step, 14), "ppo")]))
 
 
-def _train(backend: TorchLoraBackend, steps: range) -> None:
+def _train(backend: LoraBackend, steps: range) -> None:
     for step in steps:
         _forward_backward(backend, step)
         backend.optim_step("m", STEP)
 
 
-def _save(backend: TorchLoraBackend, directory: Path) -> Path:
+def _save(backend: LoraBackend, directory: Path) -> Path:
     directory.mkdir()
     backend.save_state("m", directory)
     return directory

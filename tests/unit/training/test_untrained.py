@@ -22,6 +22,7 @@ from skyrl.trainer.passes import pass_run
 from skyrl.trainer.protocol import AdamParams, Backend, Datum, OutOfMemory, TrainingPass
 from skyrl.trainer.rows import prefixes
 from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
+from tests.local_ranks import rank_of
 
 CPU = torch.device("cpu")
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=8)
@@ -47,7 +48,7 @@ def test_the_choice_makes_the_least_work(sequences: list[list[int]], data: st.Da
         patch.setattr(prefixes, "MIN_SAVED_ROWS", 1)
         patch.setattr(pass_run, "SAVED_ON_CPU", 0)
         tree = prefix_tree([Datum(np.array(tokens), {}) for tokens in sequences])
-        with_backward, without = pass_run.divided(tree, trained, CPU)
+        with_backward, without = pass_run.divided(tree, trained, "cpu")
     assert sorted([*with_backward, *without]) == [*range(len(sequences))]
     assert not any(trained[index] for index in without)
     free = [index for index, each in enumerate(trained) if not each]
@@ -59,9 +60,9 @@ def test_the_choice_makes_the_least_work(sequences: list[list[int]], data: st.Da
 def test_few_rows_stay_together() -> None:
     data = sft(0, *[7] * 10)
     tree = prefix_tree(data)
-    assert pass_run.divided(tree, [True] + [False] * 9, CPU) == (range(10), [])  # 63 rows
-    assert pass_run.divided(tree, [False] * 10, CPU) == ([], [*range(10)])  # 70
-    assert pass_run.divided(tree, [False] * 10, torch.device("cuda")) == (range(10), [])
+    assert pass_run.divided(tree, [True] + [False] * 9, "cpu") == (range(10), [])  # 63 rows
+    assert pass_run.divided(tree, [False] * 10, "cpu") == ([], [*range(10)])  # 70
+    assert pass_run.divided(tree, [False] * 10, "cuda") == (range(10), [])
 
 
 @pytest.mark.parametrize(
@@ -152,13 +153,13 @@ def test_rows_of_groups_without_advantage_have_no_graph(merge: bool, at_once: py
     ran: list[tuple[int, bool]] = []
     backend = make_backend(merge=merge)
     backend.create_model("m", spec())
-    inner: Any = backend._base.packed.forward
+    inner: Any = rank_of(backend).base.packed.forward
 
     def seen(packed: Any, *arguments: Any) -> Any:
         ran.append((sum(each.stop - each.start for each in packed), torch.is_grad_enabled()))
         return inner(packed, *arguments)
 
-    at_once.setattr(backend._base.packed, "forward", seen)
+    at_once.setattr(rank_of(backend).base.packed, "forward", seen)
     data = _without_advantage(grpo(1, 6, 4, 30), {0, 2, 3})
     ok(backend.run([train("m", data, "importance_sampling")]))
     tree = prefix_tree(data)
@@ -208,7 +209,7 @@ def test_memory_that_runs_out_without_a_backward_says_nothing_of_what_rows_keep(
     """No layer is recomputed for it, neither in a second attempt nor in later micro-batches."""
     backend, of_model = _made(full)
     backend.create_model("m", of_model)
-    packed: Any = backend._model.base.packed if full else backend._base.packed  # type: ignore[attr-defined]
+    packed: Any = rank_of(backend).base.packed  # type: ignore[attr-defined]
     before, calls = packed.recomputation.bytes_of_row, list[bool]()
 
     def without_memory(*_: Any) -> Any:

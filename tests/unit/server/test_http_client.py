@@ -1,6 +1,5 @@
-"""The HTTP client of the forwarding path, over real sockets: which bytes are an answer, and which connections are
-reused.
-"""
+"""The hot HTTP client, over real sockets: which bytes are an answer, read as a whole and as a stream; which connections
+are reused; how much of an answer is kept unread."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from ipaddress import ip_address
@@ -20,10 +19,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from skyrl.http import idle_connections
-from skyrl.sampling import http
-from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.transport import Answer, Interrupted, NotAccepted
+from skyrl.http import connection as connection_module
+from skyrl.http.client import Answer, HttpClient
+from skyrl.http.connection import HIGH_WATER_BYTES, MAX_HEAD_BYTES, Connection, Interrupted, NotAccepted, Origin, Pool
 
 LONG_S = 20.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nContent-Length: 2\r\n\r\n{}"
@@ -84,26 +82,43 @@ async def serving(server: Server, host: str = "127.0.0.1", tls: ssl.SSLContext |
 
 
 @pytest.fixture
-async def transport() -> AsyncIterator[HttpTransport]:
-    transport = HttpTransport()
+async def transport() -> AsyncIterator[HttpClient]:
+    transport = HttpClient()
     yield transport
     await transport.close()
 
 
-async def post(transport: HttpTransport, server: Server, timeout_s: float = LONG_S) -> Answer:
+async def post(transport: HttpClient, server: Server, timeout_s: float = LONG_S) -> Answer:
     return await transport.post(server.url, b'{"a":1}', {"X-Session-ID": "s"}, timeout_s)
 
 
-async def test_a_request_has_exactly_these_bytes(transport: HttpTransport) -> None:
+async def test_a_request_has_exactly_these_bytes(transport: HttpClient) -> None:
     async with serving(Server(OK)) as server:
         answer = await post(transport, server)
         await transport.get(f"{server.url}?deep=1", {}, LONG_S)
-    assert answer == Answer(200, "application/json", b"{}")
+    assert (answer.status, answer.content_type, answer.body, answer.whole) == (200, "application/json", b"{}", True)
     authority = server.url.removeprefix("http://").partition("/")[0]
     expected = f"POST /v1/completions HTTP/1.1\r\nHost: {authority}\r\nX-Session-ID: s\r\nContent-Length: 7\r\n\r\n"
     assert server.heads[0] == expected
     assert server.heads[1].startswith("GET /v1/completions?deep=1 HTTP/1.1\r\n")
     assert server.bodies == [b'{"a":1}', b""]
+
+
+async def streamed(client: HttpClient, server: Server, timeout_s: float = LONG_S) -> Answer:
+    stream = await client.open_stream(server.url, b"{}", {}, timeout_s)
+    try:
+        return Answer(stream.status, *await stream.read_all(2**30))
+    finally:
+        stream.close()
+
+
+@pytest.fixture(params=[post, streamed], ids=["whole", "stream"])
+def ask(request: pytest.FixtureRequest) -> Callable[..., Awaitable[Answer]]:
+    """Both ways to read an answer."""
+    return request.param
+
+
+Ask = Callable[..., Awaitable[Answer]]
 
 
 @pytest.mark.parametrize(
@@ -112,38 +127,31 @@ async def test_a_request_has_exactly_these_bytes(transport: HttpTransport) -> No
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", b"abcde"),
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx", b"x"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
+        (b"HTTP/1.1 204 No\r\n\r\n", b""),
     ],
-    ids=["chunked", "after 100", "empty"],
+    ids=["chunked", "after 100", "empty", "204"],
 )
-async def test_a_body_is_read_chunked_after_100_continue_or_empty(
-    transport: HttpTransport, raw: bytes, expected: bytes
-) -> None:
+async def test_an_answer_ends_where_its_head_says(transport: HttpClient, ask: Ask, raw: bytes, expected: bytes) -> None:
     async with serving(Server(raw)) as server:
         for _ in range(3):
-            assert (await post(transport, server)).body == expected
-    assert server.connections == 1
+            assert (await ask(transport, server)).body == expected
+    assert server.connections == (1 if ask is post else 3), "a stream has a connection of its own"
 
 
-async def test_a_body_without_a_length_ends_with_its_connection(transport: HttpTransport) -> None:
+async def test_a_body_without_a_length_ends_with_its_connection(transport: HttpClient, ask: Ask) -> None:
     async with serving(Server(b"HTTP/1.1 200 OK\r\n\r\nall of it", close=True)) as server:
         for _ in range(2):
-            assert (await post(transport, server)).body == b"all of it"
+            assert (await ask(transport, server)).body == b"all of it"
     assert server.connections == 2
 
 
-async def test_an_informational_response_alone_is_an_interruption(transport: HttpTransport) -> None:
-    async with serving(Server(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", close=True)) as server:
-        with pytest.raises(Interrupted):
-            await post(transport, server)
-
-
-async def test_retry_after_is_read_as_a_number_of_seconds(transport: HttpTransport) -> None:
+async def test_retry_after_is_read_as_a_number_of_seconds(transport: HttpClient) -> None:
     answers = [b"HTTP/1.1 429 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % value for value in (b"1.5", b"Mon")]
     async with serving(Server(*answers)) as server:
         assert [(await post(transport, server)).retry_after_s for _ in range(2)] == [1.5, None]
 
 
-async def test_retry_after_is_read_as_a_date(transport: HttpTransport) -> None:
+async def test_retry_after_is_read_as_a_date(transport: HttpClient) -> None:
     dates = [format_datetime(datetime.now(UTC) + timedelta(hours=hours)).encode() for hours in (1, -1)]
     answers = [b"HTTP/1.1 503 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % date for date in dates]
     async with serving(Server(*answers)) as server:
@@ -154,14 +162,14 @@ async def test_retry_after_is_read_as_a_date(transport: HttpTransport) -> None:
 
 
 @pytest.mark.parametrize("value", [b"nan", b"inf", b"", b"-1", b"31 Feb 2020 99:99:99 GMT"])
-async def test_an_unreadable_retry_after_is_ignored(transport: HttpTransport, value: bytes) -> None:
+async def test_an_unreadable_retry_after_is_ignored(transport: HttpClient, value: bytes) -> None:
     answer = b"HTTP/1.1 503 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % value
     async with serving(Server(answer)) as server:
         assert not (await post(transport, server)).retry_after_s
 
 
 async def test_concurrent_requests_use_separate_connections_and_later_ones_reuse_them(
-    transport: HttpTransport,
+    transport: HttpClient,
 ) -> None:
     async with serving(Server(OK)) as server:
         for _ in range(3):
@@ -179,15 +187,15 @@ async def test_concurrent_requests_use_separate_connections_and_later_ones_reuse
     ],
     ids=["told to close", "two answers"],
 )
-async def test_a_connection_is_not_reused_after_close_or_surplus_bytes(transport: HttpTransport, last: bytes) -> None:
+async def test_a_connection_is_not_reused_after_close_or_surplus_bytes(transport: HttpClient, last: bytes) -> None:
     async with serving(Server(last, OK)) as server:
         await post(transport, server)
         assert (await post(transport, server)).body == b"{}"
         assert server.connections == 2
 
 
-async def test_idle_connections_are_closed(transport: HttpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle_connections, "MAX_IDLE_S", 0.05)
+async def test_idle_connections_are_closed(transport: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "MAX_IDLE_S", 0.05)
     async with serving(Server(OK)) as server:
         await asyncio.gather(*(post(transport, server) for _ in range(3)))
         async with asyncio.timeout(LONG_S):
@@ -203,30 +211,37 @@ async def test_idle_connections_are_closed(transport: HttpTransport, monkeypatch
         b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
         b"HTTP/1.1 200 O",
+        b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n",
         b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"x" * MAX_HEAD_BYTES,
     ],
-    ids=["short", "short chunk", "short head", "no HTTP"],
+    ids=["short", "short chunk", "short head", "informational alone", "no HTTP", "an endless status line"],
 )
-async def test_an_incomplete_answer_is_an_interruption(transport: HttpTransport, raw: bytes) -> None:
+async def test_an_incomplete_answer_is_an_interruption(transport: HttpClient, ask: Ask, raw: bytes) -> None:
     async with serving(Server(raw, close=True)) as server:
         with pytest.raises(Interrupted):
-            await post(transport, server)
+            await ask(transport, server)
+
+
+async def test_a_stream_with_an_endless_head_is_interrupted(transport: HttpClient) -> None:
+    async with serving(Server(b"HTTP/1.1 200 OK\r\nX: " + b"x" * MAX_HEAD_BYTES)) as server:
+        with pytest.raises(Interrupted, match="too long"):
+            await streamed(transport, server)
 
 
 async def test_a_request_without_an_answer_ends_at_its_deadline_and_closes_the_connection(
-    transport: HttpTransport,
+    transport: HttpClient, ask: Ask
 ) -> None:
-    async with serving(Server(OK, b"")) as server:
-        await post(transport, server)  # opens the connection, so that only the missing answer takes time below
+    async with serving(Server(b"")) as server:
         with pytest.raises(Interrupted, match="no whole answer in time"):
-            await post(transport, server, 0.2)
+            await ask(transport, server, 0.5)
         async with asyncio.timeout(LONG_S):
             await server.closed.wait()
 
 
-async def test_cancelling_a_request_closes_its_connection(transport: HttpTransport) -> None:
+async def test_cancelling_a_request_closes_its_connection(transport: HttpClient, ask: Ask) -> None:
     async with serving(Server(b"")) as server:
-        waiting = asyncio.create_task(post(transport, server))
+        waiting = asyncio.ensure_future(ask(transport, server))
         await server.received(1)
         waiting.cancel()
         async with asyncio.timeout(LONG_S):
@@ -236,7 +251,7 @@ async def test_cancelling_a_request_closes_its_connection(transport: HttpTranspo
 
 
 async def test_requests_wait_for_a_connection_when_the_limit_is_reached() -> None:
-    transport = HttpTransport(max_connections=2)
+    transport = HttpClient(max_connections=2)
     async with serving(Server(OK)) as server:
         answers = await asyncio.gather(*(post(transport, server) for _ in range(20)))
         assert [answer.status for answer in answers] == [200] * 20
@@ -257,8 +272,43 @@ async def test_requests_wait_for_a_connection_when_the_limit_is_reached() -> Non
     await transport.close()
 
 
+async def test_closing_a_stream_ends_the_connection_and_frees_its_place() -> None:
+    client = HttpClient(max_connections=1)
+    async with serving(Server(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n")) as server:
+        stream = await client.open_stream(server.url, b"{}", {}, LONG_S)
+        with pytest.raises(NotAccepted, match="no connection was free"):
+            await client.open_stream(server.url, b"{}", {}, 0.01)
+        stream.close()
+        stream.close()
+        await asyncio.wait_for(server.closed.wait(), LONG_S)
+        (await client.open_stream(server.url, b"{}", {}, LONG_S)).close()
+
+
+async def test_a_server_that_cannot_be_reached_has_not_accepted_the_request() -> None:
+    client = HttpClient(max_connections=1)
+    for _ in range(2):  # the place is free again
+        with pytest.raises(NotAccepted, match="Connect") as caught:
+            await client.open_stream("http://127.0.0.1:1/", b"{}", {}, LONG_S)
+        assert caught.value.refused
+
+
+async def test_what_nobody_reads_stays_with_the_server(transport: HttpClient) -> None:
+    size = 64 * 2**20
+    async with serving(Server(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size)) as server:
+        stream = await transport.open_stream(server.url, b"{}", {}, LONG_S)
+        async with asyncio.timeout(LONG_S):
+            while stream.connection.unread <= HIGH_WATER_BYTES:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        assert stream.connection.unread < HIGH_WATER_BYTES + 2**20
+        body, whole = await stream.read_all(2**30)
+        assert (len(body), whole) == (size, True)
+        stream.close()
+        await asyncio.wait_for(server.closed.wait(), LONG_S)
+
+
 @pytest.mark.parametrize("url", ["", "ftp://a/b", "http://", "http://a:99999/", "http://a b/", "http://a/\r\nX: y"])
-async def test_an_invalid_url_is_not_accepted(transport: HttpTransport, url: str) -> None:
+async def test_an_invalid_url_is_not_accepted(transport: HttpClient, url: str) -> None:
     with pytest.raises(NotAccepted):
         await transport.get(url, {}, LONG_S)
 
@@ -283,7 +333,7 @@ def certificate(directory: Path) -> Path:
 
 
 async def test_the_servers_certificate_is_verified(
-    transport: HttpTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transport: HttpClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = certificate(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -291,12 +341,10 @@ async def test_the_servers_certificate_is_verified(
     async with serving(Server(OK), tls=context) as server:
         with pytest.raises(NotAccepted, match="certificate verify failed"):
             await post(transport, server)
-        http._address.cache_clear()
-        monkeypatch.setattr(http, "_tls", lambda: ssl.create_default_context(cafile=str(file)))
+        monkeypatch.setattr(connection_module, "_tls", lambda: ssl.create_default_context(cafile=str(file)))
         for _ in range(2):
             assert (await post(transport, server)).status == 200
         assert len(server.bodies) == 2
-    http._address.cache_clear()
 
 
 def has_ipv6() -> bool:
@@ -307,7 +355,71 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="needs IPv6's loopback address, ::1")
-async def test_an_ipv6_address_is_reached(transport: HttpTransport) -> None:
+async def test_an_ipv6_address_is_reached(transport: HttpClient) -> None:
     async with serving(Server(OK), "::1") as server:
         assert (await post(transport, server)).status == 200
     assert "Host: [::1]:" in server.heads[0]
+
+
+# Which unused connection a client takes next, and which are closed. No bytes.
+
+SERVER = Origin("server", 80, False)
+
+
+class Unused(Connection):
+    """A connection after a whole answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complete = True
+
+    @property
+    def closed(self) -> bool:
+        return self.failure is not None
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "REFRESH_S", 0.1)
+    monkeypatch.setattr(connection_module, "MAX_IDLE_S", 0.2)
+
+
+@pytest.mark.usefixtures("short")
+async def test_connections_that_a_peak_needed_stay_open_while_there_is_traffic() -> None:
+    kept = Pool()
+    peak = [Unused() for _ in range(5)]
+    for connection in peak:
+        kept.give_back(SERVER, connection)
+    for _ in range(30):  # three times MAX_IDLE_S, one request at a time
+        await asyncio.sleep(0.02)
+        taken = kept.take(SERVER)
+        assert taken in peak
+        kept.give_back(SERVER, taken)
+    assert not any(connection.closed for connection in peak)
+    kept.close()
+
+
+async def test_the_most_recently_used_connection_is_taken_while_no_other_is_about_to_be_too_old() -> None:
+    kept = Pool()
+    older, newer = Unused(), Unused()
+    kept.give_back(SERVER, older)
+    kept.give_back(SERVER, newer)
+    assert kept.take(SERVER) is newer
+    kept.close()
+    assert older.closed
+
+
+@pytest.mark.usefixtures("short")
+async def test_connections_that_are_too_old_are_closed_and_not_given() -> None:
+    kept = Pool()
+    old = [Unused(), Unused()]
+    for connection in old:
+        kept.give_back(SERVER, connection)
+    for connection in old:
+        connection.idle_since -= 1.0
+    fresh = Unused()
+    kept.give_back(SERVER, fresh)
+    assert kept.take(SERVER) is fresh
+    assert all(connection.closed for connection in old)
+    assert kept.take(SERVER) is None
+    kept.close()

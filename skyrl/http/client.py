@@ -1,0 +1,455 @@
+"""HTTP/1.1 requests on kept connections: an answer as a whole up to a bound, or as a stream while it arrives.
+
+All large answers of a client share `AnswerMemory`: the rest of a large answer is read only after memory was reserved
+for it. Small answers need no reservation. Closing an `AnswerStream` ends its connection, so that the server stops
+computing what nobody reads.
+
+No redirects, cookies, proxies or content codings: what asks here does not need them, and no sample pays for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from email.utils import parsedate_to_datetime
+
+import msgspec
+
+from skyrl.http.connection import (
+    HEAD_TOO_LONG,
+    MAX_HEAD_BYTES,
+    Address,
+    Connection,
+    HeaderList,
+    Interrupted,
+    NotAccepted,
+    Pool,
+    address_of,
+    connect,
+)
+
+CONTROL_ANSWER_BYTES = 2**20
+"""The bound of answers that are not 2xx, and of answers for which the caller gives no bound (health, adapter loads)."""
+WORKER_HEADER = b"x-skyrl-worker"
+"""A header of skyrl's router: the URL of the replica that an answer is about."""
+
+
+def header_of(headers: HeaderList, name: bytes) -> str | None:
+    """The value of the first header `name`, which is in lower case."""
+    return next((value.decode("latin-1") for given, value in headers if given == name), None)
+
+
+def content_type_of(headers: HeaderList) -> str:
+    """Without parameters; empty if there is none."""
+    return (header_of(headers, b"content-type") or "").partition(";")[0].strip()
+
+
+def _hold_nothing() -> None:
+    """The `release` of an answer without reserved memory."""
+
+
+# Every sample makes one. As a frozen dataclass that would take three times as long.
+class Answer(msgspec.Struct, frozen=True):
+    """An HTTP answer. The names of its headers are in lower case. `whole` is False if it exceeded its bound; then
+    `body` has only its beginning.
+
+    A large answer holds memory for which other large answers wait. Call `release` when the body is not needed any more.
+    A second call does nothing, nor does a call for a small answer.
+    """
+
+    status: int
+    body: bytes
+    headers: HeaderList = []
+    whole: bool = True
+    release: Callable[[], None] = _hold_nothing
+
+    @property
+    def content_type(self) -> str:
+        return content_type_of(self.headers)
+
+    @property
+    def worker(self) -> str | None:
+        """The URL of the replica that the answer is about, if a router names it."""
+        return header_of(self.headers, WORKER_HEADER)
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds from now. The header is a number or a date; None for anything else."""
+        text = header_of(self.headers, b"retry-after")
+        if text is None:
+            return None
+        try:
+            seconds = float(text)
+        except ValueError:
+            try:
+                seconds = parsedate_to_datetime(text).timestamp() - time.time()
+            except (ValueError, OverflowError):
+                return None
+        return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+class Pieces(msgspec.Struct):
+    """The end of a long body, which is made while it is sent. `size`: the bytes of all pieces together."""
+
+    size: int
+    pieces: Iterator[bytes]
+
+
+LARGE_ANSWER_BYTES = 2**20
+"""The rest of a larger answer is only read after memory was reserved for the answer."""
+MEMORY_BYTES = 256 * 2**20
+"""For all large answers of a client, each until it is decoded. An answer larger than this is read while no other large
+answer is in memory."""
+
+
+class AnswerMemory:
+    """Grants reservations in the order of arrival. Runs in one event loop."""
+
+    def __init__(self, size: int = MEMORY_BYTES) -> None:
+        self._size = size
+        self._reserved = 0
+        self._waiting: deque[Reservation] = deque()
+
+    def reserve(self, size: int, on_granted: Callable[[], None]) -> Reservation:
+        """A reservation of `size` bytes. Calls `on_granted` when the memory is free: at once, or later."""
+        reservation = Reservation(self, size, on_granted)
+        self._waiting.append(reservation)
+        self._grant()
+        return reservation
+
+    def _grant(self) -> None:
+        while self._waiting:
+            reservation = self._waiting[0]
+            if self._reserved and self._reserved + reservation.size > self._size:
+                return
+            self._waiting.popleft()
+            self._reserved += reservation.size
+            reservation.granted = True
+            reservation.on_granted()
+
+    def _release(self, reservation: Reservation) -> None:
+        if reservation.granted:
+            reservation.granted = False
+            self._reserved -= reservation.size
+        elif reservation in self._waiting:
+            self._waiting.remove(reservation)
+        self._grant()
+
+
+class Reservation:
+    """The memory that one answer holds or waits for."""
+
+    def __init__(self, memory: AnswerMemory, size: int, on_granted: Callable[[], None]) -> None:
+        self._memory = memory
+        self.size = size
+        self.on_granted = on_granted
+        self.granted = False
+
+    def release(self) -> None:
+        """Give the memory back, or stop waiting for it. A second call does nothing."""
+        self._memory._release(self)
+
+
+EXCERPT_BYTES = 4 * 2**10
+"""How much is read of an answer whose Content-Length exceeds its bound. The error message quotes these bytes."""
+FRAMES_SHARE = 4
+"""Chunk frames and trailers of an answer may have 1/FRAMES_SHARE of the size of its body."""
+
+
+class _WholeAnswer:
+    """Takes an answer from its connection to its end. `max_bytes` bounds the body of a 2xx answer."""
+
+    __slots__ = ("_bound", "_connection", "_held", "_memory", "_parts", "_reservation", "_size", "answer", "max_bytes")
+
+    def __init__(self, connection: Connection, memory: AnswerMemory, max_bytes: int) -> None:
+        self._connection = connection
+        self._memory = memory
+        self.max_bytes = max_bytes
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._bound = -1
+        """Of the body; -1 before the head is there."""
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._reservation: Reservation | None = None
+        self._held = False
+        """Memory has not been granted yet."""
+
+    async def exchange(self, request: bytes, deadline: float, rest: Pieces | None) -> Answer:
+        """Send `request`, and then `rest`, and return the answer. `deadline` is in the event loop's time. Raises
+        Interrupted when the connection breaks or no answer comes in time."""
+        connection = self._connection
+        if connection.failure is not None:
+            raise Interrupted(connection.failure)
+        connection.sink = self
+        connection.send(request)
+        timer = asyncio.get_running_loop().call_at(deadline, connection.abort, "no whole answer in time")
+        try:
+            if rest is not None:
+                await self._send(rest.pieces)
+            return await self.answer
+        except BaseException:
+            if self.answer.done() and not self.answer.cancelled() and self.answer.exception() is None:
+                self.answer.result().release()  # the answer came at the same moment, and nobody gets it
+            self.answer.cancel()
+            connection.abort()
+            raise
+        finally:
+            timer.cancel()
+            if self._reservation is not None:
+                self._reservation.release()
+
+    async def _send(self, pieces: Iterator[bytes]) -> None:
+        """Write the pieces as the server reads them, and let others run after each. Stops when the answer is there."""
+        connection = self._connection
+        assert connection.transport is not None
+        for piece in pieces:
+            if self.answer.done():
+                connection.reusable = False  # the server takes what comes next for the rest of this request
+                return
+            connection.transport.write(piece)
+            if connection.writable is None:
+                await asyncio.sleep(0)
+            else:
+                await asyncio.wait((connection.writable, self.answer), return_when=asyncio.FIRST_COMPLETED)
+
+    def advance(self) -> None:
+        connection = self._connection
+        if self.answer.done() or (self._held and connection.failure is None):
+            return
+        if not connection.head_complete:
+            if connection.failure is HEAD_TOO_LONG and connection.status:
+                self._end(whole=False)
+            elif connection.failure is not None:
+                self.answer.set_exception(Interrupted(connection.failure))
+            return
+        body = connection.take()
+        self._size += len(body)
+        if self._bound < 0:
+            is_2xx = 200 <= connection.status < 300
+            self._bound = self.max_bytes if is_2xx else min(self.max_bytes, CONTROL_ANSWER_BYTES)
+            if not connection.complete:
+                self._read_length()
+        if connection.complete and self._size <= self._bound:
+            self._end(body)
+            return
+        self._parts.append(body)
+        beside = MAX_HEAD_BYTES + self._size // FRAMES_SHARE
+        if self._size > self._bound or connection.received > self._size + beside:
+            self._end(whole=False)
+        elif connection.failure is not None:
+            self.answer.set_exception(Interrupted(connection.failure))
+        elif self._size > LARGE_ANSWER_BYTES and self._reservation is None:
+            self._reserve(self._bound)
+
+    def _read_length(self) -> None:
+        length = header_of(self._connection.headers, b"content-length") or ""
+        if not length.isdigit():
+            return
+        if int(length) > self._bound:
+            self._bound = min(self._bound, EXCERPT_BYTES)
+        elif int(length) > LARGE_ANSWER_BYTES:
+            self._reserve(int(length))
+
+    def _reserve(self, size: int) -> None:
+        """Reserve memory. Until it is granted, read nothing more from the connection."""
+        self._reservation = self._memory.reserve(size, self._go_on)
+        if not self._reservation.granted:
+            self._held = True
+            self._connection.pause()
+
+    def _go_on(self) -> None:
+        if self._held:
+            self._held = False
+            self.advance()
+
+    def _end(self, last: bytes = b"", *, whole: bool = True) -> None:
+        """`whole`: the answer is complete, with `last`, and holds the memory that was reserved for it. Else it exceeds
+        its bound: the connection is closed."""
+        connection = self._connection
+        body = b"".join((*self._parts, last)) if self._parts else last
+        self._parts = []
+        release = _hold_nothing
+        if not whole:
+            body = body[: min(self._bound, EXCERPT_BYTES)]
+        elif self._reservation is not None:
+            release, self._reservation = self._reservation.release, None
+        self.answer.set_result(Answer(connection.status, body, connection.headers, whole, release))
+        if not whole:
+            connection.abort("the answer exceeds its bound")
+
+
+class AnswerStream:
+    """Reads an answer while it arrives: its head, then its body piece by piece. Closing it ends the connection."""
+
+    def __init__(self, connection: Connection, on_close: Callable[[], None] | None = None) -> None:
+        self.connection = connection
+        connection.sink = self
+        self._on_close = on_close
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def status(self) -> int:
+        return self.connection.status
+
+    @property
+    def headers(self) -> HeaderList:
+        return self.connection.headers
+
+    @property
+    def content_type(self) -> str:
+        return content_type_of(self.headers)
+
+    def end_at(self, deadline: float) -> None:
+        """Close the connection if the whole answer has not been read at this time of the event loop."""
+        self._timer = asyncio.get_running_loop().call_at(deadline, self.connection.abort, "no whole answer in time")
+
+    def advance(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def head(self) -> None:
+        """Wait for `status` and `headers`. Raises Interrupted."""
+        while not self.connection.head_complete:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """What has arrived of the body, at least one byte; empty at its end. Raises Interrupted if the connection broke
+        before its end."""
+        while not self.connection.unread:
+            if self.connection.complete:
+                return b""
+            await self._wait()
+        return self.connection.take()
+
+    async def read_all(self, max_bytes: int) -> tuple[bytes, bool]:
+        """The rest of the body, and whether it is whole: at most its first `max_bytes` are kept."""
+        pieces: list[bytes] = []
+        size = 0
+        while size <= max_bytes and (piece := await self.read()):
+            pieces.append(piece)
+            size += len(piece)
+        return b"".join(pieces)[:max_bytes], size <= max_bytes
+
+    async def _wait(self) -> None:
+        """Until something has arrived. Raises Interrupted."""
+        if self.connection.failure is not None:
+            raise Interrupted(self.connection.failure)
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def close(self) -> None:
+        """End the connection. A second call does nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.connection.sink = None
+        self.connection.abort()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+class HttpClient:
+    """Keeps unused connections by origin and takes the most recently used first. At most `max_connections` posts run at
+    once; None is unlimited.
+
+    Header values are not checked: they come from the configuration, and from ids that the server made."""
+
+    def __init__(self, max_connections: int | None = None) -> None:
+        self._pool = Pool()
+        self._slots = None if max_connections is None else asyncio.Semaphore(max_connections)
+        self._memory = AnswerMemory()
+
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        max_bytes: int = CONTROL_ANSWER_BYTES,
+        rest: Pieces | None = None,
+    ) -> Answer:
+        """The body is `body`, followed by the pieces of `rest`. They are taken no faster than the server reads, and not
+        to their end if the server answers before. Raises NotAccepted and Interrupted."""
+        address = address_of(url)
+        request = _encode("POST", address, body, headers, 0 if rest is None else rest.size)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        if self._slots is None:
+            return await self._exchange(address, request, deadline, max_bytes, rest)
+        await self._take_slot(deadline)
+        try:
+            return await self._exchange(address, request, deadline, max_bytes, rest)
+        finally:
+            self._slots.release()
+
+    async def open_stream(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> AnswerStream:
+        """Post a request, and return its answer once the head is there. The caller must close the stream, whose
+        connection is one of `max_connections`. Raises NotAccepted and Interrupted."""
+        address = address_of(url)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        await self._take_slot(deadline)
+        try:
+            stream = AnswerStream(await _connect(address, deadline), self._give_slot)
+        except BaseException:
+            self._give_slot()
+            raise
+        try:
+            stream.end_at(deadline)
+            stream.connection.send(_encode("POST", address, body, headers))
+            await stream.head()
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def _take_slot(self, deadline: float) -> None:
+        if self._slots is None:
+            return
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._slots.acquire()
+        except TimeoutError as error:
+            raise NotAccepted("no connection was free in time") from error
+
+    def _give_slot(self) -> None:
+        if self._slots is not None:
+            self._slots.release()
+
+    async def get(
+        self, url: str, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
+    ) -> Answer:
+        """Not bounded by `max_connections`: a health check must not wait until a post has ended. Raises NotAccepted and
+        Interrupted."""
+        address = address_of(url)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        return await self._exchange(address, _encode("GET", address, b"", headers), deadline, max_bytes)
+
+    async def _exchange(
+        self, address: Address, request: bytes, deadline: float, max_bytes: int, rest: Pieces | None = None
+    ) -> Answer:
+        connection = self._pool.take(address.origin) or await _connect(address, deadline)
+        answer = await _WholeAnswer(connection, self._memory, max_bytes).exchange(request, deadline, rest)
+        self._pool.give_back(address.origin, connection)
+        return answer
+
+    async def close(self) -> None:
+        self._pool.close()
+
+
+def _encode(method: str, address: Address, body: bytes, headers: Mapping[str, str], rest_bytes: int = 0) -> bytes:
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    values = method.encode(), address.path or b"/", address.host, lines.encode("latin-1"), len(body) + rest_bytes
+    return b"%s %s HTTP/1.1\r\nHost: %s\r\n%sContent-Length: %d\r\n\r\n%s" % (*values, body)
+
+
+async def _connect(address: Address, deadline: float) -> Connection:
+    return await connect(address.origin, min(CONNECT_TIMEOUT_S, deadline - asyncio.get_running_loop().time()))
