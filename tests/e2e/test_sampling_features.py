@@ -527,24 +527,7 @@ def numbers(answer: types.SampleResponse) -> dict[str, Any]:
     return found
 
 
-# Refusals, and clients without protobuf
-
-
-@pytest.mark.parametrize(
-    ("field", "asked"),
-    [
-        ("target_prompt_logprobs", {"target_prompt_logprobs": dense(np.zeros((2, 1)))}),
-        ("target_prompt_logprobs", {"target_prompt_logprobs": dense(np.full((3, 1), -1))}),
-        ("target_prompt_logprobs", {"target_prompt_logprobs": dense(np.full((3, 1), VOCAB))}),
-        ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 65}),
-        ("prompt_logprobs_last_n", {"prompt_logprobs_last_n": 4, "include_prompt_logprobs": True}),
-        ("topk_prompt_logprobs", {"topk_prompt_logprobs": 65}),
-    ],
-)
-def test_refusals_name_the_field(base: Model, field: str, asked: dict[str, Any]) -> None:
-    with pytest.raises(tinker.BadRequestError) as refused:
-        base.sample([1, 2, 3, 4], **asked)
-    assert refused.value.body["field"] == field  # type: ignore[index]
+# Clients without protobuf
 
 
 def test_clients_without_protobuf_get_json(server: DemoServer, base: Model) -> None:
