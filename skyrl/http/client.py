@@ -360,7 +360,8 @@ CONNECT_TIMEOUT_S = 10.0
 
 class HttpClient:
     """Keeps unused connections by origin and takes the most recently used first. At most `max_connections` posts run at
-    once; None is unlimited.
+    once; None is unlimited. `max_bytes` bounds the body of a 2xx answer: no more is read, and the connection of a
+    longer one is closed. So is that of a caller that is cancelled: the server learns that nobody needs the answer.
 
     Header values are not checked: they come from the configuration, and from ids that the server made."""
 
