@@ -188,7 +188,7 @@ async def run(runtime: Runtime) -> None:
         opened.callback(ledger.close)
         api = opened.enter_context(closing(Doorbell(*runtime.api_doorbells)))
         state = EngineStatePublisher(unfenced, api, fence, config.role.state_keys[0])
-        store = open_store(config, metrics.traffic)
+        store = open_store(config, metrics.traffic.count)
         host = _adapter_host(config, unfenced, store)
         opened.push_async_callback(asyncio.to_thread, state.clear, "the engine has stopped")
         await asyncio.to_thread(database.confirm_claim)
