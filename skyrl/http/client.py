@@ -391,7 +391,9 @@ CONNECT_TIMEOUT_S = 10.0
 
 class HttpClient:
     """Keeps unused connections by origin and takes the most recently used first. At most `max_connections` posts and
-    streams run at once; None is unlimited. `memory_bytes` is for all large answers together.
+    streams run at once; None is unlimited. `memory_bytes` is for all large answers together. `max_bytes` bounds the
+    body of a 2xx answer: no more is read, and the connection of a longer one is closed. So is that of a caller that is
+    cancelled: the server learns that nobody needs the answer.
 
     Header values are not checked: they come from the configuration, from ids that the server made, or from a request
     that was parsed."""

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import add_prompt
-from skyrl.http.client import Answer
+from skyrl.http.client import Answer, HttpClient
 from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics
@@ -55,7 +55,7 @@ from skyrl.sampling.servers import (
     ServedContext,
     health_of,
 )
-from skyrl.sampling.transport import CompletionTransport, Verdict, describe, server_failure, verdict_of
+from skyrl.sampling.verdict import Verdict, describe, server_failure, verdict_of
 from skyrl.storage.db.pictures import PictureFiles
 
 
@@ -134,7 +134,7 @@ class ForwardingClient:
 
     def __init__(
         self,
-        transport: CompletionTransport,
+        transport: HttpClient,
         endpoint: EndpointResolver,
         host: AdapterHost,
         *,

@@ -26,14 +26,14 @@ from typing import Protocol, TypeVar
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.decoding import with_short_switches
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.http.client import Answer, Pieces
+from skyrl.http.client import Answer, HttpClient, Pieces
 from skyrl.http.connection import NotAccepted
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.sampling import completion, pictures
 from skyrl.sampling.completion import prompt_scores
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.servers import Endpoint, ServedContext
-from skyrl.sampling.transport import CompletionTransport, describe, message_of, server_failure
+from skyrl.sampling.verdict import describe, message_of, server_failure
 from skyrl.storage.db.pictures import PictureFiles
 
 T_co = TypeVar("T_co", covariant=True)
@@ -175,7 +175,7 @@ class SampleExchange:
         self,
         job: SampleJob,
         priority: int | None,
-        transport: CompletionTransport,
+        transport: HttpClient,
         context: ServedContext,
         reader: AnswerReader,
     ) -> None:
@@ -270,7 +270,7 @@ class PictureExchange(SampleExchange):
         self,
         job: SampleJob,
         priority: int | None,
-        transport: CompletionTransport,
+        transport: HttpClient,
         context: ServedContext,
         reader: AnswerReader,
         sends: PictureSends,

@@ -22,10 +22,11 @@ from typing import Any, Generic, TypeVar
 
 from skyrl.base.types.weights import AdapterVersion, WeightsRef
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.http.client import HttpClient
 from skyrl.runtime.processes.backoff import Backoff
 from skyrl.sampling.exchanges import Exchange
 from skyrl.sampling.servers import CurrentWeightsCheck, Endpoint, Health, OtherWeights, health_of
-from skyrl.sampling.transport import CompletionTransport, server_failure
+from skyrl.sampling.verdict import server_failure
 from skyrl.storage.db.faults import DatabaseError, reason
 
 
@@ -134,7 +135,7 @@ class Waits:
     long a request may take, for the message when it took longer."""
 
     def __init__(
-        self, transport: CompletionTransport, headers: Mapping[str, str], replicas: Collection[str], deadline_s: float
+        self, transport: HttpClient, headers: Mapping[str, str], replicas: Collection[str], deadline_s: float
     ) -> None:
         self._transport = transport
         self._headers = headers

@@ -22,13 +22,13 @@ from msgspec.structs import replace
 
 from skyrl.base.types.weights import EVERYTHING, AdapterVersion, Scope, WeightsRef
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.http.client import Answer
+from skyrl.http.client import Answer, HttpClient
 from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference import vllm_client
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics, Load
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
-from skyrl.sampling.transport import CompletionTransport, Verdict, describe, server_failure, verdict_of
+from skyrl.sampling.verdict import Verdict, describe, server_failure, verdict_of
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState
@@ -123,7 +123,7 @@ class Health(Enum):
     GONE = "gone"
 
 
-async def health_of(transport: CompletionTransport, endpoint: Endpoint, headers: Mapping[str, str]) -> Health:
+async def health_of(transport: HttpClient, endpoint: Endpoint, headers: Mapping[str, str]) -> Health:
     try:
         answer = await transport.get(f"{endpoint.url}/health", headers, HEALTH_TIMEOUT_S)
     except NotAccepted:
@@ -218,7 +218,7 @@ class _Models(msgspec.Struct):
 class ServedContext:
     """Remembers the context length of each endpoint."""
 
-    def __init__(self, transport: CompletionTransport, headers: dict[str, str]) -> None:
+    def __init__(self, transport: HttpClient, headers: dict[str, str]) -> None:
         self._transport = transport
         self._headers = headers
         self._lengths: dict[Endpoint, int] = {}
@@ -264,7 +264,7 @@ class AdapterLoads:
 
     def __init__(
         self,
-        transport: CompletionTransport,
+        transport: HttpClient,
         host: AdapterHost,
         headers: Mapping[str, str],
         counts: Counter[str],

@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -22,12 +22,12 @@ from skyrl.chat.openai.errors import code_in, impossible_shape, refusal_of
 from skyrl.chat.openai.fields import Sampling
 from skyrl.chat.openai.generation import CHAT, GENERATE, RENDERED, Generation
 from skyrl.chat.openai.models import Target
-from skyrl.http.client import CONTROL_ANSWER_BYTES, Answer, AnswerStream
+from skyrl.http.client import CONTROL_ANSWER_BYTES, Answer, AnswerStream, HttpClient
 from skyrl.http.connection import Interrupted
 from skyrl.sampling.completion import STOP_TOKEN, AbortedAnswer, AnswerUsage, MalformedAnswer
 from skyrl.sampling.metrics import Used
 from skyrl.sampling.servers import NOT_TOLD, Endpoint, OtherWeights, Span, check_began, spans_in
-from skyrl.sampling.transport import CompletionTransport, describe, server_failure
+from skyrl.sampling.verdict import describe, server_failure
 
 DONE = b"[DONE]"
 """The last event of a complete stream."""
@@ -222,12 +222,6 @@ _TOKENIZED = frozenset({"messages", "tools", "chat_template_kwargs", *RENDERED} 
 _ERROR_EVENT = b'{"error"'
 
 
-class Transport(CompletionTransport, Protocol):
-    async def open_stream(
-        self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float
-    ) -> AnswerStream: ...
-
-
 @dataclass(frozen=True)
 class Sending:
     """What is sent: a request for a model, with its priority, for a tenant, under an id that the inference server
@@ -242,7 +236,7 @@ class Sending:
 
 
 class _Exchange:
-    def __init__(self, sending: Sending, transport: Transport) -> None:
+    def __init__(self, sending: Sending, transport: HttpClient) -> None:
         self._request = sending.request
         self._target = sending.target
         self._transport = transport
@@ -357,7 +351,7 @@ class StreamedAnswer(_Exchange):
 class PromptCount(_Exchange):
     """Counts the tokens that the inference server makes of the messages of a chat."""
 
-    def __init__(self, sending: Sending, transport: Transport) -> None:
+    def __init__(self, sending: Sending, transport: HttpClient) -> None:
         super().__init__(sending, transport)
         fields = {name: value for name, value in sending.request.fields.items() if name in _TOKENIZED}
         self._body = msgspec.json.encode(fields | {"model": sending.target.served_name})

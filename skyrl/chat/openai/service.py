@@ -25,7 +25,6 @@ from skyrl.chat.openai.exchanges import (
     PromptCount,
     Sending,
     StreamedAnswer,
-    Transport,
     WholeAnswer,
     is_error,
     with_token_names,
@@ -33,6 +32,7 @@ from skyrl.chat.openai.exchanges import (
 from skyrl.chat.openai.generation import CHAT, GENERATE, Generation
 from skyrl.chat.openai.messages import ChatPictures
 from skyrl.chat.openai.models import Target
+from skyrl.http.client import HttpClient
 from skyrl.http.connection import Interrupted
 from skyrl.runtime.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
 from skyrl.runtime.processes.logs import about_request
@@ -136,7 +136,7 @@ class OpenAIService:
     def __init__(
         self,
         client: ForwardingClient,
-        transport: Transport,
+        transport: HttpClient,
         gate: SamplingGate,
         guard: FeatureGuard,
         uses: AdapterUses,

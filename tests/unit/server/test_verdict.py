@@ -7,7 +7,7 @@ import pytest
 
 from skyrl.http.client import Answer
 from skyrl.router.messages import BUSY, INTERRUPTED, NO_WORKER, refusal
-from skyrl.sampling.transport import Verdict, verdict_of
+from skyrl.sampling.verdict import Verdict, verdict_of
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The interface of the forwarding client's transport, and the verdict on an answer.
+"""The verdict on an answer of the inference server.
 
 A verdict is the action that follows from an answer's status, or from the one code of skyrl's router that says more than
 its status; docs/how-it-works/forwarding.md has the table. Does not know how often a sample was sent: the client counts
@@ -7,43 +7,12 @@ that, and may fail a sample although the verdict is to send it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
-from typing import Protocol
 
 import msgspec
 
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.http.client import CONTROL_ANSWER_BYTES, Answer, Pieces
-
-
-class CompletionTransport(Protocol):
-    """Sends a request and returns the answer; `HttpClient` does. Raises only NotAccepted and Interrupted.
-
-    The body of a post is `body`, followed by the pieces of `rest`. They are taken no faster than the server reads, and
-    not to their end if the server answers before.
-
-    `max_bytes` bounds the body of a 2xx answer. The transport reads no more than that into memory, and closes the
-    connection if the answer is longer.
-
-    If a caller is cancelled, its connection is closed; so vLLM learns that the answer is not needed."""
-
-    async def post(
-        self,
-        url: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        timeout_s: float,
-        max_bytes: int = CONTROL_ANSWER_BYTES,
-        rest: Pieces | None = None,
-    ) -> Answer: ...
-
-    async def get(
-        self, url: str, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
-    ) -> Answer: ...
-
-    async def close(self) -> None: ...
-
+from skyrl.http.client import Answer
 
 BODY_EXCERPT = 200
 
