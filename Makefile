@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The number of test processes; tests/grouping.py spreads the tests over them.
 # WORKERS=0 runs all tests in one process.
-WORKERS ?= 5
+WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
 .PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-real test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs tables bench soak chaos fuzz screenshots findings release-check audit lock proto clean
@@ -49,7 +49,7 @@ test-fast: setup
 test-slow: setup
 	SKYRL_TEST_SLOW=1 $(PYTEST) -m slow
 
-# The tests on a Ray cluster, which they start on this machine, with those that `make test` leaves out
+# The tests on a Ray cluster, which they start on this machine; `make test` runs a few of them
 test-ray: setup
 	SKYRL_TEST_SLOW=1 $(PYTEST) tests/ray
 
@@ -131,7 +131,7 @@ screenshots: setup
 # What a release needs: strict pages, a wheel that serves from an empty folder, an entry of the changelog, and the last
 # version's state directory, with which this version goes on (tests/release/old_state.py keeps this version's).
 release-check: setup docs
-	$(PY) -m pytest tests/release
+	SKYRL_TEST_SLOW=1 $(PY) -m pytest tests/release
 
 # Known vulnerabilities of the versions in requirements/cpu.txt; AUDIT="--ignore-vuln ID" ignores one of them.
 # A mirror may have no advisories. So first look for them at a version that is known to be vulnerable.

@@ -1,10 +1,10 @@
 """Groups of tests, and the order in which groups start, when pytest-xdist runs tests in several processes.
 
 A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once.
-Seven groups are larger: the tests on the servers of tests/fuzz/conftest.py, tests/plane/conftest.py,
-tests/faults/conftest.py and tests/e2e/tools/conftest.py, those on the cluster of tests/ray/conftest.py, and two groups
-on servers of tests/e2e/conftest.py. One group there would take longer than all other tests together take in the other
-processes.
+Eight groups are larger: the tests on the servers of tests/fuzz/conftest.py, tests/plane/conftest.py,
+tests/faults/conftest.py and tests/e2e/tools/conftest.py, those on the cluster of tests/ray/conftest.py, two groups
+on servers of tests/e2e/conftest.py, and the tests that import much of vLLM. One group of all servers would take longer
+than all other tests together take in the other processes.
 
 This module knows only the paths of tests. (pytest-xdist's own groups, `--dist loadgroup`, need marks and write into
 node ids, and pytest 9.2 does not allow that.)
@@ -33,7 +33,6 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_base_models.py",
         "tests/e2e/test_cluster_gateways.py",
         "tests/e2e/test_colocated.py",
-        "tests/e2e/test_cpu_cost.py",
         "tests/e2e/test_durability.py",
         "tests/e2e/test_full_finetuning.py",
         "tests/e2e/test_keys.py",
@@ -54,6 +53,9 @@ FUZZ = "tests/fuzz"
 PLANE = "tests/plane"
 RAY = "tests/ray"
 
+VLLM_CODE = "tests/unit/inference"
+"""The tests of what changes vLLM: one process imports all that they use of it, which takes 20 s."""
+
 MORTAL = "tests/faults/test_vllm_replaced.py"
 """The group of the modules that kill parts of one server with a vLLM."""
 MORTAL_MODULES = frozenset({"tests/faults/test_agent_durability.py", MORTAL})
@@ -69,6 +71,7 @@ ORDER = (
     "tests/release",
     "tests/component/inference/test_vllm_server.py",
     FUZZ,
+    VLLM_CODE,
     "tests/component",
     "tests/deploy",
     "tests/contract",
@@ -83,7 +86,7 @@ def group_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0]
     if path.startswith(tuple(f"{folder}/" for folder in PROGRAM_FOLDERS)):
         return PROGRAMS
-    for folder in (TOOLS, SHARED_SERVER, FUZZ, PLANE, RAY):
+    for folder in (TOOLS, SHARED_SERVER, FUZZ, PLANE, RAY, VLLM_CODE):
         if path.startswith(f"{folder}/") and path not in OWN_SERVERS:
             return folder
     return MORTAL if path in MORTAL_MODULES else path

@@ -161,7 +161,7 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
     names = ByName.of(tuple(one.config for one in runtime.each))
     sessions, samplers = Sessions(database, writer, base.notifier.peers), Samplers(database, writer, names.own)
     models, checkpoints = Models(database, writer), Checkpoints(database, writer)
-    store = open_store(config, base.metrics.traffic)
+    store = open_store(config, base.metrics.traffic.count)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
     checks, uses = PictureChecks(base.metrics.images), AdapterUses(writer)
     admission = Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.refusals)
@@ -189,7 +189,6 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         sessions,
         lanes,
         engine=base.notifier.engine,
-        admission=admission,
         quotas=quotas,
         metrics=base.metrics.refusals,
     )

@@ -26,6 +26,8 @@ from tests.otlp_receiver import Collector, collector
 from tests.postgres_server import PostgresServer
 from tests.servers import SLOW_START_S, ready, seeing_server
 
+from .browser import DESK, Browser, open_browser
+
 RUNNING = r"num_requests_(?:running|waiting)\{.*"
 COMPLETED = r'request_success_total\{.*finished_reason="length".*'
 """Requests in vLLM, and those that it has sampled to their bound: names and labels for `in_vllm`."""
@@ -61,6 +63,21 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     """Its model is the tiny one that sees, in the directory `model` beside the server's state."""
     with ready(seeing_server(tmp_path_factory.mktemp("seeing"), "tiny-vision", SEEING_ALIAS, ALIAS)) as running:
         yield running
+
+
+@pytest.fixture(scope="package")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("chromium")) as running:
+        yield running
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Browser:
+    """A Chromium with a desk's screen and an empty page."""
+    chromium.open("about:blank")
+    chromium.console()  # what it says belongs to the test before
+    chromium.has_screen(DESK)
+    return chromium
 
 
 @pytest.fixture(scope="session")

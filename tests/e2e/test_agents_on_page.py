@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from skyrl.cli.demo.server import DemoServer
 
-from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser
+from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser
 from .talking_agent import TalkingAgent, manage
 
 pytestmark = [pytest.mark.vllm, NEEDS_CHROMIUM]
@@ -22,13 +21,6 @@ pytestmark = [pytest.mark.vllm, NEEDS_CHROMIUM]
 KEY = "tml-agents-page"
 HOSTILE = "<img src=x onerror=alert(1)>\u202e<script>alert(2)</script>"
 SCREENSHOTS = os.environ.get("SCREENSHOTS")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with open_browser(tmp_path_factory.mktemp("chromium")) as browser:
-        browser.has_screen(DESK)
-        yield browser
 
 
 def rows(browser: Browser, table: str) -> list[dict[str, str]]:
@@ -126,7 +118,6 @@ def test_the_view_of_a_session_fits_a_phone(server: DemoServer, browser: Browser
     agent = TalkingAgent.begin(server, KEY, "calculator")
     for text in ("What is 2 + 2?", "x" * 400):
         agent.says(text)
-    browser.open("about:blank")
     browser.open(f"{server.url}/ui#/agents/{agent.id}")
     browser.type_key(KEY)
     for screen in (PHONE, DESK):
@@ -145,7 +136,6 @@ def test_the_picture_of_a_session(server: DemoServer, browser: Browser) -> None:
     for text in ("And the forest?", "Since when?"):
         agent.says(text)
     browser.has_screen((DESK[0], 1250))
-    browser.open("about:blank")
     browser.open(f"{server.url}/ui#/agents/{agent.id}")
     browser.type_key(KEY)
     browser.until(lambda: len(rows(browser, "Turns")) == 4)
@@ -156,7 +146,6 @@ def test_the_picture_of_a_session(server: DemoServer, browser: Browser) -> None:
 
 def test_another_tenants_session_is_not_found(server: DemoServer, browser: Browser) -> None:
     agent = TalkingAgent.begin(server, KEY, "secret name")
-    browser.open("about:blank")
     browser.open(f"{server.url}/ui#/agents/{agent.id}")
     browser.type_key("tml-somebody-else")
     browser.until(lambda: "no such agent session" in browser.one("#notice").text)

@@ -26,7 +26,7 @@ from tests.servers import SLOW_START_S, ready, student_and_teacher
 
 from .conftest import ask, cross_entropy, train
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPT = types.ModelInput.from_ints([1, 7, 300, 12, 45])
 ENDPOINT = "SELECT inference_proxy_url FROM engine_state WHERE base_model = :name"
@@ -127,7 +127,6 @@ def test_student_and_teacher_score_the_same_tokens_differently(
     assert max(abs(a - b) for a, b in zip(student, teacher, strict=True)) > 0.01
 
 
-@pytest.mark.slow
 def test_the_student_trains_while_the_teachers_vllm_is_killed(
     server: DemoServer, connect: Callable[[], tinker.ServiceClient]
 ) -> None:
@@ -158,7 +157,6 @@ def test_the_teacher_is_sampled_while_the_students_engine_is_killed(
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
 def test_a_teacher_that_cannot_start_leaves_the_student_alone(tmp_path: Path) -> None:
     wrong = {"generator.inference_engine.engine_init_kwargs": {"no_such_option": 1}}
     with ready(student_and_teacher(tmp_path, backend_config=wrong)) as server:

@@ -20,26 +20,6 @@ pytestmark = pytest.mark.vllm
 TEXT = "The old fox watches the river at dawn."
 
 
-def test_a_killed_engine_loses_no_training_and_no_samples(
-    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    client = connect()
-    data = [cross_entropy(tokenizer.encode(TEXT))]
-    twin = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
-    uninterrupted = train(twin, data, 8, 1e-2)
-    trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
-    before = train(trainer, data, 4, 1e-2)
-    sampler = trainer.save_weights_and_get_sampling_client().result()
-    prompt = tokenizer.encode("The old")
-    expected = greedy(sampler, prompt)
-    find_process(server, "skyrl.engine.main").kill()
-    assert greedy(sampler, prompt) == expected
-    after = train(trainer, data, 4, 1e-2)
-    assert before + after == uninterrupted
-    said = (server.state_dir / "logs" / "engine.log").read_text()
-    assert said.count("vLLM and the trainer agree") == 1, "compared at the server's start, and not by the next engine"
-
-
 @pytest.mark.slow
 def test_a_killed_engine_of_vllm_loses_no_samples_and_no_openai_request_that_got_nothing_yet(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase

@@ -40,6 +40,7 @@ def server(tmp_path: Path, url: str, upstream: Upstream) -> Iterator[MortalServe
         yield running
 
 
+@pytest.mark.slow
 def test_a_server_on_postgresql_trains_samples_and_saves_through_deaths(server: MortalServer, url: str) -> None:
     with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as client:
         trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()

@@ -28,7 +28,7 @@ from tests.servers import SLOW_START_S, ready
 from .conftest import cross_entropy, find_process, train
 from .load import PROMPT, Load, client_that_outlives, sample, start_load
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SHORT, LONG = 12, 400
 ROUTER = "skyrl.router.main"
@@ -180,10 +180,7 @@ def test_a_killed_replica_costs_no_sample_and_is_used_again(
     until(serves_again)
 
 
-@pytest.mark.parametrize(
-    "signal_number",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_router_that_is_gone_costs_no_sample(
     server: DemoServer, replicas: Replicas, samplers: list[tinker.SamplingClient], signal_number: signal.Signals
 ) -> None:

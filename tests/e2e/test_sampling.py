@@ -9,41 +9,15 @@ import pytest
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
-from skyrl.base.tiny.corpus import chat_prompt
 from skyrl.cli.demo.server import DemoServer
 
-from .conftest import ClientFactory, ask, cross_entropy, greedy, train
+from .conftest import ClientFactory, cross_entropy, greedy, train
 from .long_pass import sample_ends_first
 
 pytestmark = pytest.mark.vllm
 
 TEXT = "The old fox watches the river at dawn."
 OTHER = "A quiet owl remembers the small horse near the mill."
-
-
-def kinds(server: DemoServer) -> dict[str, int]:
-    return dict(ask(server, "select kind, count(*) from futures group by kind"))
-
-
-def test_the_engine_state_holds_the_inference_url_after_a_save(server: DemoServer, connect: ClientFactory) -> None:
-    trainer = connect().create_lora_training_client(base_model="tiny", rank=4).result()
-    trainer.save_weights_and_get_sampling_client().result()
-    (url, generation), *rest = ask(server, "select inference_proxy_url, generation from engine_state")
-    assert not rest
-    assert url.startswith("http://127.0.0.1:")
-    assert generation >= 1
-
-
-def test_a_sample_is_a_forwarded_future_and_not_an_engine_command(
-    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    before = kinds(server)
-    sampler = connect().create_sampling_client(base_model="tiny").result()
-    params = types.SamplingParams(max_tokens=4, temperature=1.0)
-    sampler.sample(types.ModelInput.from_ints(tokenizer.encode(TEXT)), num_samples=2, sampling_params=params).result()
-    after = kinds(server)
-    assert after["EXTERNAL"] == before.get("EXTERNAL", 0) + 1
-    assert "SAMPLE" not in after
 
 
 def test_a_sample_ends_while_a_long_pass_runs(
@@ -126,48 +100,3 @@ def test_the_logprobs_of_samples_equal_the_trainers(connect: ClientFactory, toke
         assert sequence.logprobs is not None
         given = np.asarray(output["logprobs"].data)[len(prompt) - 1 :]
         np.testing.assert_allclose(given, np.asarray(sequence.logprobs), atol=1e-3)
-
-
-def test_stop_tokens_and_stop_strings_end_a_sample(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
-    sampler = connect().create_sampling_client(base_model="tiny").result()
-    prompt = types.ModelInput.from_ints(tokenizer.encode(chat_prompt("sort: d,a,c,x,k,m,z,b,t")))
-
-    def sample(stop: object, max_tokens: int = 40) -> types.SampledSequence:
-        params = types.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)  # type: ignore[arg-type]
-        return sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences[0]
-
-    ended = sample(None)
-    assert ended.stop_reason == "stop"
-    assert list(ended.tokens)[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    endless = sample([])
-    assert endless.stop_reason == "length"
-    assert len(endless.tokens) == 40
-    middle = list(ended.tokens)[1]
-    by_id = sample([middle])
-    assert list(by_id.tokens)[-1] == middle
-    assert list(by_id.tokens).count(middle) == 1
-    by_text = sample([tokenizer.decode([middle])])
-    assert list(by_text.tokens) == list(by_id.tokens)
-    assert by_text.stop_reason == "stop"
-    special = sample(["<|im_end|>"])
-    assert list(special.tokens) == list(ended.tokens)
-
-
-def test_seeds_repeat_samples_and_greedy_samples_are_equal(
-    connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    sampler = connect().create_sampling_client(base_model="tiny").result()
-    prompt = types.ModelInput.from_ints(tokenizer.encode("The old"))
-
-    def sample(seed: int | None, temperature: float) -> list[tuple[int, ...]]:
-        params = types.SamplingParams(max_tokens=16, temperature=temperature, seed=seed, stop=[])
-        answer = sampler.sample(prompt, num_samples=4, sampling_params=params).result()
-        return [tuple(sequence.tokens) for sequence in answer.sequences]
-
-    first = sample(2**64 - 1, 1.0)
-    assert len(set(first)) > 1
-    assert sample(2**64 - 1, 1.0) == first
-    assert sample(7, 1.0) != first
-    alike = sample(None, 0.0)
-    assert len(alike) == 4
-    assert len(set(alike)) == 1

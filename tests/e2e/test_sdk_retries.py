@@ -19,7 +19,6 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import NoSpace
 from skyrl.cli.demo.server import DemoServer
 from tests.servers import SLOW_START_S
@@ -269,34 +268,6 @@ def test_a_training_call_with_a_lost_promise_fails_alone(proxy: FaultProxy, clie
     assert (trainer.optim_step(ADAM).result().metrics or {})["optimizer_step"] == 1, "the pass itself ran"
 
 
-def test_later_chunks_wait_for_the_first_one(
-    proxy: FaultProxy, client: tinker.ServiceClient, connect: ClientFactory
-) -> None:
-    """The first chunk is held until all others have arrived. Until then none of them runs."""
-    gate = Gate()
-
-    async def hold_the_first(call: Call) -> Any:
-        first = pb.ForwardBackwardHeader.FromString(call.body).seq_id == 1
-        return await (gate.hold(call) if first else call.forward())
-
-    proxy.always("/forward_backward", hold_the_first)
-    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
-    passed, stepped = trainer.forward_backward(data(20, 8), "cross_entropy"), trainer.optim_step(ADAM)
-    gate.wait_reached()
-    waiting = [call.answers[0].json()["request_id"] for call in proxy.seen("/forward_backward") if call.answers]
-    assert len(waiting) == 3
-    time.sleep(0.3)
-    polls = [call for call in proxy.seen("/retrieve_future") if json.loads(call.body)["request_id"] in waiting]
-    assert [call for call in polls if call.told is not None] == []
-    gate.open()
-    alone = connect().create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
-    expected = alone.forward_backward(data(20, 8), "cross_entropy").result().metrics["loss:sum"]
-    assert passed.result().metrics["loss:sum"] == pytest.approx(expected, rel=1e-6)
-    assert stepped.result().metrics == alone.optim_step(ADAM).result().metrics, (
-        "the gradient is the same to the last bit"
-    )
-
-
 def test_a_failed_pass_does_not_change_the_passes_around_it(
     server: DemoServer, client: tinker.ServiceClient, connect: ClientFactory
 ) -> None:
@@ -317,25 +288,6 @@ def test_a_failed_pass_does_not_change_the_passes_around_it(
         ends.append(((stepped.result().metrics or {})["grad_norm"], saved_files(server, saved.result().path)))
     assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-5)
     assert ends[0][1].keys() == ends[1][1].keys()
-
-
-def test_another_body_under_a_used_number_is_refused_and_later_numbers_run(
-    server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
-) -> None:
-    """The SDK never repeats a refused number, so later numbers must not wait for it."""
-    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
-    trainer.forward_backward(data(20, 1), "cross_entropy").result()
-    used = trainer.model_id, 2
-    stolen = {"model_id": used[0], "seq_id": used[1], "adam_params": {"learning_rate": 0.5}}
-    headers = {"X-API-Key": "tml-unlucky"}
-    taken = httpx.post(f"{server.url}/api/v1/optim_step", json=stolen, headers=headers, trust_env=False)
-    assert taken.status_code == 200
-    with pytest.raises(tinker.BadRequestError, match="seq_id: 2 was used before"):
-        trainer.optim_step(ADAM).result()
-    assert (refused := proxy.seen("/optim_step")[0].answers[0]).status == 400
-    assert refused.json()["field"] == "seq_id"
-    assert trainer.forward_backward(data(20, 1), "cross_entropy").result().metrics["loss:sum"] > 0
-    assert (trainer.optim_step(ADAM).result().metrics or {})["optimizer_step"] == 2
 
 
 async def test_many_polls_wait_for_one_result_and_can_read_it_again(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from skyrl.cli.demo.rl import datum
 from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.main import app
 
-from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser
+from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser
 from .conftest import ClientFactory, cross_entropy, train
 
 pytestmark = pytest.mark.vllm
@@ -61,13 +61,6 @@ class Loop:
             passed = self.trainer.forward_backward(data, "ppo")
             self.trainer.optim_step(types.AdamParams(learning_rate=3e-3)).result()
             passed.result()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with open_browser(tmp_path_factory.mktemp("chromium")) as browser:
-        browser.has_screen(DESK)
-        yield browser
 
 
 def cells(browser: Browser, name: str) -> dict[str, str]:
@@ -205,7 +198,6 @@ def test_the_key_is_kept_nowhere_unless_the_user_asks_for_it(
     server: DemoServer, connect: ClientFactory, browser: Browser
 ) -> None:
     Loop.begin(connect(KEY), "kept")
-    browser.open("about:blank")
     browser.open(f"{server.url}/ui")
     browser.type_key(KEY)
     browser.until(lambda: cells(browser, "kept"))
@@ -249,7 +241,6 @@ def test_every_view_fits_a_phone(server: DemoServer, connect: ClientFactory, bro
     loop = Loop.begin(connect("tml-phone"), "fox-rl")
     loop.steps(12 if SCREENSHOTS else 2)
     loop.trainer.save_state("first").result()
-    browser.open("about:blank")
     browser.open(f"{server.url}/ui")
     browser.type_key("tml-phone")
     browser.until(lambda: cells(browser, "fox-rl"))
@@ -283,7 +274,6 @@ def test_while_the_server_is_away_the_page_says_how_old_its_data_is(
     server: DemoServer, connect: ClientFactory, browser: Browser
 ) -> None:
     Loop.begin(connect(KEY), "away")
-    browser.open("about:blank")
     browser.open(f"{server.url}/ui")
     browser.type_key(KEY)
     browser.until(lambda: cells(browser, "away"))

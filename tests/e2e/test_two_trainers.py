@@ -45,7 +45,6 @@ def server(tmp_path: Path, url: str) -> Iterator[MortalServer]:
             yield running
 
 
-@pytest.mark.slow
 def test_an_engine_that_dies_takes_only_its_own_training_away(server: MortalServer, url: str) -> None:
     with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as client:
         trainers = [client.create_lora_training_client(base_model=name, rank=4, seed=3).result() for name in NAMES]

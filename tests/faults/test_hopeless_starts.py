@@ -60,6 +60,7 @@ def test_serve_ends_with_a_reason_if_the_engine_cannot_train_the_model(tmp_path:
     assert (tmp_path / "state" / "logs" / "engine.log").read_text().count("engine: start") == 1
 
 
+@pytest.mark.slow
 def test_serve_ends_with_the_file_that_a_model_directory_lacks(tmp_path: Path) -> None:
     """Without another try: a file that the index names does not come by itself, as a file system or a hub does."""
     model = tmp_path / "model"

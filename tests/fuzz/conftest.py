@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import pytest
 from hypothesis import seed, settings
 
+from skyrl.base.tiny import vision
 from tests.e2e.mortal_server import MortalServer, Upstream
 from tests.fuzz.target import QUICK, Target
 from tests.servers import ready
@@ -28,11 +29,13 @@ class Run(Protocol):
 
 @pytest.fixture(scope="package")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with (
-        Upstream() as upstream,
-        ready(MortalServer(tmp_path_factory.mktemp("fuzz"), "--external-inference-url", upstream.url)) as server,
-    ):
-        yield Target(server)
+    """Its base model sees."""
+    model = tmp_path_factory.mktemp("seeing")
+    vision.make(model)
+    with Upstream() as upstream:
+        flags = ("--base-model", str(model), "--served-model-name", "tiny", "--external-inference-url", upstream.url)
+        with ready(MortalServer(tmp_path_factory.mktemp("fuzz"), *flags)) as server:
+            yield Target(server)
 
 
 @pytest.fixture

@@ -11,32 +11,16 @@ from itertools import count
 from random import Random, SystemRandom
 from typing import Any
 
-import pytest
-
 from skyrl.base.pictures.picture import PictureFormat
-from skyrl.base.tiny.vision import make
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.training import PROTOBUF
-from tests.e2e.mortal_server import MortalServer, Upstream
 from tests.fuzz.pictures import damaged, files
 from tests.fuzz.target import Target
-from tests.servers import ready
 from tests.unit.picture_files import png
 
-REQUESTS = 500
-SAMPLES = count()
-"""Numbers of the samples, which are not those of the model's commands."""
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A server whose base model sees."""
-    model = tmp_path_factory.mktemp("seeing")
-    make(model)
-    with Upstream() as upstream:
-        flags = ("--base-model", str(model), "--served-model-name", "tiny", "--external-inference-url", upstream.url)
-        with ready(MortalServer(tmp_path_factory.mktemp("state"), *flags)) as server:
-            yield Target(server)
+REQUESTS = 200
+SAMPLES = count(10**6)
+"""Numbers of the samples, which no other test of the sampling session uses."""
 
 
 def image(format: str, data: bytes) -> dict[str, Any]:
@@ -82,18 +66,18 @@ def _succeeded(ended: dict[str, Any] | None) -> bool:
 ROUTES: tuple[Callable[[Target, PictureFormat, bytes], bool], ...] = (sample, chat, forward, forward_in_protobuf)
 
 
-def test_damaged_pictures_in_requests_get_sound_answers(seeing: Target) -> None:
-    assert forward(seeing, "png", png(64, 64)), "now the worker that decodes runs"
-    kinds, processes, taken, refused = files(), seeing.pids(), set[Any](), set[Any]()
+def test_damaged_pictures_in_requests_get_sound_answers(target: Target) -> None:
+    assert forward(target, "png", png(64, 64)), "now the worker that decodes runs"
+    kinds, processes, taken, refused = files(), target.pids(), set[Any](), set[Any]()
     for number, seed in enumerate(seeds()):
         rng, route = Random(seed), ROUTES[number % len(ROUTES)]
         format, whole = rng.choice(kinds)
         data = damaged(rng, format, whole)
-        (taken if route(seeing, format, data) else refused).add(route)
+        (taken if route(target, format, data) else refused).add(route)
     assert refused == {*ROUTES}
     assert taken >= {sample, chat}
-    assert forward(seeing, "png", png(64, 64)), "the server still works"
-    assert seeing.pids() == processes, "a process of the server died: perhaps the worker that decodes"
+    assert forward(target, "png", png(64, 64)), "the server still works"
+    assert target.pids() == processes, "a process of the server died: perhaps the worker that decodes"
 
 
 def seeds() -> Iterator[int]:

@@ -17,7 +17,7 @@ from skyrl.base.pictures.decoding import MAX_PIXELS, opened, size_of
 from skyrl.base.pictures.picture import BadPicture
 from tests.fuzz.pictures import damaged, files
 
-FILES = 10_000
+FILES = 3_000
 MOST_CPU_S = 10.0
 """The worker's bound for one picture. Undamaged files of their size take less than a millisecond."""
 MOST_GROWTH_MIB = 1500

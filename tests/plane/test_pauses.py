@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPT = [265, 296, 83, 315]
 TOKENS = 250
-ROUNDS, IN_FLIGHT = 50, 16
+ROUNDS, IN_FLIGHT = 20, 16
 ROUNDING = 1e-4
 """Float32 sums in another order: batches differ, and a retracted cache is computed in one pass."""
 
@@ -149,7 +149,7 @@ async def test_frozen_requests_can_be_aborted_and_left(workers: list[Worker]) ->
     assert len((await other)["output_ids"]) == 500
 
 
-async def test_fifty_pauses_lose_nothing(workers: list[Worker]) -> None:
+async def test_twenty_pauses_lose_nothing(workers: list[Worker]) -> None:
     worker = workers[0]
     prompts = [[*PROMPT, number] for number in range(IN_FLIGHT)]
     wanted = await asyncio.gather(*(worker.sample(prompt, TOKENS) for prompt in prompts))
@@ -160,7 +160,7 @@ async def test_fifty_pauses_lose_nothing(workers: list[Worker]) -> None:
         ]
 
     pauses, frozen = 0, {"in_place": 0, "retract": 0}
-    while pauses < ROUNDS or min(frozen.values()) < 2:  # on a busy machine the samples end before the fifty pauses
+    while pauses < ROUNDS or min(frozen.values()) < 2:  # on a busy machine the samples end before the last pause
         mode = ("in_place", "retract")[pauses % 2]
         running = await all_paused([worker], begin, mode)
         while not all(task.done() for task in running):

@@ -60,10 +60,10 @@ async def test_full_weights_keep_the_promises_of_a_medium(
     async def served() -> list[list[str]]:
         return [[await worker.version()] for worker in workers]
 
-    running = await computed(workers, 1, lambda worker: worker.sample(PROMPT, 900))
+    running = await computed(workers, 1, lambda worker: worker.sample(PROMPT, 500))
     await check(World(media[medium], ("1", "2", "3"), parts, wrong, served))
     for sample in await asyncio.gather(*running):
-        assert len(sample["output_ids"]) == 900
+        assert len(sample["output_ids"]) == 500
     assert os.listdir(tmp_path) == []
     for worker in workers:
         wanted = references[2].logprobs(PROMPT)

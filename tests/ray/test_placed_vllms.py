@@ -25,7 +25,7 @@ from tests.servers import ready
 from .conftest import BOX
 from .machines import HEAD, Machine, Machines
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 
 SHORT, LONG = 12, 300
 WITHIN_S = 300.0
@@ -139,7 +139,6 @@ def _recovers(
     print(f"{what}: all in use after {time.monotonic() - killed_at:.1f} s")
 
 
-@pytest.mark.slow
 def test_a_killed_vllm_starts_again_on_its_node(
     server: DemoServer, node: Machine, samplers: list[tinker.SamplingClient]
 ) -> None:
@@ -148,14 +147,12 @@ def test_a_killed_vllm_starts_again_on_its_node(
     assert node.actors()[0].pid == actor
 
 
-@pytest.mark.slow
 def test_a_killed_actor_is_replaced(server: DemoServer, node: Machine, samplers: list[tinker.SamplingClient]) -> None:
     vllm = node.vllms()[0]
     _recovers(server, samplers, node.actors()[0].kill, "killed actor", node.address)
     assert not vllm.is_running() or vllm.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.slow
 def test_a_killed_placement_costs_no_sample(
     server: DemoServer, node: Machine, samplers: list[tinker.SamplingClient]
 ) -> None:
@@ -164,7 +161,6 @@ def test_a_killed_placement_costs_no_sample(
     assert find_process(server, "skyrl.cli.ray_placement.main").pid != placement.pid
 
 
-@pytest.mark.slow
 def test_a_node_that_does_not_answer_costs_no_sample(
     server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
 ) -> None:

@@ -105,6 +105,7 @@ def served(installed: Path, environment: dict[str, str], tmp_path_factory: pytes
     assert [*here.iterdir()] == [], "the server writes into its state directory only"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_wheel_serves_from_an_empty_folder(served: Served, installed: Path) -> None:
     assert served.server.status()["version"] == __version__
@@ -115,6 +116,7 @@ def test_the_wheel_serves_from_an_empty_folder(served: Served, installed: Path) 
     assert str(installed / "skyrl").encode() in command
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_checkpoint_of_the_last_version_gives_the_same_samples(served: Served) -> None:
     with tinker.ServiceClient(base_url=served.server.url, api_key=KEY) as client:
@@ -123,6 +125,7 @@ def test_a_checkpoint_of_the_last_version_gives_the_same_samples(served: Served)
     assert logprobs == pytest.approx(served.before.logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_run_of_the_last_version_goes_on_with_its_optimizer(served: Served) -> None:
     runs = tinker.RestClient(base_url=served.server.url, api_key=KEY).list_training_runs().result().training_runs

@@ -50,8 +50,13 @@ class TrafficMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         about = "Bytes of checkpoints that went to the checkpoint store or came from it."
-        traffic = Counter("skyrl_checkpoint_bytes", about, ["direction"], registry=registry)
-        self.written, self.read = traffic.labels("written"), traffic.labels("read")
+        self._bytes = Counter("skyrl_checkpoint_bytes", about, ["direction"], registry=registry)
+        self.count("written", 0)
+        self.count("read", 0)
+
+    def count(self, direction: str, size: int) -> None:
+        """Count bytes that were written to the store, or read from it."""
+        self._bytes.labels(direction).inc(size)
 
 
 def show_free_space(registry: CollectorRegistry, state_dir: Path) -> None:

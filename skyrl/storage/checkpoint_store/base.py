@@ -24,6 +24,15 @@ def any_group(_: str) -> bool:
     return True
 
 
+CountBytes = Callable[[str, int], object]
+"""Called with "written" or "read" and a number of bytes, for files that go to a store or come from it. Copies within
+the store and downloads by signed URLs are not counted."""
+
+
+def not_counted(direction: str, size: int) -> None:
+    """For a store without metrics."""
+
+
 class StoreError(RuntimeError):
     """The store cannot be used: it is away, full, or refuses. The message contains the store's own message."""
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from skyrl.storage.checkpoint_store.base import (
     MANIFEST,
     OWNER,
+    CountBytes,
     NotStored,
     StoredKey,
     StoreError,
     any_group,
     manifest_of,
+    not_counted,
 )
 from skyrl.storage.checkpoint_store.directories import (
     atomic_directory,
@@ -33,11 +35,19 @@ CHUNK_BYTES = 2**20
 class LocalStore:
     """A copy shares the bytes of its source if the file system has hard links."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, count: CountBytes = not_counted) -> None:
         self._root = root
+        self._count = count
 
     @contextlib.contextmanager
     def writing(self, key: str) -> Iterator[Path]:
+        with self._filled(key) as directory:
+            yield directory
+            size = sum(sizes_of(directory).values())
+        self._count("written", size)
+
+    @contextlib.contextmanager
+    def _filled(self, key: str) -> Iterator[Path]:
         remove(self._root / key)
         with atomic_directory(self._root / key) as directory:
             yield directory
@@ -45,10 +55,13 @@ class LocalStore:
 
     @contextlib.contextmanager
     def reading(self, key: str) -> Iterator[Path]:
-        yield self._existing(key)
+        directory = self._existing(key)
+        self._count("read", sum(sizes_of(directory).values()))
+        yield directory
 
     def copy(self, source: str, key: str) -> None:
-        with self.reading(source) as directory, self.writing(key) as scratch:
+        directory = self._existing(source)
+        with self._filled(key) as scratch:
             link_files(directory, scratch)
 
     def files(self, key: str) -> dict[str, int]:
@@ -63,6 +76,7 @@ class LocalStore:
         def pieces() -> Iterator[bytes]:
             with stream:
                 while piece := stream.read(CHUNK_BYTES):
+                    self._count("read", len(piece))
                     yield piece
 
         return pieces()

@@ -22,11 +22,13 @@ from obstore.store import from_url
 from skyrl.storage.checkpoint_store.base import (
     MANIFEST,
     OWNER,
+    CountBytes,
     NotStored,
     StoredKey,
     StoreError,
     any_group,
     manifest_of,
+    not_counted,
     sizes_in,
 )
 from skyrl.storage.checkpoint_store.directories import old_scratch, remove, scratch_in, sizes_of
@@ -74,7 +76,7 @@ class ObjectStore:
     Raises StoreError for a wrong URL and for wrong options.
     """
 
-    def __init__(self, url: str, options: Mapping[str, str], scratch: Path) -> None:
+    def __init__(self, url: str, options: Mapping[str, str], scratch: Path, count: CountBytes = not_counted) -> None:
         client = {name: value for name, value in options.items() if name in CLIENT_OPTIONS}
         config = {name: value for name, value in options.items() if name not in CLIENT_OPTIONS}
         if any("endpoint" in name and value.startswith("http://") for name, value in config.items()):
@@ -88,6 +90,7 @@ class ObjectStore:
         self._url = url
         self._bucket = urlsplit(url).netloc
         self._scratch = scratch
+        self._count = count
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -110,6 +113,7 @@ class ObjectStore:
                 for name in sizes:
                     obstore.put(self._store, f"{key}/{name}", directory / name)
                 obstore.put(self._store, f"{key}/{MANIFEST}", manifest_of(sizes))
+        self._count("written", sum(sizes.values()))
 
     @contextlib.contextmanager
     def reading(self, key: str) -> Iterator[Path]:
@@ -143,6 +147,7 @@ class ObjectStore:
         def pieces() -> Iterator[bytes]:
             with self._explained():
                 for piece in answer.stream(min_chunk_size=CHUNK_BYTES):
+                    self._count("read", len(piece))
                     yield bytes(piece)
 
         return pieces()

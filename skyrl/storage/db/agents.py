@@ -22,7 +22,7 @@ from skyrl.base.types.weights import WeightsRef
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import ConstraintError
 from skyrl.storage.db.futures import MAX_NAMED
-from skyrl.storage.db.row_statements import RowStatement
+from skyrl.storage.db.row_statements import RowStatement, marks
 from skyrl.storage.db.tables import AgentSessionRow, AgentTurnRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
@@ -34,15 +34,13 @@ COMPRESSED_BYTES = 1024
 _PLAIN, _ZSTD = b"\0", b"\1"
 _COLUMNS = ("id", "session_id", "parent", "key", "attempt", "ended_at", "added", "sampled", "fork", "content")
 _NAMES = ", ".join(_COLUMNS)
-_OPEN = "EXISTS (SELECT 1 FROM agent_sessions AS s WHERE s.id = session_id AND s.ended_at IS NULL)"
+_INSERT = f"INSERT INTO agent_turns ({_NAMES}) SELECT"
+_OPEN = "EXISTS (SELECT 1 FROM agent_sessions AS s WHERE s.id = {} AND s.ended_at IS NULL)"
+_SESSION = "CAST(%(session_id)s AS varchar)"
 _ADD = RowStatement(
-    insert(turns).from_select(
-        _COLUMNS,
-        select(
-            *(sessions.c.id if name == "session_id" else bindparam(name, type_=turns.c[name].type) for name in _COLUMNS)
-        ).where(sessions.c.id == bindparam("session_id"), sessions.c.ended_at.is_(None)),
-    ),
-    many=f"INSERT INTO agent_turns ({_NAMES}) SELECT {_NAMES} FROM given WHERE id IS NOT NULL AND {_OPEN}",
+    _COLUMNS,
+    sqlite=f"{_INSERT} {_NAMES} FROM given WHERE id IS NOT NULL AND {_OPEN.format('session_id')}",
+    postgres=f"{_INSERT} {marks(_COLUMNS).replace('%(session_id)s', _SESSION)} WHERE {_OPEN.format(_SESSION)}",
     long=("content",),
 )
 """Adds nothing to a session that has ended. The write lock decides whether an end or a turn was first."""

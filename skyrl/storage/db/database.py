@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
@@ -22,6 +22,9 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from skyrl.base.config.keys import readable_url
 from skyrl.base.config.server import ConfigError
+
+if TYPE_CHECKING:
+    import psycopg
 
 T = TypeVar("T")
 
@@ -125,12 +128,13 @@ class Database:
 
         return engine
 
-    def connect_driver(self) -> sqlite3.Connection:
-        """A connection of SQLite's own driver with the same settings. The caller begins, commits and closes."""
+    def connect_driver(self) -> sqlite3.Connection | psycopg.Connection:
+        """A connection of the database's own driver (sqlite3 or psycopg) with the same settings. The caller begins,
+        commits and closes. Raises SQLAlchemy's or the driver's errors."""
         pooled = self.writer.raw_connection()
-        driver = cast(sqlite3.Connection, pooled.driver_connection)
+        driver = pooled.driver_connection
         pooled.detach()
-        return driver
+        return cast("sqlite3.Connection | psycopg.Connection", driver)
 
     def read(self, query: Callable[[Connection], T]) -> T:
         """Run `query` in one read transaction, on the calling thread."""

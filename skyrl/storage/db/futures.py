@@ -1,8 +1,8 @@
 """Statements on the futures table: record, find, list and settle requests. One row is one request.
 
 To settle a request is to store its outcome. The first outcome of a request stays. A request ends later than all stored
-ends (`EndedAt`), so that readers can continue from an end: a poll reads the samples of its client in the order of their
-ends. `skyrl.storage.db.commands` has the statements by which the engine reads its commands from the same table.
+ends, so that readers can continue from an end: a poll reads the samples of its client in the order of their ends.
+`skyrl.storage.db.commands` has the statements by which the engine reads its commands from the same table.
 """
 
 from __future__ import annotations
@@ -15,111 +15,87 @@ import msgspec
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Float,
     and_,
     bindparam,
     func,
-    insert,
-    literal_column,
-    null,
     select,
     update,
 )
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
 
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import EVERYTHING, Scope
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.storage.db.row_statements import RowStatement
+from skyrl.storage.db.row_statements import RowStatement, marks
 from skyrl.storage.db.scopes import model_in_scope
 from skyrl.storage.db.tables import FutureRow
 
+ENDED_AT_ON_SQLITE = (
+    "max(new_completed_at, (SELECT coalesce(max(completed_at), 0) + 2e-6 FROM futures)) + 2e-6 * (place - 1)"
+)
+ENDED_AT_ON_POSTGRES = (
+    "greatest(CAST(%(new_completed_at)s AS double precision), (SELECT max(completed_at) FROM futures) + 2e-6)"
+)
+"""When a request has ended, in seconds since the epoch: the time of the writing process, or 2 µs after the latest
+stored end, whichever is later.
 
-class EndedAt(FunctionElement[float]):
-    """When a request has ended, in seconds since the epoch: the time of the writing process, or 2 µs after the latest
-    stored end, whichever is later.
-
-    Several processes write ends, and their clocks differ. Write transactions run one at a time, so later commits have
-    later ends. A reader that has read all ends up to some time therefore misses none, and two ends never have the same
-    cursor."""
-
-    inherit_cache = True
-    type = Float()
-
-
-ENDED_AT_OF_MANY = "max(new_completed_at, (SELECT coalesce(max(completed_at), 0) FROM futures)) + 2e-6 * place"
-"""`EndedAt` on SQLite for the rows of one statement of `RowStatement`, which come in rising order of
-`new_completed_at`. SQLite reads the latest stored end once, before it changes any row, so the rows' places keep their
-ends apart."""
-
-
-@compiles(EndedAt, "sqlite")
-def _ended_at_on_sqlite(element: EndedAt, compiler: Any, **options: Any) -> str:
-    clock = compiler.process(element.clauses, **options)
-    return f"max({clock}, (SELECT coalesce(max(completed_at), 0) + 2e-6 FROM futures))"
-
-
-@compiles(EndedAt, "postgresql")
-def _ended_at_on_postgresql(element: EndedAt, compiler: Any, **options: Any) -> str:
-    clock = compiler.process(element.clauses, **options)
-    return f"greatest(CAST({clock} AS double precision), (SELECT max(completed_at) FROM futures) + 2e-6)"
-
+Several processes write ends, and their clocks differ. Write transactions run one at a time, so later commits have later
+ends. A reader that has read all ends up to some time therefore misses none, and two ends never have the same cursor.
+SQLite reads the latest stored end once, before a statement changes any row. Its rows come in rising order of their
+times, and their places keep their ends apart."""
 
 futures = FutureRow.__table__  # type: ignore[attr-defined]
 
 _RECORDED = (
-    futures.c.id,
-    futures.c.kind,
-    futures.c.tenant,
-    futures.c.session_id,
-    futures.c.model_id,
-    futures.c.seq_id,
-    futures.c.sampling_session_id,
-    futures.c.sample_seq_id,
-    futures.c.digest,
-    futures.c.body,
-    futures.c.body_format,
-    futures.c.status,
-    futures.c.created_at,
-    futures.c.owner,
-    futures.c.not_before,
-    futures.c.trace,
+    "id",
+    "kind",
+    "tenant",
+    "session_id",
+    "model_id",
+    "seq_id",
+    "sampling_session_id",
+    "sample_seq_id",
+    "digest",
+    "body",
+    "body_format",
+    "status",
+    "created_at",
+    "owner",
+    "not_before",
+    "trace",
 )
-_RECORDED_NAMES = ", ".join(column.key for column in _RECORDED)
+_NAMES = ", ".join(_RECORDED)
 RECORD = RowStatement(
-    insert(futures).values({column: bindparam(column.key) for column in _RECORDED}),
-    many=f"INSERT INTO futures ({_RECORDED_NAMES}) SELECT {_RECORDED_NAMES} FROM given WHERE id IS NOT NULL",
+    _RECORDED,
+    sqlite=f"INSERT INTO futures ({_NAMES}) SELECT {_NAMES} FROM given WHERE id IS NOT NULL",
+    postgres=f"INSERT INTO futures ({_NAMES}) VALUES ({marks(_RECORDED)})",
     long=("body",),
     key=("sampling_session_id", "sample_seq_id"),
 )
 """Adds one row. The parameters are the columns of a request that is not settled."""
 
-SETTLE = (
-    update(futures)
-    .where(futures.c.id == bindparam("request_id"), futures.c.status == literal_column("'pending'"))
-    .values(
-        status=bindparam("new_status"),
-        result=bindparam("new_result"),
-        result_format=bindparam("new_result_format"),
-        error=bindparam("new_error"),
-        error_category=bindparam("new_error_category"),
-        completed_at=EndedAt(bindparam("new_completed_at", type_=Float())),
-    )
-)
-"""Stores one outcome. `settlement` makes the parameters. Does nothing if the row is deleted or settled already."""
 
-SETTLE_SAMPLE = RowStatement(
-    SETTLE.values(body=null()),
-    many=f"UPDATE futures SET status = new_status, body = NULL, result = new_result, "
-    "result_format = new_result_format, error = new_error, error_category = new_error_category, "
-    f"completed_at = {ENDED_AT_OF_MANY} FROM given WHERE futures.id = request_id AND +futures.status = 'pending'",
-    rising="new_completed_at",
-    first_of="request_id",
-    long=("new_result", "new_error"),
-)
-"""SETTLE for a forwarded sample. Deletes the body, too, which is not needed any more. (The plus keeps SQLite from
-looking for pending rows by their status: it shall look for each given row by its id.)"""
+def _settling(also: str = "") -> RowStatement:
+    outcome = ("status", "result", "result_format", "error", "error_category")
+    given = ", ".join(f"{name} = new_{name}" for name in outcome)
+    marked = ", ".join(f"{name} = %(new_{name})s" for name in outcome)
+    return RowStatement(
+        [*(f"new_{name}" for name in outcome), "new_completed_at", "request_id"],
+        sqlite=f"UPDATE futures SET {also}{given}, completed_at = {ENDED_AT_ON_SQLITE} "
+        "FROM given WHERE futures.id = request_id AND +futures.status = 'pending'",
+        postgres=f"UPDATE futures SET {also}{marked}, completed_at = {ENDED_AT_ON_POSTGRES} "
+        "WHERE id = %(request_id)s AND status = 'pending'",
+        rising="new_completed_at",
+        first_of="request_id",
+        long=("new_result", "new_error"),
+    )
+
+
+SETTLE = _settling()
+"""Stores one outcome. `settlement` makes the parameters. Does nothing if the row is deleted or settled already. (The
+plus keeps SQLite from looking for pending rows by their status: it shall look for each given row by its id.)"""
+
+SETTLE_SAMPLE = _settling("body = NULL, ")
+"""SETTLE for a forwarded sample. Deletes the body, too, which is not needed any more."""
 
 MAX_NAMED = 500
 """The most ids in one query."""
@@ -246,7 +222,7 @@ def find_sample(connection: Connection, sampling_session_id: str, seq_id: int) -
 
 def record(connection: Connection, parameters: dict[str, Any]) -> None:
     """RECORD in a transaction of the caller."""
-    connection.execute(RECORD.statement, parameters)
+    RECORD.execute(connection, [parameters])
 
 
 def settled_as(connection: Connection, outcomes: Sequence[tuple[str, Outcome]]) -> bool:
@@ -265,7 +241,7 @@ def settle(connection: Connection, outcomes: Iterable[tuple[str, Outcome]], now:
     """Store the outcomes of requests, given by id. Requests that are settled already do not change."""
     parameters = [settlement(request_id, outcome, now) for request_id, outcome in outcomes]
     if parameters:
-        connection.execute(SETTLE, parameters)
+        SETTLE.execute(connection, parameters)
 
 
 def settle_pending(connection: Connection, request_id: str, outcome: Outcome, now: float) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, func, insert, select, update
 
 from skyrl.base.types.weights import EVERYTHING, LoraSpec, Scope
 from skyrl.storage.db.columns import lora_of, lora_values
@@ -15,6 +15,7 @@ from skyrl.storage.db.commands import highest_seq
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import RECORD
 from skyrl.storage.db.row_caches import SessionCache
+from skyrl.storage.db.row_statements import RowStatement
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import in_project, sessions
 from skyrl.storage.db.tables import ModelRow
@@ -22,7 +23,12 @@ from skyrl.storage.db.writer import GroupCommitWriter
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
 
-_TOUCH = update(models).where(models.c.id == bindparam("model")).values(last_request_at=bindparam("now"))
+_TOUCH = RowStatement(
+    ("model", "now"),
+    sqlite="UPDATE models SET last_request_at = now FROM given WHERE models.id = model",
+    postgres="UPDATE models SET last_request_at = %(now)s WHERE id = %(model)s",
+    first_of="model",
+)
 
 TOUCH_S = 1.0
 """The time of a model's last request is written at most this often."""
@@ -185,7 +191,7 @@ def record_numbered(connection: Connection, parameters: dict[str, Any]) -> None:
     model_id = parameters["model_id"]
     in_snapshot = connection.execute(select(models.c.next_seq).where(models.c.id == model_id)).scalar() or 0
     number = max(highest_seq(connection, model_id) + 1, in_snapshot)
-    connection.execute(RECORD.statement, parameters | {"seq_id": number})
+    RECORD.execute(connection, [parameters | {"seq_id": number}])
 
 
 def living(connection: Connection, scope: Scope = EVERYTHING) -> list[ModelRecord]:

@@ -82,7 +82,10 @@ _OLD = select(sessions.c.id, sessions.c.tenant, sessions.c.heartbeat_at).where(
 _ACTIVE = select(sessions.c.id, sessions.c.project_id).where(_IS_ACTIVE)
 """Without the sessions' metadata, which may be 16 KiB for each of thousands of sessions."""
 _BEAT = RowStatement(
-    update(sessions).where(sessions.c.id == bindparam("session"), _IS_ACTIVE).values(heartbeat_at=bindparam("now"))
+    ("session", "now"),
+    sqlite="UPDATE sessions SET heartbeat_at = now FROM given WHERE sessions.id = session AND status = 'active'",
+    postgres="UPDATE sessions SET heartbeat_at = %(now)s WHERE id = %(session)s AND status = 'active'",
+    first_of="session",
 )
 _END = (
     update(sessions)

@@ -6,20 +6,17 @@ import asyncio
 import contextlib
 import logging
 import queue
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Executable
-from sqlalchemy.dialects import sqlite
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import Connection
 
 from skyrl.runtime.metrics.storage import CommitMetrics
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import is_transient
-from skyrl.storage.db.row_statements import PipelinedRows, RowConnection, RowStatement, Write
+from skyrl.storage.db.row_statements import RowConnection, RowStatement, Write
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,15 +45,16 @@ class GroupCommitWriter:
     """Commits the writes of one event loop in groups.
 
     On SQLite the event loop itself commits rows: that takes less time than waking a thread. All else is committed by a
-    thread: other writes, large rows, every group that the event loop cannot commit at once (another process has the
-    write lock, or a row is bad), and for a while all rows after a commit was slow. On PostgreSQL the thread commits
+    thread: changes, large rows, every group that the event loop cannot commit at once (another process has the write
+    lock, or a row is bad), and for a while all rows after a commit was slow. On PostgreSQL the thread commits
     everything, and rows in one round trip.
 
     When the database is away or full, a whole group fails and none of its writes is committed. But when the connection
     breaks during the commit, they may all be committed although they fail.
 
-    Writes of one group with the same statement object run together. So the writes of a group do not run in their order,
-    and a write that depends on another one must wait until that one is committed.
+    The rows of a group have one commit and its changes another. Rows with the same statement run together. So the
+    writes of a group do not run in their order, and a write that depends on another one must wait until that one is
+    committed.
 
     The thread starts with the first write. Without `ordered`, transactions on PostgreSQL do not take the write lock.
     """
@@ -71,27 +69,26 @@ class GroupCommitWriter:
         self._loop_rests_until = 0.0
         self._queue: queue.SimpleQueue[list[Write] | None] = queue.SimpleQueue()
         self._on_thread = 0
-        self._thread_rows = RowConnection(database)
-        self._pipelined = PipelinedRows(database, ordered=ordered)
+        self._thread_rows = RowConnection(database, ordered=ordered)
         self._loop_rows = RowConnection(database, *LOOP_SETTINGS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
         self._begun = self._closed = False
         self.commits = 0
 
-    def execute(self, statement: Executable | RowStatement, parameters: dict[str, Any]) -> asyncio.Future[bool]:
-        """Run one statement. The future is done when it is committed: True if the statement has surely changed its row,
+    def execute(self, statement: RowStatement, parameters: dict[str, Any]) -> asyncio.Future[bool]:
+        """Change one row. The future is done when it is committed: True if the statement has surely changed its row,
         and False if that is not known, because only the sum of the changed rows of a group is known; or the database's
         error."""
         return self._put(statement, parameters, None)
 
     def transact(self, change: Callable[[Connection], T]) -> asyncio.Future[T]:
-        """Run `change` in the transaction of a group. The future has its value when the group is committed."""
+        """Run `change` in the transaction of a group. The future has its value when that is committed."""
         return self._put(None, None, change)
 
     def _put(
         self,
-        statement: Executable | RowStatement | None,
+        statement: RowStatement | None,
         parameters: dict[str, Any] | None,
         change: Callable[[Connection], Any] | None,
     ) -> asyncio.Future[Any]:
@@ -102,7 +99,7 @@ class GroupCommitWriter:
         if not self._waiting:
             loop.call_soon(self._hand_over)
             self._only_rows = True
-        if not isinstance(statement, RowStatement):
+        if statement is None:
             self._only_rows = False
         self._waiting.append(Write(waiter, statement, parameters, change))
         return waiter
@@ -154,10 +151,8 @@ class GroupCommitWriter:
             return False
         started = time.perf_counter()
         try:
-            self._loop_rows.begin()
             self._loop_rows.commit(rows)
         except Exception:  # of any kind: the thread meets it again, and reports it
-            self._loop_rows.roll_back()
             return False
         del self._waiting[: len(rows)]
         seconds = time.perf_counter() - started
@@ -200,62 +195,41 @@ class GroupCommitWriter:
             for start in range(0, len(waiting), MAX_BATCH):
                 self._commit_on_thread(waiting[start : start + MAX_BATCH])
         self._thread_rows.close()
-        self._pipelined.close()
 
     def _commit_on_thread(self, group: list[Write]) -> None:
         try:
-            outcomes = self._commit(group)
+            rows = [write for write in group if write.statement is not None]
+            changes = [write for write in group if write.statement is None]
+            outcomes = [outcome for writes in (rows, changes) if writes for outcome in self._commit(writes)]
         except Exception as error:  # the thread must go on: without it every write would wait for ever
             logger.exception("%d writes failed in an unforeseen way", len(group))
             outcomes = list[Outcome]([(group, error)])
         if self._database.is_sqlite and not self._loop_rows.is_open:
-            with contextlib.suppress(sqlite3.Error, DBAPIError):  # without it the thread goes on committing
+            with contextlib.suppress(Exception):  # of any kind: without it the thread goes on committing
                 self._loop_rows.open()  # here, because opening takes too long for the event loop
         try:
             group[0].waiter.get_loop().call_soon_threadsafe(self._settle, len(group), outcomes)
         except RuntimeError:
             logger.warning("%d writes were committed after their event loop had closed", len(group))
 
-    def _commit(self, group: list[Write]) -> list[Outcome]:
-        begun, started = False, time.perf_counter()
+    def _commit(self, writes: list[Write]) -> list[Outcome]:
+        """Commit rows, or changes."""
+        started = time.perf_counter()
         try:
-            only_rows = all(isinstance(write.statement, RowStatement) for write in group)
-            if only_rows and self._database.is_sqlite:
-                self._thread_rows.begin()
-                begun = True
-                self._thread_rows.commit(group)
-            elif not (only_rows and self._pipelined.commit(group)):
+            if writes[0].statement is not None:
+                self._thread_rows.commit(writes)
+            else:
                 with self._engine.begin() as connection:
-                    begun = True
-                    self._apply(connection, group)
+                    for write in writes:
+                        assert write.change is not None
+                        write.result = write.change(connection)
         except Exception as error:  # whoever waits for a write gets its error
-            self._thread_rows.roll_back()
-            error = _as_sqlalchemy(error)
-            # After a transient error, and after an error at BEGIN, each write alone would fail in the same way.
-            if len(group) == 1 or not begun or is_transient(error):
-                return [(group, error)]
-            # One bad write must not fail the others. The group was rolled back, so run each write alone.
-            return [outcome for write in group for outcome in self._commit([write])]
-        self._count(group, time.perf_counter() - started)
-        return [(group, None)]
-
-    @staticmethod
-    def _apply(connection: Connection, batch: list[Write]) -> None:
-        grouped: dict[int, list[Write]] = {}
-        for write in batch:
-            key = id(write.statement) if write.statement is not None else id(write)
-            grouped.setdefault(key, []).append(write)
-        for writes in grouped.values():
-            first = writes[0]
-            if first.change is not None:
-                first.result = first.change(connection)
-            elif first.statement is not None:
-                statement, rows = first.statement, [write.parameters for write in writes]
-                if isinstance(statement, RowStatement):
-                    statement, rows = statement.statement, statement.in_order(rows)
-                changed = connection.execute(statement, rows).rowcount
-                for write in writes:
-                    write.result = changed == len(writes)
+            if len(writes) == 1 or is_transient(error):  # after a transient error each write would fail in the same way
+                return [(writes, error)]
+            # One bad write must not fail the others. All were rolled back, so run each alone.
+            return [outcome for write in writes for outcome in self._commit([write])]
+        self._count(writes, time.perf_counter() - started)
+        return [(writes, None)]
 
     def _count(self, writes: list[Write], seconds: float) -> None:
         """Called by the event loop only while the thread has no writes, so never by both at once."""
@@ -278,10 +252,3 @@ class GroupCommitWriter:
                 write.waiter.set_exception(error)
             else:
                 write.waiter.set_result(write.result)
-
-
-def _as_sqlalchemy(error: Exception) -> Exception:
-    """The driver's own error as SQLAlchemy would raise it. Other errors are returned unchanged."""
-    if not isinstance(error, sqlite3.Error):
-        return error
-    return DBAPIError.instance(None, None, error, sqlite3.Error, dialect=sqlite.dialect())  # type: ignore[return-value]

@@ -1,7 +1,7 @@
 """Answers the long poll by which a sampling client learns which of its samples have ended.
 
 An end is the row of a sample that has ended. The database gives each end a later time than the one before
-(`skyrl.storage.db.ended_at.EndedAt`). A cursor is the time of the last end that a client was told. So any process can
+(`skyrl.storage.db.futures`). A cursor is the time of the last end that a client was told. So any process can
 answer the client's next poll, also after a restart.
 
 While clients poll, new ends of all samples are read from the table together, as soon as a sample is known to have

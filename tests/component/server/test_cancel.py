@@ -147,7 +147,7 @@ async def test_a_sample_that_the_engine_has_just_settled_keeps_its_result(
     async with serve(**colocated) as api:
         request_id = (await api.sample(await api.sampler(), 1))["request_id"]
         done = settlement(request_id, Outcome(b"", "proto:sample"), time.time())
-        database.write(lambda c: c.execute(SETTLE, [done]))
+        database.write(lambda c: SETTLE.execute(c, [done]))
         assert (await cancel(api, request_id)).status_code == 200
         assert tokens(await api.result(request_id)) == []
     assert statuses(database) == [("SAMPLE", "done")]

@@ -255,7 +255,7 @@ async def test_samples_of_the_engine_are_reported_even_from_before_a_restart(ser
         during = (await api.sample(sampler, 2))["request_id"]
         held = await start_held_poll(api, gather(api, sampler, 2, cursor))
         done = [settlement(each, Outcome(b"abc", "proto:sample"), time.time()) for each in (before, during)]
-        database.write(lambda c: c.execute(SETTLE, done))
+        database.write(lambda c: SETTLE.execute(c, done))
         await api.services.futures.read_outcomes([before, during])
         assert set((await asyncio.wait_for(held, LONG_S))[1]) == {before, during}
     assert database.read(lambda c: c.execute(select(futures.c.status)).scalars().all()) == ["done", "done"]

@@ -69,7 +69,7 @@ class TwoProcesses:
         return reads
 
     def settle(self, request_id: str, now: float) -> None:
-        self.database.write(lambda c: c.execute(rows.SETTLE, rows.settlement(request_id, OK, now)))
+        self.database.write(lambda c: rows.SETTLE.execute(c, [rows.settlement(request_id, OK, now)]))
 
 
 def names(reported: list[Completion]) -> list[str]:

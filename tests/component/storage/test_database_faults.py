@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import EngineState, read_state
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.repeats import RetryingDatabase
-from skyrl.storage.db.row_statements import PipelinedRows, Write
+from skyrl.storage.db.row_statements import Group, RowConnection
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.doorbell import Doorbell
 from tests.component.server.test_forwarding_failures import JOB
@@ -362,12 +362,12 @@ READS = (
 async def test_a_stored_sample_whose_commit_seemed_lost_is_forwarded_when_sent_again(
     serve: Serve, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = PipelinedRows._run
+    real = RowConnection._on_postgres
     lost = 0
 
-    def commit_and_lose_the_answer(rows: PipelinedRows, driver: Any, writes: Sequence[Write]) -> None:
+    def commit_and_lose_the_answer(connection: RowConnection, driver: Any, group: Group) -> list[int]:
         nonlocal lost
-        real(rows, driver, writes)
+        real(connection, driver, group)
         lost += 1
         driver.close()
         raise psycopg.OperationalError("server closed the connection unexpectedly")
@@ -375,7 +375,7 @@ async def test_a_stored_sample_whose_commit_seemed_lost_is_forwarded_when_sent_a
     async with serve() as api:
         sampler = await api.sampler()
         with monkeypatch.context() as broken:
-            broken.setattr(PipelinedRows, "_run", commit_and_lose_the_answer)
+            broken.setattr(RowConnection, "_on_postgres", commit_and_lose_the_answer)
             assert (await api.post("asample", sample_body(sampler, 1))).status_code == 503
         assert lost >= 1
         assert not upstream.completions
@@ -413,8 +413,8 @@ def test_an_error_with_a_nul_can_be_stored(database: Database) -> None:
         "status": "pending",
         "created_at": 0.0,
     }
-    database.write(lambda c: c.execute(rows.RECORD.statement, new))
-    database.write(lambda c: c.execute(rows.SETTLE, rows.settlement("r1", outcome, 1.0)))
+    database.write(lambda c: rows.RECORD.execute(c, [new]))
+    database.write(lambda c: rows.SETTLE.execute(c, [rows.settlement("r1", outcome, 1.0)]))
     stored = database.read(lambda c: rows.find(c, "r1"))
     assert stored is not None
     assert stored.outcome == outcome

@@ -65,10 +65,10 @@ def record(database: Database, count: int, ended_s_ago: float | None) -> None:
     }
 
     def change(connection: Connection) -> None:
-        connection.execute(rows.RECORD.statement, [new | {"id": request_id} for request_id in ids])
+        rows.RECORD.execute(connection, [new | {"id": request_id} for request_id in ids])
         if ended_s_ago is not None:
             ended = [rows.settlement(request_id, RESULT, now - ended_s_ago) for request_id in ids]
-            connection.execute(rows.SETTLE_SAMPLE.statement, ended)
+            rows.SETTLE_SAMPLE.execute(connection, ended)
 
     database.write(change)
 

@@ -57,12 +57,12 @@ def record(database: Database, request_id: str, **columns: Any) -> None:
         "status": "pending",
         "created_at": time.time(),
     }
-    database.write(lambda c: c.execute(future_rows.RECORD.statement, values | columns))
+    database.write(lambda c: future_rows.RECORD.execute(c, [values | columns]))
 
 
 def end(database: Database, request_id: str) -> None:
     outcome = future_rows.settlement(request_id, Outcome(b"r"), time.time())
-    database.write(lambda c: c.execute(future_rows.SETTLE, outcome))
+    database.write(lambda c: future_rows.SETTLE.execute(c, [outcome]))
 
 
 def forget(database: Database, in_s: float) -> None:

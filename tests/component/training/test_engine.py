@@ -394,7 +394,7 @@ async def test_adapter_files_are_kept_while_samples_from_them_run(
     row = dict.fromkeys(rows.RECORD.parameters) | {"id": "r", "kind": "EXTERNAL", "tenant": "tenant"}
     row |= {"session_id": "elsewhere", "digest": b"", "created_at": 0}
     row |= {"sampling_session_id": sampler.id, "sample_seq_id": 0, "body_format": "json", "status": "pending"}
-    harness.database.write(lambda c: c.execute(rows.RECORD.statement, row))
+    harness.database.write(lambda c: rows.RECORD.execute(c, [row]))
     harness.database.write(lambda c: c.execute(update(samplers).values(status="closed")))
     await harness.sweep()
     await harness.sweep()

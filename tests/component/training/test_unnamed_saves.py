@@ -100,7 +100,7 @@ def pending(harness: Harness, sampler_id: str) -> None:
     row = dict.fromkeys(rows.RECORD.parameters) | {"id": "r", "kind": "EXTERNAL", "tenant": "tenant"}
     row |= {"session_id": "elsewhere", "digest": b"", "created_at": 0, "body_format": "json", "status": "pending"}
     row |= {"sampling_session_id": sampler_id, "sample_seq_id": 0}
-    harness.database.write(lambda c: c.execute(rows.RECORD.statement, row))
+    harness.database.write(lambda c: rows.RECORD.execute(c, [row]))
 
 
 @pytest.mark.slow

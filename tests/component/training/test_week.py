@@ -114,9 +114,9 @@ class Server:
         new = dict.fromkeys(rows.RECORD.parameters) | {"kind": "EXTERNAL", "tenant": "t", "session_id": session_id}
         new |= {"digest": b"d" * 16, "body": BODY, "body_format": "json", "status": "pending", "created_at": 0.0}
         ids = [f"{session_id}-{n}" for n in range(SAMPLES)]
-        connection.execute(rows.RECORD.statement, [new | {"id": request_id} for request_id in ids])
+        rows.RECORD.execute(connection, [new | {"id": request_id} for request_id in ids])
         settled = [rows.settlement(request_id, RESULT, self.clock()) for request_id in ids]
-        connection.execute(rows.SETTLE_SAMPLE.statement, settled)
+        rows.SETTLE_SAMPLE.execute(connection, settled)
 
     async def sweep(self) -> None:
         """The periodic work of the API process and the engine."""

@@ -72,6 +72,7 @@ def test_several_optimizer_steps_per_batch_report_the_divergence_after_them(work
     assert all(map(math.isfinite, during + after))
 
 
+@pytest.mark.slow
 def test_the_default_loss_is_refused_with_a_hint(workspace: Workspace) -> None:
     run = workspace.run("math_rl.train", "default-loss", *ARITHMETIC, "max_steps=1", fails=True)
     assert "stable_reinforce is not available: send loss_fn=ppo" in run.log

@@ -93,16 +93,23 @@ class Learner:
         return json.loads(self._out.read_text())
 
 
-def test_the_newest_and_the_oldest_sdk_work_at_the_same_time(server: DemoServer, tmp_path: Path) -> None:
-    learners = [
-        Learner(version, server, tmp_path / version, text, 6)
+@pytest.fixture(scope="module")
+def learned(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:  # type: ignore[type-arg]
+    """What the newest and the oldest SDK have found when they learned a sentence each, at the same time."""
+    directory = tmp_path_factory.mktemp("learners")
+    learners = {
+        version: Learner(version, server, directory / version, text, 6)
         for version, text in zip((NEWEST, OLDEST), TEXTS, strict=True)
-    ]
-    for learner in learners:
+    }
+    for learner in learners.values():
         learner.ready()
-    for learner in learners:
+    for learner in learners.values():
         learner.begin()
-    newest, oldest = (learner.done() for learner in learners)
+    return {version: learner.done() for version, learner in learners.items()}
+
+
+def test_the_newest_and_the_oldest_sdk_work_at_the_same_time(learned: dict[str, dict]) -> None:  # type: ignore[type-arg]
+    newest, oldest = learned[NEWEST], learned[OLDEST]
     for own, other in ((newest, oldest), (oldest, newest)):
         assert own["losses"][-1] < own["losses"][0] / 3
         assert own["samples"][-1] == own["expected"] != own["base"]
@@ -114,12 +121,14 @@ def test_the_newest_and_the_oldest_sdk_work_at_the_same_time(server: DemoServer,
 
 @pytest.mark.parametrize(("first", "second"), [(OLDEST, NEWEST), pytest.param(NEWEST, OLDEST, marks=pytest.mark.slow)])
 def test_one_sdk_continues_from_the_save_of_another(
-    first: str, second: str, server: DemoServer, tmp_path: Path
+    first: str,
+    second: str,
+    learned: dict[str, dict],  # type: ignore[type-arg]
+    server: DemoServer,
+    tmp_path: Path,
 ) -> None:
-    saving = Learner(first, server, tmp_path / "saving", TEXTS[0], 4)
-    saving.begin()
-    saved = saving.done()
-    loading = Learner(second, server, tmp_path / "loading", TEXTS[0], 2, "--load", saved["saved"])
+    saved, text = learned[first], dict(zip((NEWEST, OLDEST), TEXTS, strict=True))[first]
+    loading = Learner(second, server, tmp_path / "loading", text, 2, "--load", saved["saved"])
     loading.begin()
     loaded = loading.done()
     assert loaded["samples"] == [saved["expected"]] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -28,8 +29,9 @@ TURNS = (
 """What begins a message in one template or another, where vLLM looks for it."""
 
 
+@cache
 def use_plugin() -> None:
-    """Change vLLM in this process as its plugin does, as far as parsers go."""
+    """Change vLLM in this process as its plugin does, as far as parsers go. Only once: patches would pile up."""
     import_module("skyrl.inference.vllm_plugin.patches").add_parsers()
     import_module("skyrl.inference.vllm_plugin.server_patches").read_prompts()
 

@@ -21,6 +21,7 @@ def _run(program: str, first_on_path: Path | None = None) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_transforms_of_the_installed_torchvision_work_and_operators_raise_its_own_error() -> None:
     program = """
 import torch

@@ -31,7 +31,7 @@ from tests.grouping import (
         ("tests/e2e/tools/test_tools.py::test_one", TOOLS),
         ("tests/faults/test_agent_durability.py::test_one", MORTAL),
         ("tests/faults/test_vllm_replaced.py::test_one", MORTAL),
-        ("tests/faults/test_signals.py::test_one", "tests/faults/test_signals.py"),
+        ("tests/faults/test_stopping.py::test_one", "tests/faults/test_stopping.py"),
         ("tests/fuzz/test_found.py::test_one", FUZZ),
     ],
 )

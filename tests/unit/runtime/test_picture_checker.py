@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,7 @@ async def checker() -> AsyncIterator[PictureChecker]:
     await checker.close()
 
 
+@cache
 def slow_picture() -> bytes:
     """Valid, of 150 KB, and takes about 1.5 s."""
     return with_scans(plain(5000), MAX_SCANS - 10)

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,17 @@ def child(tmp_path: Path, code: str, **options: object) -> SupervisedProcess:
     return SupervisedProcess("child", argv, {"GIVEN": "yes"}, tmp_path / "logs" / "child.log", **options)  # type: ignore[arg-type]
 
 
+@asynccontextmanager
+async def running(process: SupervisedProcess, grace_s: float = 10.0) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs the process inside the block, and stops it at the end."""
+    task = asyncio.create_task(process.run())
+    try:
+        yield task
+    finally:
+        await process.stop(grace_s=grace_s)
+        await task
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs. A zombie does not run."""
     try:
@@ -62,11 +73,9 @@ async def test_the_child_gets_its_environment_and_its_output_is_logged(tmp_path:
         tmp_path,
         "import os, sys; print(os.environ['GIVEN']); sys.stderr.write('bad'); import time; time.sleep(600)",
     )
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: process.log_path.exists() and "yes" in process.log_path.read_text() or None)
-    await wait_until(lambda: "bad" in process.log_tail())
-    await process.stop()
-    await running
+    async with running(process):
+        await wait_until(lambda: process.log_path.exists() and "yes" in process.log_path.read_text() or None)
+        await wait_until(lambda: "bad" in process.log_tail())
     assert process.pid is None
 
 
@@ -85,10 +94,8 @@ async def test_a_crash_is_reported_and_the_child_restarted_after_a_growing_delay
         on_exit=lambda c: codes.append((c, time.monotonic())),
         first_delay_s=0.2,
     )
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: len(codes) == 4)
-    await process.stop()
-    await running
+    async with running(process):
+        await wait_until(lambda: len(codes) == 4)
     assert [code for code, _ in codes] == [7] * 4
     assert process.starts == 4
     assert delays(caplog) == [0.2, 0.4, 0.8, 1.6]
@@ -107,31 +114,25 @@ async def test_the_delay_starts_anew_after_a_stable_run(tmp_path: Path, caplog: 
         first_delay_s=0.05,
         stable_after_s=0.1,
     )
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: len(codes) == 4)
-    await process.stop()
-    await running
+    async with running(process):
+        await wait_until(lambda: len(codes) == 4)
     assert delays(caplog) == [0.05] * 4
 
 
 async def test_the_log_names_a_program_that_does_not_exist(tmp_path: Path) -> None:
     codes: list[int] = []
     process = SupervisedProcess("x", ["/no/such/program"], {}, tmp_path / "x.log", on_exit=codes.append)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: codes)
-    await process.stop()
-    await running
+    async with running(process):
+        await wait_until(lambda: codes)
     assert codes[0] != 0
     assert "No such file" in process.log_tail()
 
 
 async def test_stop_lets_the_child_end_gracefully(tmp_path: Path) -> None:
     process = child(tmp_path, GRACEFUL)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: process.pid and "up" in process.log_tail())
-    began = time.monotonic()
-    await process.stop(grace_s=1000)
-    await running
+    async with running(process, grace_s=1000):
+        await wait_until(lambda: process.pid and "up" in process.log_tail())
+        began = time.monotonic()
     assert "bye" in process.log_tail()
     assert time.monotonic() - began < 60
     assert process.starts == 1
@@ -139,14 +140,12 @@ async def test_stop_lets_the_child_end_gracefully(tmp_path: Path) -> None:
 
 async def test_stop_kills_a_child_that_ignores_sigterm_and_its_whole_group(tmp_path: Path) -> None:
     process = child(tmp_path, "import signal; signal.signal(15, signal.SIG_IGN);" + WITH_GRANDCHILD)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: process.pid and process.log_tail().strip().isdigit())
-    pid, grandchild = process.pid, int(process.log_tail())
-    assert pid is not None
-    assert alive(pid)
-    assert alive(grandchild)
-    await process.stop(grace_s=0.3)
-    await running
+    async with running(process, grace_s=0.3):
+        await wait_until(lambda: process.pid and process.log_tail().strip().isdigit())
+        pid, grandchild = process.pid, int(process.log_tail())
+        assert pid is not None
+        assert alive(pid)
+        assert alive(grandchild)
     assert not alive(pid)
     assert not alive(grandchild)
 
@@ -154,32 +153,28 @@ async def test_stop_kills_a_child_that_ignores_sigterm_and_its_whole_group(tmp_p
 async def test_the_process_group_of_a_crashed_child_is_killed_before_the_restart(tmp_path: Path) -> None:
     codes: list[int] = []
     process = child(tmp_path, WITH_GRANDCHILD, on_exit=codes.append)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: process.pid and process.log_tail().strip().isdigit())
-    grandchild = int(process.log_tail())
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    await wait_until(lambda: codes)
-    assert codes == [-signal.SIGKILL]
-    assert not alive(grandchild)
-    await process.stop()
-    await running
+    async with running(process):
+        await wait_until(lambda: process.pid and process.log_tail().strip().isdigit())
+        grandchild = int(process.log_tail())
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await wait_until(lambda: codes)
+        assert codes == [-signal.SIGKILL]
+        assert not alive(grandchild)
 
 
 async def test_a_stalled_child_that_is_killed_is_started_again(tmp_path: Path) -> None:
     process = child(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)", first_delay_s=0.05)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: process.pid and process.log_tail() == str(process.pid))
-    pid = process.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    assert process.kill(pid)
-    await wait_until(lambda: process.pid not in (None, pid) and process.log_tail() == str(process.pid))
-    assert not alive(pid)
-    assert not process.kill(pid), "the process with this id has ended"
-    assert process.starts == 2
-    await process.stop()
-    await running
+    async with running(process):
+        await wait_until(lambda: process.pid and process.log_tail() == str(process.pid))
+        pid = process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        assert process.kill(pid)
+        await wait_until(lambda: process.pid not in (None, pid) and process.log_tail() == str(process.pid))
+        assert not alive(pid)
+        assert not process.kill(pid), "the process with this id has ended"
+        assert process.starts == 2
 
 
 async def test_cancelling_run_kills_the_child_at_once(tmp_path: Path) -> None:
@@ -235,11 +230,9 @@ async def test_a_fork_that_fails_is_logged_and_tried_again(
     monkeypatch.setattr(subprocess, "_fork_exec", fail_twice)
     codes: list[int] = []
     process = child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: len(codes) == 2)
-    assert not running.done()
-    await process.stop()
-    await running
+    async with running(process) as task:
+        await wait_until(lambda: len(codes) == 2)
+        assert not task.done()
     assert tries >= 4
     assert codes[:2] == [7, 7]
     messages = failed_starts(caplog)
@@ -281,11 +274,9 @@ async def test_the_log_tail_is_empty_while_no_file_descriptor_is_free(tmp_path: 
             tails.append(process.log_tail())
 
     process = child(tmp_path, "print('last words'); raise SystemExit(1)", first_delay_s=0.05, on_exit=ended)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: len(tails) == 2 or running.done())
-    assert tails == ["", ""]
-    await process.stop()
-    await running
+    async with running(process) as task:
+        await wait_until(lambda: len(tails) == 2 or task.done())
+        assert tails == ["", ""]
 
 
 async def test_the_start_is_repeated_until_the_log_directory_can_be_made(
@@ -293,65 +284,45 @@ async def test_the_start_is_repeated_until_the_log_directory_can_be_made(
 ) -> None:
     (tmp_path / "logs").write_text("a file where the directory should be")
     process = child(tmp_path, SLEEP, first_delay_s=0.05)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: len(failed_starts(caplog)) == 2)
-    (tmp_path / "logs").unlink()
-    await wait_until(lambda: process.pid and process.log_tail() == "up")
-    await process.stop()
-    await running
+    async with running(process):
+        await wait_until(lambda: len(failed_starts(caplog)) == 2)
+        (tmp_path / "logs").unlink()
+        await wait_until(lambda: process.pid and process.log_tail() == "up")
 
 
-async def test_supervision_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(threading.Thread, "start"), (os, "pidfd_open")])
+async def test_supervision_needs_no_thread_and_no_pidfd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+) -> None:
     """A machine without a free process id has no free thread id either."""
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread") if owner is threading.Thread else OSError(errno.EMFILE, "too many")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(owner, name, refuse)
     codes: list[int] = []
-    process = child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: len(codes) == 2)
-    await process.stop()
-    await running
-    assert codes[:2] == [7, 7]
-
-
-async def test_the_end_of_a_child_is_noticed_without_a_pidfd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: int) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "pidfd_open", refuse)
-    codes: list[int] = []
-    process = child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: len(codes) == 2)
-    await process.stop()
-    await running
+    async with running(child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)):
+        await wait_until(lambda: len(codes) == 2)
     assert codes[:2] == [7, 7]
 
 
 async def test_stopping_a_child_that_has_just_ended_raises_nothing(tmp_path: Path) -> None:
     process = child(tmp_path, "import time; time.sleep(0.2)")
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: process.pid)
-    pid = process.pid
-    assert pid is not None
-    while alive(pid):
-        time.sleep(0.01)  # noqa: ASYNC251 - the event loop must not notice the end of the child
-    time.sleep(0.2)  # noqa: ASYNC251 - time in which other code could reap the child
-    assert process.pid == pid
-    await process.stop()
-    await running
+    async with running(process):
+        await wait_until(lambda: process.pid)
+        pid = process.pid
+        assert pid is not None
+        while alive(pid):
+            time.sleep(0.01)  # noqa: ASYNC251 - the event loop must not notice the end of the child
+        time.sleep(0.2)  # noqa: ASYNC251 - time in which other code could reap the child
+        assert process.pid == pid
 
 
 async def test_each_start_begins_with_a_divider_and_the_tail_shows_the_newest_start(tmp_path: Path) -> None:
     codes: list[int] = []
     process = child(tmp_path, "import os; print(os.getpid())", on_exit=codes.append, first_delay_s=0.05)
-    running = asyncio.create_task(process.run())
-    await wait_until(lambda: len(codes) == 2)
-    await process.stop()
-    await running
+    async with running(process):
+        await wait_until(lambda: len(codes) == 2)
     lines = process.log_path.read_text().splitlines()
     assert [line.split(",")[0] for line in lines[:3:2]] == ["===== child: start 1", "===== child: start 2"]
     assert lines[1] != lines[3]

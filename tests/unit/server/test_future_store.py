@@ -38,7 +38,7 @@ def store(database: Database, writer: GroupCommitWriter) -> FutureStore:
 
 
 def settle_as_engine(database: Database, request_id: str, outcome: Outcome = OK) -> None:
-    database.write(lambda c: c.execute(rows.SETTLE, rows.settlement(request_id, outcome, time.time())))
+    database.write(lambda c: rows.SETTLE.execute(c, [rows.settlement(request_id, outcome, time.time())]))
 
 
 def count(database: Database) -> int:
@@ -121,7 +121,7 @@ def test_the_ended_requests_are_found_among_many(database: Database) -> None:
     row = dict.fromkeys(rows.RECORD.parameters) | {"kind": "OPTIM_STEP", "tenant": "t", "session_id": "s"}
     row |= {"digest": b"", "body": b"{}", "body_format": "json", "status": "pending", "created_at": 0.0}
     added = [row | {"id": request_id} for request_id in ids]
-    database.write(lambda c: c.execute(rows.RECORD.statement, added))
+    database.write(lambda c: rows.RECORD.execute(c, added))
     for request_id in (ids[0], ids[-1]):
         settle_as_engine(database, request_id)
     assert database.read(lambda c: rows.ended_among(c, [*ids, "unknown"])) == [ids[0], ids[-1]]

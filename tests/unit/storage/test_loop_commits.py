@@ -97,19 +97,14 @@ async def test_many_rows_are_committed_in_parts(
     assert ids(database) == list(range(2 * LOOP_ROWS + 11))
 
 
-async def test_a_bad_row_fails_alone(
-    database: Database, writer: GroupCommitWriter, committed: list[tuple[str, int]]
+async def test_the_thread_finds_the_bad_row_of_a_group(
+    writer: GroupCommitWriter, committed: list[tuple[str, int]]
 ) -> None:
-    good, again, null, last = await asyncio.gather(
-        add(writer, 1), add(writer, 1), add(writer, 2, None), add(writer, 3), return_exceptions=True
-    )
-    assert (good, last) == (True, True)
+    good, again = await asyncio.gather(add(writer, 1), add(writer, 1), return_exceptions=True)
+    assert good is True
     assert isinstance(again, IntegrityError)
-    assert isinstance(null, IntegrityError)
-    assert ids(database) == [0, 1, 3]
-    assert [where for where, _ in committed] == ["loop", "thread", "thread", "thread", "thread", "thread"]
     await add(writer, 4)
-    assert committed[-1] == ("loop", 1)
+    assert committed == [("loop", 2), ("thread", 2), ("thread", 1), ("thread", 1), ("loop", 1)]
 
 
 async def test_the_event_loop_goes_on_while_another_process_has_the_write_lock(
@@ -125,7 +120,7 @@ async def test_the_event_loop_goes_on_while_another_process_has_the_write_lock(
     await asyncio.gather(*writes)
     other.close()
     assert ids(database) == [0, 1, 2, 3]
-    assert committed == [("thread", 2), ("loop", 1)]
+    assert committed == [("loop", 2), ("thread", 2), ("loop", 1)]
 
 
 async def test_rows_wait_for_the_group_of_the_thread(
@@ -168,35 +163,38 @@ async def test_the_thread_commits_large_rows(writer: GroupCommitWriter, committe
     assert committed == [("loop", 4), ("thread", 5)]
 
 
-async def test_the_event_loop_gets_a_new_connection_after_a_rollback_fails(
-    database: Database, writer: GroupCommitWriter, committed: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+class BrokenDriver:
+    """A connection that neither runs statements nor rolls back."""
+
+    def __init__(self, real: sqlite3.Connection) -> None:
+        self.close = real.close
+
+    def execute(self, *_: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    def rollback(self) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+
+async def test_the_event_loop_and_the_thread_get_a_new_connection_after_a_rollback_fails(
+    database: Database, writer: GroupCommitWriter, committed: list[tuple[str, int]]
 ) -> None:
-    real = writer._loop_rows._driver
-    assert real is not None
-
-    class BrokenDriver:
-        in_transaction = True
-
-        def execute(self, sql: str) -> None:
-            raise sqlite3.OperationalError("disk I/O error")
-
-        def rollback(self) -> None:
-            raise sqlite3.OperationalError("disk I/O error")
-
-        def close(self) -> None:
-            real.close()
-
-    writer._loop_rows._driver = BrokenDriver()  # type: ignore[assignment]
+    writer._loop_rows._driver = BrokenDriver(writer._loop_rows._driver)
     assert await add(writer, 1)
     assert await add(writer, 2)
-    assert committed == [("thread", 1), ("loop", 1)]
-    assert ids(database) == [0, 1, 2]
+    for rows in (writer._loop_rows, writer._thread_rows):
+        rows._driver = BrokenDriver(rows._driver)
+    with pytest.raises(OperationalError, match="disk I/O error"):
+        await add(writer, 3)
+    assert await add(writer, 4)
+    assert committed == [("loop", 1), ("thread", 1), ("loop", 1), ("loop", 1), ("thread", 1), ("loop", 1)]
+    assert ids(database) == [0, 1, 2, 4]
 
 
 async def test_a_full_disk_fails_the_group_and_nothing_of_it_is_stored(
     database: Database, writer: GroupCommitWriter
 ) -> None:
-    drivers = [writer._loop_rows.open(), writer._thread_rows.open()]
+    drivers = [writer._loop_rows._driver, writer._thread_rows._driver]
     (pages,) = drivers[0].execute("PRAGMA page_count").fetchone()
     for driver in drivers:
         driver.execute(f"PRAGMA max_page_count={pages}")
@@ -210,7 +208,7 @@ async def test_a_full_disk_fails_the_group_and_nothing_of_it_is_stored(
 
 
 async def test_the_event_loop_never_copies_the_log_and_never_waits_for_the_lock(writer: GroupCommitWriter) -> None:
-    driver = writer._loop_rows.open()
+    driver = writer._loop_rows._driver
     settings = {name: driver.execute(f"PRAGMA {name}").fetchone()[0] for name in ("wal_autocheckpoint", "busy_timeout")}
     assert settings == {"wal_autocheckpoint": 0, "busy_timeout": 0}
     assert driver.execute("PRAGMA synchronous").fetchone()[0] == 1

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from psycopg.pq import TransactionStatus
 from sqlalchemy.exc import IntegrityError, OperationalError
 from things import ROW, ids, things
 
@@ -41,27 +40,15 @@ async def test_a_group_of_rows_is_one_round_trip(database: Database, tmp_path: P
     await writer.execute(ROW, {"id": 1, "name": "x"})
     trace = tmp_path / "trace"
     with trace.open("w") as file:
-        writer._pipelined._driver.pgconn.trace(file.fileno())
+        writer._thread_rows._driver.pgconn.trace(file.fileno())
         added = await asyncio.gather(*(writer.execute(ROW, {"id": n, "name": "x"}) for n in (2, 3, 4)))
-        writer._pipelined._driver.pgconn.untrace()
+        writer._thread_rows._driver.pgconn.untrace()
     await writer.close()
     assert all(added)
     assert ids(database) == [1, 2, 3, 4]
     messages = trace.read_text()
     assert messages.count("ReadyForQuery") == 1, "after each round trip PostgreSQL says that it is ready"
     assert (TAKE_WRITE_LOCK in messages) == ordered
-
-
-async def test_a_row_that_is_refused_fails_alone_and_the_connection_stays(
-    database: Database, writer: GroupCommitWriter
-) -> None:
-    first, again = await asyncio.gather(
-        writer.execute(ROW, {"id": 2, "name": "x"}), writer.execute(ROW, {"id": 1, "name": "x"}), return_exceptions=True
-    )
-    assert first is True
-    assert isinstance(again, IntegrityError)
-    assert await writer.execute(ROW, {"id": 3, "name": "x"})
-    assert ids(database) == [1, 2, 3]
 
 
 async def test_a_repeated_row_logs_nothing(writer: GroupCommitWriter, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,21 +60,6 @@ async def test_a_repeated_row_logs_nothing(writer: GroupCommitWriter, caplog: py
         assert isinstance(repeated, IntegrityError)
         assert all(added)
     assert not caplog.messages
-
-
-async def test_text_that_the_driver_cannot_encode_fails_alone_and_leaves_no_transaction(
-    database: Database, writer: GroupCommitWriter
-) -> None:
-    first, lone = await asyncio.gather(
-        writer.execute(ROW, {"id": 2, "name": "x"}),
-        writer.execute(ROW, {"id": 3, "name": "a \ud800"}),
-        return_exceptions=True,
-    )
-    assert first is True
-    assert isinstance(lone, UnicodeEncodeError)
-    assert writer._pipelined._driver.info.transaction_status == TransactionStatus.IDLE, "else it holds the write lock"
-    assert await writer.execute(ROW, {"id": 4, "name": "x"})
-    assert ids(database) == [1, 2, 4]
 
 
 async def test_a_broken_connection_fails_one_group_and_is_replaced(
@@ -110,5 +82,5 @@ async def test_a_connection_that_broke_while_it_rested_fails_nothing(
 
 
 def _break_connection(database: Database, writer: GroupCommitWriter) -> None:
-    process = writer._pipelined._driver.info.backend_pid
+    process = writer._thread_rows._driver.info.backend_pid
     database.read(lambda c: c.exec_driver_sql(f"SELECT pg_terminate_backend({process}, 10000)").scalar_one())

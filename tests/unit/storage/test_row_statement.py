@@ -1,8 +1,7 @@
-"""Rows of a group in one SQLite statement: the same rows as one by one, and ends that differ."""
+"""Rows of a group in few SQLite statements: all are stored, and their ends differ."""
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
@@ -10,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select
-from sqlalchemy.exc import IntegrityError
 
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import RECORD, SETTLE_SAMPLE, Outcome, futures, settlement
-from skyrl.storage.db.row_statements import ROW_BYTES, SIZES, STATEMENT_BYTES, RowStatement, _size_for
+from skyrl.storage.db.row_statements import ROW_BYTES, SIZES, RowStatement
 from skyrl.storage.db.tables import FutureRow
-from skyrl.storage.db.writer import GroupCommitWriter
 
 COLUMNS = [column.key for column in futures.columns]
 COUNTS = [1, 2, 3, 5, 64, 70, 200, 257, 600]
@@ -34,6 +30,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 @pytest.fixture
 def driver(database: Database) -> Iterator[sqlite3.Connection]:
     connection = database.connect_driver()
+    assert isinstance(connection, sqlite3.Connection)
     yield connection
     connection.close()
 
@@ -67,31 +64,24 @@ def settled(number: int, now: float) -> dict[str, Any]:
     return settlement(f"r{number}", outcome, now)
 
 
+def run(driver: sqlite3.Connection, statement: RowStatement, rows: Sequence[dict[str, Any]]) -> int:
+    return sum(driver.execute(*call).rowcount for call in statement.calls(rows))
+
+
 def stored(driver: sqlite3.Connection, columns: Sequence[str] = COLUMNS) -> list[tuple[Any, ...]]:
     return driver.execute(f"SELECT {', '.join(columns)} FROM futures ORDER BY n").fetchall()
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_many_rows_are_stored_as_they_are_one_by_one(driver: sqlite3.Connection, count: int) -> None:
+def test_rows_are_stored_and_end_as_they_were_given(driver: sqlite3.Connection, count: int) -> None:
     rows = [recorded(number) for number in range(count)]
-    assert sum(RECORD.run(driver, [row]) for row in rows) == count
-    one_by_one = stored(driver, COLUMNS[1:])
-    driver.execute("DELETE FROM futures")
-    assert RECORD.run(driver, rows) == count
-    assert stored(driver, COLUMNS[1:]) == one_by_one
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_many_rows_end_as_they_do_one_by_one(driver: sqlite3.Connection, count: int) -> None:
-    columns = [name for name in COLUMNS[1:] if name != "completed_at"]
-    rows, ends = [recorded(number) for number in range(count)], [settled(number, 2e9) for number in range(count)]
-    RECORD.run(driver, rows)
-    assert sum(SETTLE_SAMPLE.run(driver, [end]) for end in ends) == count
-    one_by_one = stored(driver, columns)
-    driver.execute("DELETE FROM futures")
-    RECORD.run(driver, rows)
-    assert SETTLE_SAMPLE.run(driver, ends) == count
-    assert stored(driver, columns) == one_by_one
+    assert run(driver, RECORD, rows) == count
+    assert stored(driver, RECORD.parameters) == [tuple(row.values()) for row in rows]
+    ends = [settled(number, 2e9) for number in range(count)]
+    assert run(driver, SETTLE_SAMPLE, ends) == count
+    columns = ("status", "result", "result_format", "error", "error_category")
+    assert stored(driver, columns) == [tuple(end[f"new_{name}"] for name in columns) for end in ends]
+    assert stored(driver, ["body"]) == [(None,)] * count
 
 
 @pytest.mark.parametrize("latest", [None, 2.5e9])
@@ -100,11 +90,11 @@ def test_ends_of_one_group_differ_and_come_after_all_earlier_ones(
 ) -> None:
     """The clock goes back with each row. `latest`: a stored end of another process whose clock is ahead."""
     count = 600
-    RECORD.run(driver, [recorded(number) for number in range(count + 1)])
+    run(driver, RECORD, [recorded(number) for number in range(count + 1)])
     if latest is not None:
         driver.execute("UPDATE futures SET status = 'done', completed_at = ? WHERE id = ?", (latest, f"r{count}"))
     clock = [2e9 - 2e-6 * number for number in range(count)]
-    SETTLE_SAMPLE.run(driver, [settled(number, now) for number, now in enumerate(clock)])
+    run(driver, SETTLE_SAMPLE, [settled(number, now) for number, now in enumerate(clock)])
     ends = driver.execute(
         "SELECT round(completed_at * 1e6), id FROM futures WHERE completed_at != ? ORDER BY completed_at",
         (latest or 0,),
@@ -119,7 +109,7 @@ def traced(driver: sqlite3.Connection, statement: RowStatement, rows: Sequence[d
     ran: list[str] = []
     driver.set_trace_callback(ran.append)
     try:
-        assert statement.run(driver, rows) == len(rows)
+        assert run(driver, statement, rows) == len(rows)
     finally:
         driver.set_trace_callback(None)
     return [text for text in ran if text.startswith(("INSERT", "UPDATE"))]
@@ -148,28 +138,19 @@ def test_what_a_client_or_vllm_sends_counts_as_bytes_of_its_row() -> None:
     assert SETTLE_SAMPLE.bytes_of(settlement("r", Outcome(error="x" * 500, error_category="user"), 2e9)) == 500
 
 
-def test_the_bytes_of_one_statement_are_bounded(driver: sqlite3.Connection) -> None:
-    rows = [recorded(number) for number in range(512)]
-    for row in rows:
-        row["body"] = bytes(ROW_BYTES - 100)
-    ran = traced(driver, RECORD, rows)
-    assert [text.count("'external'") for text in ran] == [STATEMENT_BYTES // ROW_BYTES] * 4
-    assert len(stored(driver, ["n"])) == 512
-
-
 def test_the_first_outcome_stays_if_a_group_has_two_of_one_request(driver: sqlite3.Connection) -> None:
-    RECORD.run(driver, [recorded(number) for number in (1, 2)])
+    run(driver, RECORD, [recorded(number) for number in (1, 2)])
     ends = [settled(1, 2e9), settled(2, 2e9), settled(1, 1e9)]
     ends[2]["new_result"] = b"another"
-    assert SETTLE_SAMPLE.run(driver, ends) == 2
+    assert run(driver, SETTLE_SAMPLE, ends) == 2
     assert stored(driver, ["result"]) == [(b"\0result 1",), (b"\0result 2",)]
 
 
 def test_rows_that_ended_before_stay_as_they_are(driver: sqlite3.Connection) -> None:
-    RECORD.run(driver, [recorded(number) for number in range(8)])
-    SETTLE_SAMPLE.run(driver, [settled(3, 2e9)])
+    run(driver, RECORD, [recorded(number) for number in range(8)])
+    run(driver, SETTLE_SAMPLE, [settled(3, 2e9)])
     before = stored(driver)[3]
-    assert SETTLE_SAMPLE.run(driver, [settled(number, time.time()) for number in range(1, 8)]) == 6
+    assert run(driver, SETTLE_SAMPLE, [settled(number, time.time()) for number in range(1, 8)]) == 6
     assert stored(driver)[3] == before
     assert stored(driver, ["status"])[0] == ("pending",)
 
@@ -179,31 +160,18 @@ def test_each_given_row_is_looked_for_by_its_id(driver: sqlite3.Connection, size
     """Also when the statistics say that few rows are pending."""
     driver.execute("ANALYZE")
     nothing = [None] * (size * len(SETTLE_SAMPLE.parameters))
-    plan = driver.execute(f"EXPLAIN QUERY PLAN {SETTLE_SAMPLE.sql_of(size)}", nothing).fetchall()
+    plan = driver.execute(f"EXPLAIN QUERY PLAN {SETTLE_SAMPLE.sqlite_for(size)}", nothing).fetchall()
     steps = [step[-1] for step in plan]
     assert "SEARCH futures USING INDEX sqlite_autoindex_futures_3 (id=?)" in steps, steps
     assert "SCAN futures" not in steps
 
 
 def test_few_places_of_a_statement_stay_empty() -> None:
-    for rows in range(1, 1000):
-        size = _size_for(rows)
-        assert rows >= size * 0.75
-        assert rows < 2 * size or size == max(SIZES)
-
-
-async def test_a_row_with_a_stored_key_fails_alone(database: Database) -> None:
-    writer = GroupCommitWriter(database)
-    rows = [recorded(number) for number in (1, 2, 2, 4)]
-    rows[2]["id"] = "another id, the same number"
-    first, second, repeated, last = await asyncio.gather(
-        *(writer.execute(RECORD, row) for row in rows), return_exceptions=True
-    )
-    assert (first, second, last) == (True, True, True)
-    assert isinstance(repeated, IntegrityError)
-    await writer.close()
-    ids = database.read(lambda c: list(c.execute(select(futures.c.id).order_by(futures.c.n)).scalars()))
-    assert ids == ["r1", "r2", "r4"]
+    for count in range(1, 1000):
+        taken = [len(values) // len(RECORD.parameters) for _, values in RECORD.calls([recorded(1)] * count)]
+        assert set(taken) <= set(SIZES)
+        assert count <= sum(taken) <= count / 0.75
+        assert len(taken) <= count // max(SIZES) + 8
 
 
 def test_rows_are_written_in_the_order_of_their_unique_key() -> None:

@@ -143,6 +143,18 @@ def test_a_copy_and_its_source_are_deleted_independently(store: CheckpointStore)
     assert store.stored() == []
 
 
+def test_bytes_that_are_written_and_read_are_counted_and_copies_are_not(store: CheckpointStore) -> None:
+    counted: list[tuple[str, int]] = []
+    vars(store)["_count"] = lambda direction, size: counted.append((direction, size))
+    write(store)
+    store.copy(KEY, "other/1")
+    size = sum(map(len, FILES.values()))
+    assert counted == [("written", size)]
+    assert b"".join(store.stream(KEY, "large.bin")) == LARGE
+    read(store, "other/1")
+    assert sum(size for direction, size in counted if direction == "read") == len(LARGE) + size
+
+
 def test_deleting_a_key_keeps_keys_that_begin_with_it(store: CheckpointStore) -> None:
     for key in ("m/a", "m/a-1", "mm/a"):
         write(store, key, {"f": key.encode()})
