@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 class FailingOperation(TorchDispatchMode):
     """Inside the block, operation number `at` (from 0) that this thread runs in torch raises `error`. Operations
-    after it run. Operations that work in place are counted like those that allocate."""
+    after it run. Operations that work in place are counted like those that allocate, unless `allocating`."""
 
-    def __init__(self, at: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
+    def __init__(self, at: int, error: type[Exception] = torch.OutOfMemoryError, *, allocating: bool = False) -> None:
         super().__init__()
         self._at = at
+        self._allocating = allocating
         self._error = error
         self._count = 0
 
@@ -29,8 +30,9 @@ class FailingOperation(TorchDispatchMode):
         return self._count > self._at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._count += 1
-        if self._count == self._at + 1:
+        in_place_or_view = any(made.alias_info is not None for made in func._schema.returns)
+        self._count += not (self._allocating and in_place_or_view)
+        if self._count == self._at + 1 and not (self._allocating and in_place_or_view):
             raise self._error(f"out of memory, injected into {func}")
         return func(*args, **(kwargs or {}))
 

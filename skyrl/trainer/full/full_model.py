@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from skyrl.base.config.server import ConfigError
+from skyrl.trainer.adamw import CHUNK
 from skyrl.trainer.attention import recurrent
 from skyrl.trainer.experts.routing import CORRECTION, Routing, mixture_of, routers_of
 from skyrl.trainer.files.tensor_files import Shapes
-from skyrl.trainer.full.parameters import CHUNK, FullParameters
+from skyrl.trainer.full.parameters import FullParameters
 from skyrl.trainer.lora.files import STATE_JSON
 from skyrl.trainer.lora.linear import ActiveSegments
 from skyrl.trainer.model.logprobs import OutputLayer

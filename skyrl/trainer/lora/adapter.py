@@ -1,5 +1,4 @@
-"""One adapter: its float32 weights, gradient accumulator and moments, each in one flat buffer with named views; and
-AdamW on these buffers, with torch's semantics and per-step hyper-parameters.
+"""One adapter: its float32 weights, gradient accumulator and moments, each in one flat buffer with named views.
 
 `random_adapter` makes adapters that compare the trainer with the sampler: weights on layers of some kinds, zero on all
 others. A kind of layer is a module's name without the numbers of layers: `self_attn.q_proj`, `mlp.experts.down_proj`,
@@ -10,14 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.protocol import AdamParams
+from skyrl.trainer.adamw import Buffers
 from skyrl.trainer.shares import EVERY_EXPERT, ExpertShare
 
 LoraPair = tuple[Tensor, Tensor]
@@ -45,7 +44,7 @@ def whole_shapes(spec: LoraSpec, targets: Sequence[Target]) -> dict[str, tuple[i
     return shapes
 
 
-class Adapter:
+class Adapter(Buffers):
     """Weights of one LoRA adapter over `targets`, with their gradient, moments and step count.
 
     lora_A is drawn as in PEFT, kaiming_uniform(a=sqrt(5)), which is uniform within 1/sqrt(in_features), from a
@@ -65,14 +64,19 @@ class Adapter:
         drawn as if it had all of them."""
         self.spec = spec
         self.targets = tuple(targets)
-        self.device = device
+        super().__init__(device)
         self._share = share
         self.shapes = {name: share.part(shape) for name, shape in whole_shapes(spec, self.targets).items()}
         self.weights = self._initial_weights().to(device) if drawn else torch.empty(0, device=device)
-        self.gradient: Tensor | None = None
-        self.exp_avg: Tensor | None = None
-        self.exp_avg_sq: Tensor | None = None
-        self.step = 0
+
+    @property
+    def numel(self) -> int:
+        return len(self.weights)
+
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, slice]]:
+        for start in range(0, len(self.weights), size):
+            place = slice(start, min(start + size, len(self.weights)))
+            yield self.weights[place], place
 
     @property
     def scale(self) -> float:
@@ -121,13 +125,6 @@ class Adapter:
             views = {name: view.detach().requires_grad_() for name, view in views.items()}
         return {t.name: (views[f"{t.name}.lora_A"], views[f"{t.name}.lora_B"]) for t in self.targets}
 
-    def accumulate(self, gradient: Tensor) -> None:
-        """Add a pass's gradient (flat, float32); takes ownership of the tensor. Allocates nothing."""
-        if self.gradient is None:
-            self.gradient = gradient
-        else:
-            self.gradient.add_(gradient)
-
     def replace(
         self,
         weights: Tensor,
@@ -139,102 +136,6 @@ class Adapter:
         """Replace all buffers (flat, float32) by new ones, in one statement that allocates nothing."""
         new = weights, exp_avg, exp_avg_sq, gradient, step
         self.weights, self.exp_avg, self.exp_avg_sq, self.gradient, self.step = new
-
-
-class NonFiniteGradient(FloatingPointError):
-    """The norm of the accumulated gradient is NaN or infinite: no step was made, and the gradient was cleared."""
-
-
-def non_finite_gradient(norm: float) -> NonFiniteGradient:
-    return NonFiniteGradient(
-        f"optim_step: the accumulated gradient has norm {norm}; the weights were not changed and the "
-        "gradient was cleared. Check advantages, logprobs and the learning rate of earlier steps."
-    )
-
-
-@dataclass(frozen=True)
-class Step:
-    """A computed step that has changed nothing yet: what the adapter holds after it, and its metrics."""
-
-    weights: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    number: int
-    metrics: dict[str, float]
-
-
-def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
-    """Clip by global norm, step, clear the gradient.
-
-    As torch.optim.AdamW: decay w -= lr * decay * w, then bias-corrected moments, eps added after the correction of the
-    second moment's root. As torch.nn.utils.clip_grad_norm_: factor min(1, max_norm / (norm + 1e-6)).
-
-    Returns `grad_norm` (before clipping), `learning_rate` and `optimizer_step` (1 for the first step). Without an
-    accumulated gradient, returns an empty dictionary and changes nothing. Raises NonFiniteGradient: the gradient is
-    cleared, and weights, moments and step count have not changed.
-
-    Any other exception leaves the adapter and its gradient as they were: the last statement replaces the old weights
-    and moments by the new. So a step takes three more buffers of the adapter's size (12 bytes per trained parameter),
-    four with weight decay.
-    """
-    try:
-        step = compute_step(adapter, params)
-    except NonFiniteGradient:
-        adapter.gradient = None
-        raise
-    return {} if step is None else take_step(adapter, step)
-
-
-@torch.no_grad()
-def compute_step(adapter: Adapter, params: AdamParams, norm: float | None = None) -> Step | None:
-    """The next step of `adamw_step`; None without an accumulated gradient. Changes nothing. `norm`: of the gradient, if
-    the adapter has only a part of it.
-
-    Raises NonFiniteGradient."""
-    gradient = adapter.gradient
-    if gradient is None:
-        return None
-    if norm is None:
-        norm = float(torch.linalg.vector_norm(gradient))
-    if not math.isfinite(norm):
-        raise non_finite_gradient(norm)
-    number = adapter.step + 1
-    metrics = {
-        "grad_norm": norm,
-        "learning_rate": float(params.learning_rate),
-        "optimizer_step": float(number),
-    }
-    return Step(*_stepped(adapter, gradient, norm, number, params), number, metrics)
-
-
-def take_step(adapter: Adapter, step: Step) -> dict[str, float]:
-    """Replace the adapter's weights and moments by those after the step, and clear the gradient. Returns the metrics.
-    Allocates nothing."""
-    adapter.replace(step.weights, step.exp_avg, step.exp_avg_sq, None, step.number)
-    return step.metrics
-
-
-def _stepped(
-    adapter: Adapter, gradient: Tensor, norm: float, step: int, params: AdamParams
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights and both moments after step number `step`. Changes none of the adapter's buffers, nor `gradient`."""
-    if params.grad_clip_norm > 0:
-        gradient = gradient * min(1.0, params.grad_clip_norm / (norm + 1e-6))
-    exp_avg = _or_zeros(adapter.exp_avg, gradient).lerp(gradient, 1 - params.beta1)
-    exp_avg_sq = _or_zeros(adapter.exp_avg_sq, gradient).mul(params.beta2)
-    exp_avg_sq.addcmul_(gradient, gradient, value=1 - params.beta2)
-    del gradient  # free the clipped copy before the denominator is allocated
-    correction1 = 1 - params.beta1**step
-    correction2 = math.sqrt(1 - params.beta2**step)
-    denominator = exp_avg_sq.sqrt().div_(correction2).add_(params.eps)
-    decay_factor = 1 - params.learning_rate * params.weight_decay
-    weights = adapter.weights if decay_factor == 1 else adapter.weights * decay_factor
-    value = -params.learning_rate / correction1
-    return torch.addcdiv(weights, exp_avg, denominator, value=value, out=denominator), exp_avg, exp_avg_sq
-
-
-def _or_zeros(moment: Tensor | None, gradient: Tensor) -> Tensor:
-    return torch.zeros_like(gradient) if moment is None else moment
 
 
 _BEFORE_LAYER = re.compile(r"^.*\blayers\.\d+\.")

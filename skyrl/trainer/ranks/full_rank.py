@@ -6,7 +6,6 @@ reach it, of files of checkpoints, or of requests.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,13 +18,12 @@ from torch import Tensor, nn
 from skyrl.trainer.collectives import SameFailureEverywhere, on_all_or_none, total_norm
 from skyrl.trainer.files.model_files import FileTensor
 from skyrl.trainer.full.full_model import PlainModel, are_finite, check_all_trained, plain
-from skyrl.trainer.full.parameters import FullParameters, GradientSink, gradient_norm, memory_for_step, take_step
-from skyrl.trainer.lora.adapter import non_finite_gradient
+from skyrl.trainer.full.parameters import FullParameters, GradientSink
 from skyrl.trainer.lora.files import OPTIMIZER_PARTS
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun
-from skyrl.trainer.protocol import AdamParams, InvalidRequest
+from skyrl.trainer.protocol import InvalidRequest
 from skyrl.trainer.ranks.plan import Plan
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.ranks.sharded_model import ModelForm, local_of
@@ -123,9 +121,6 @@ class FullRank(RankBase):
         if self._model_in_training is not None and self._model_in_training[0] == model_id:
             self._model_in_training = None
 
-    def clear_gradient(self, model_id: str) -> None:
-        self.parameters(model_id).gradient = None
-
     def _trained(self, model_id: str) -> FullParameters:
         return self.parameters(model_id)
 
@@ -157,20 +152,11 @@ class FullRank(RankBase):
             torch.autograd.backward(logprobs, starts)
         return [None] * len(items)
 
-    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """As `full.parameters.adamw_step`, each rank on its rows. Raises SameFailureEverywhere with NonFiniteGradient
-        or OutOfMemory."""
-        parameters = self.parameters(model_id)
-        if parameters.gradient is None:
-            return {}
-        memory, own = on_all_or_none(lambda: (memory_for_step(parameters), gradient_norm(parameters)), self.device)
-        norm = total_norm(own)
-        if not math.isfinite(norm):
-            parameters.gradient = None
-            raise SameFailureEverywhere(non_finite_gradient(norm))
-        metrics = take_step(parameters, params, memory, norm)
+    def _norm(self, model: FullParameters) -> float:
+        return total_norm(super()._norm(model))
+
+    def _stepped(self, model: FullParameters) -> None:
         self._weights_changed()
-        return metrics
 
     def begin_save(self, model_id: str) -> None:
         """Until `end_save` a rank alone keeps the model's memory: a save goes on when the model has ended."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.collectives import (
     SameFailureEverywhere,
-    failed_anywhere,
     is_same_everywhere,
     on_all_or_none,
     summed_in_rank_order,
@@ -29,11 +28,11 @@ from skyrl.trainer.collectives import (
 )
 from skyrl.trainer.device import command_on
 from skyrl.trainer.experts.layers import ExpertExchange
-from skyrl.trainer.lora.adapter import Adapter, NonFiniteGradient, Target, compute_step, take_step, whole_shapes
+from skyrl.trainer.lora.adapter import Adapter, Target, whole_shapes
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.passes.micro_batch import ItemResult, MicroBatch, grouped, item_gradients
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun, ShareResult
-from skyrl.trainer.protocol import AdamParams, InvalidRequest, TrainingPass
+from skyrl.trainer.protocol import InvalidRequest, TrainingPass
 from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.ranks.sharded_model import ModelForm, frozen
@@ -88,9 +87,6 @@ class LoraRank(RankBase):
     def delete(self, model_id: str) -> None:
         self.adapters.pop(model_id, None)
 
-    def clear_gradient(self, model_id: str) -> None:
-        self.adapters[model_id].gradient = None
-
     def replace(self, model_id: str, spec: LoraSpec, targets: Sequence[Target], buffers: AdapterBuffers) -> None:
         """Add an adapter with these weights, moments and gradient, or put it in the place of the model's. Raises
         SameFailureEverywhere with OutOfMemory."""
@@ -144,36 +140,17 @@ class LoraRank(RankBase):
     def _summed(self, number: int, running: PassRun, holders: Sequence[int]) -> Tensor:
         return summed_in_rank_order(running.gradient, holders, running.model.weights.numel(), self.device)
 
-    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """As `adamw_step`. Raises SameFailureEverywhere with NonFiniteGradient or OutOfMemory, and RuntimeError if the
-        ranks have computed different weights."""
-        adapter = self.adapters[model_id]
-        try:
-            norm = self._norm(adapter)
-            step = on_all_or_none(lambda: compute_step(adapter, params, norm), self.device)
-        except SameFailureEverywhere as agreed:
-            own = agreed.error if isinstance(agreed.error, NonFiniteGradient) else None
-            (not_finite,) = failed_anywhere([own is not None])  # another rank may have had no memory to find that out
-            if not not_finite:
-                raise
-            adapter.gradient = None
-            raise SameFailureEverywhere(own) from None
-        if step is None:
-            return {}
-        if not self.alone and not is_same_everywhere(_digest(self._common(adapter, step.weights))):
+    def _stepped(self, model: Adapter) -> None:
+        """Raises RuntimeError if the ranks have computed different weights."""
+        if not self.alone and not is_same_everywhere(_digest(self._common(model))):
             raise RuntimeError(
                 "the ranks have computed different weights from the same gradient: their processors or their versions "
                 "of torch differ"
             )
-        return take_step(adapter, step)
 
-    def _norm(self, adapter: Adapter) -> float | None:
-        """Of the adapter's gradient, where this rank has only a part of it."""
-        return None
-
-    def _common(self, adapter: Adapter, flat: Tensor) -> Tensor:
-        """What all ranks have of one of the adapter's flat buffers."""
-        return flat
+    def _common(self, adapter: Adapter) -> Tensor:
+        """The weights that all ranks have, flat."""
+        return adapter.weights
 
     def leave(self) -> None:
         self.adapters.clear()
@@ -308,15 +285,17 @@ class ExpertRank(LoraRank):
             experts.copy_(total)
         return gradient
 
-    def _norm(self, adapter: Adapter) -> float | None:
-        if adapter.gradient is None or self._share.ranks == 1:
-            return None
-        common, experts = adapter.gradient.tensor_split([common_numel(adapter.shapes)])
-        norms = [float(torch.linalg.vector_norm(part)) for part in (common, experts)]
-        return math.hypot(norms[0], total_norm(norms[1]))
+    def _norm(self, model: Adapter) -> float:
+        def of_parts() -> list[float]:
+            assert model.gradient is not None
+            parts = model.gradient.tensor_split([common_numel(model.shapes)])
+            return [float(torch.linalg.vector_norm(part)) for part in parts]
 
-    def _common(self, adapter: Adapter, flat: Tensor) -> Tensor:
-        return flat[: common_numel(adapter.shapes)]
+        common, experts = on_all_or_none(of_parts, self.device)
+        return math.hypot(common, total_norm(experts))
+
+    def _common(self, adapter: Adapter) -> Tensor:
+        return adapter.weights[: common_numel(adapter.shapes)]
 
 
 def _experts_of(adapter: Adapter, requires_grad: bool) -> LoraSegment:

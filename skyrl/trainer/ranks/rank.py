@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,7 +27,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from skyrl.base.pictures.vision import VisionConfig
-from skyrl.trainer.collectives import SameFailureEverywhere, agree, failed_anywhere, gathered
+from skyrl.trainer.adamw import NonFiniteGradient, StepMemory, adamw_step, gradient_norm
+from skyrl.trainer.collectives import SameFailureEverywhere, agree, failed_anywhere, gathered, on_all_or_none
 from skyrl.trainer.device import failure_of, prepare_device
 from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import LoraSegment
@@ -46,7 +47,7 @@ from skyrl.trainer.passes.micro_batch import (
 )
 from skyrl.trainer.passes.micro_batch_losses import Scores, losses_of, trained_entries
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun, ShareResult, SinglePassRun, items_of, not_finite
-from skyrl.trainer.protocol import Datum, Mixture, OutOfMemory, TrainingPass
+from skyrl.trainer.protocol import AdamParams, Datum, Mixture, OutOfMemory, TrainingPass
 from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.sharded_model import ModelForm, ShardedModel, load_sharded_model, local_of, reshard
 from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
@@ -371,6 +372,31 @@ class RankBase(ABC):
                     member.gradient = None
             elif isinstance(running, SinglePassRun) and running.error is None:
                 running.fail(not_finite(running.training_pass, running.tally.loss))
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        """As `adamw_step`. Raises SameFailureEverywhere with NonFiniteGradient or OutOfMemory."""
+        model = self._trained(model_id)
+        try:
+            metrics = adamw_step(model, params, norm=self._norm, agreed=self._agreed)
+        except NonFiniteGradient as error:  # of all ranks alike
+            raise SameFailureEverywhere(error) from None
+        if metrics:
+            self._stepped(model)
+        return metrics
+
+    def clear_gradient(self, model_id: str) -> None:
+        self._trained(model_id).gradient = None
+
+    def _agreed(self, action: Callable[[], StepMemory]) -> StepMemory:
+        return on_all_or_none(action, self.device)
+
+    def _norm(self, model: Any) -> float:
+        """Of the model's gradient, the same on all ranks."""
+        return on_all_or_none(lambda: gradient_norm(model), self.device)
+
+    @abstractmethod
+    def _stepped(self, model: Any) -> None:
+        """The model's weights have new numbers."""
 
     @abstractmethod
     def _trained(self, model_id: str) -> Any:

@@ -19,6 +19,7 @@ from skyrl.trainer.model import base_model as model_module
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult
 from skyrl.trainer.ranks import full_backend, plan, sharded_model
 from skyrl.trainer.ranks import full_rank as rank_module
+from skyrl.trainer.ranks import rank as base_module
 from skyrl.trainer.ranks.full_rank import FullRank
 from skyrl.trainer.ranks.rank import RankSettings
 from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
@@ -31,12 +32,12 @@ Make = Callable[..., Any]
 class NoMemoryOnRankOne(FullRank):
     """Every second action of `methods` that needs memory, and that the ranks agree on, finds none on rank 1."""
 
-    methods: tuple[str, ...] = ("create", "_begin", "optim_step", "begin_load", "end_load")
+    methods: tuple[str, ...] = ("create", "_begin", "_agreed", "begin_load", "end_load")
 
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
         super().__init__(rank, ranks, settings)
-        module: Any = rank_module
-        agreed, calls = module.on_all_or_none, []
+        modules: tuple[Any, ...] = (rank_module, base_module)
+        agreed, calls = modules[0].on_all_or_none, []
 
         def attempt(action: Callable[[], Any], device: torch.device) -> Any:
             if sys._getframe(1).f_code.co_name not in self.methods:
@@ -49,7 +50,8 @@ class NoMemoryOnRankOne(FullRank):
 
             return agreed(without_memory if rank == 1 and len(calls) % 2 else action, device)
 
-        module.on_all_or_none = attempt
+        for module in modules:
+            module.on_all_or_none = attempt
 
 
 class NoMemoryToSaveOnRankOne(NoMemoryOnRankOne):

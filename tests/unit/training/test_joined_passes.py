@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_lora_support import assert_same, grpo, make_backend, ok, saved, sft, spec, train
 
 from skyrl.trainer import checks
-from skyrl.trainer.lora.adapter import NonFiniteGradient
+from skyrl.trainer.adamw import NonFiniteGradient
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.trainer.passes import micro_batch as passes_module
 from skyrl.trainer.passes import pass_run as running_module

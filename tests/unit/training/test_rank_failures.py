@@ -20,6 +20,7 @@ from torch import Tensor
 from torch_lora_support import assert_same, base_path, make_ranks, ok, rl, saved, sft, spec, train
 
 from skyrl.base.config.server import ConfigError
+from skyrl.trainer import adamw
 from skyrl.trainer.losses import Loss, LossInputs, LossValue
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, RankDied
 from skyrl.trainer.ranks import lora_rank as rank_module
@@ -54,8 +55,8 @@ class NoMemoryOnRankOne(LoraRank):
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
         super().__init__(rank, ranks, settings)
         if rank == 1:
-            for name in ("Adapter", "compute_step"):
-                setattr(rank_module, name, _every_second_time(getattr(rank_module, name)))
+            for module, name in ((rank_module, "Adapter"), (adamw, "memory_for_step")):
+                setattr(module, name, _every_second_time(getattr(module, name)))
             self._copied = _every_second_time(self._copied)  # type: ignore[method-assign]
 
 

@@ -19,11 +19,11 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer import adamw as optimizer
 from skyrl.trainer import checks, create_backend
+from skyrl.trainer.adamw import NonFiniteGradient
 from skyrl.trainer.full import full_model
-from skyrl.trainer.full import parameters as optimizer
 from skyrl.trainer.full.parameters import FullParameters
-from skyrl.trainer.lora.adapter import NonFiniteGradient
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, TrainingPass
 from skyrl.trainer.ranks.full_backend import FullBackend, ShardedState
 from tests.failures import FailingOperation

@@ -30,7 +30,7 @@ from skyrl.base.config.server import ConfigError
 from skyrl.engine.main import _load_backend
 from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.trainer import create_backend
-from skyrl.trainer.lora.adapter import NonFiniteGradient
+from skyrl.trainer.adamw import NonFiniteGradient
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
 

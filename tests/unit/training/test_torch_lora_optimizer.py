@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.lora.adapter import Adapter, NonFiniteGradient, Target, adamw_step
+from skyrl.trainer.adamw import NonFiniteGradient, adamw_step
+from skyrl.trainer.lora.adapter import Adapter, Target
 from skyrl.trainer.protocol import AdamParams
 
 TARGETS = [Target("q_proj", 6, 4), Target("lm_head", 6, 11)]

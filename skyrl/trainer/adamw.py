@@ -1,0 +1,149 @@
+"""AdamW on flat float32 buffers, in place and in chunks, with torch's semantics and per-step hyper-parameters.
+
+`Buffers` are what is trained: an adapter, or the parameters of a whole model, or one rank's part of either. Knows
+storage. Knows nothing of layers, batches or ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl.trainer.protocol import AdamParams
+
+
+class Buffers(ABC):
+    """Weights with their gradient, moments and step count. Gradient and moments are flat, in the weights' order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gradient: Tensor | None = None
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self.step = 0
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """How many weights there are."""
+
+    @abstractmethod
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, slice]]:
+        """All weights, in flat parts of at most `size` elements, each with its place in a flat buffer."""
+
+    def zeros(self) -> Tensor:
+        """A new flat buffer."""
+        return torch.zeros(self.numel, device=self.device)
+
+    def accumulate(self, gradient: Tensor) -> None:
+        """Add a pass's gradient (flat, float32); takes ownership of the tensor. Allocates nothing."""
+        if self.gradient is None:
+            self.gradient = gradient
+        else:
+            self.gradient.add_(gradient)
+
+
+class NonFiniteGradient(FloatingPointError):
+    """The norm of the accumulated gradient is NaN or infinite: no step was made, and the gradient was cleared."""
+
+
+CHUNK = 2**24
+"""Elements of a chunk. A step needs 4 bytes more for each element of one chunk."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """All memory that a step needs besides weights and gradient: the moments, and one chunk."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    scratch: Tensor
+
+
+def gradient_norm(buffers: Buffers) -> float:
+    """The norm of the accumulated gradient, which must exist."""
+    assert buffers.gradient is not None
+    return float(torch.linalg.vector_norm(buffers.gradient))
+
+
+def adamw_step(
+    buffers: Buffers,
+    params: AdamParams,
+    *,
+    norm: Callable[[Buffers], float] = gradient_norm,
+    agreed: Callable[[Callable[[], StepMemory]], StepMemory] = lambda action: action(),
+) -> dict[str, float]:
+    """Clip by global norm, step, clear the gradient.
+
+    As torch.optim.AdamW: decay w -= lr * decay * w, then bias-corrected moments, eps added after the correction of the
+    second moment's root. As torch.nn.utils.clip_grad_norm_: factor min(1, max_norm / (norm + 1e-6)).
+
+    Returns `grad_norm` (before clipping), `learning_rate` and `optimizer_step` (1 for the first step). Without an
+    accumulated gradient, returns an empty dictionary and changes nothing. Raises NonFiniteGradient: the gradient is
+    cleared, and weights, moments and step count have not changed.
+
+    Any other exception leaves weights and gradient as they were: all memory is allocated before the first number
+    changes. The first step allocates the moments (8 bytes per weight); later steps allocate one chunk.
+
+    Where there are ranks, `norm` is that of all of them, and `agreed` runs the allocation on all ranks or none.
+    """
+    if buffers.gradient is None:
+        return {}
+    found = norm(buffers)
+    if not math.isfinite(found):
+        buffers.gradient = None
+        raise NonFiniteGradient(
+            f"optim_step: the accumulated gradient has norm {found}; the weights were not changed and the "
+            "gradient was cleared. Check advantages, logprobs and the learning rate of earlier steps."
+        )
+    return _take_step(buffers, params, agreed(lambda: memory_for_step(buffers)), found)
+
+
+def memory_for_step(buffers: Buffers) -> StepMemory:
+    """Allocate. Changes nothing; the moments of the first step are zeros."""
+    exp_avg, exp_avg_sq = (
+        buffers.zeros() if moment is None else moment for moment in (buffers.exp_avg, buffers.exp_avg_sq)
+    )
+    return StepMemory(exp_avg, exp_avg_sq, torch.empty(min(CHUNK, buffers.numel), device=buffers.device))
+
+
+@torch.no_grad()
+def _take_step(buffers: Buffers, params: AdamParams, memory: StepMemory, norm: float) -> dict[str, float]:
+    """Step and clear the gradient, whose norm (over all ranks) is `norm`. Returns the metrics. Allocates nothing."""
+    gradient = buffers.gradient
+    assert gradient is not None
+    step = buffers.step + 1
+    clip = min(1.0, params.grad_clip_norm / (norm + 1e-6)) if params.grad_clip_norm > 0 else 1.0
+    for weights, place in buffers.chunks(CHUNK):
+        if clip != 1.0:
+            gradient[place].mul_(clip)
+        moments = memory.exp_avg[place], memory.exp_avg_sq[place]
+        _step_chunk(weights, gradient[place], *moments, memory.scratch, step, params)
+    buffers.exp_avg, buffers.exp_avg_sq = memory.exp_avg, memory.exp_avg_sq
+    buffers.gradient, buffers.step = None, step
+    return {"grad_norm": norm, "learning_rate": float(params.learning_rate), "optimizer_step": float(step)}
+
+
+def _step_chunk(
+    weights: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    scratch: Tensor,
+    step: int,
+    params: AdamParams,
+) -> None:
+    exp_avg.lerp_(gradient, 1 - params.beta1)
+    exp_avg_sq.mul_(params.beta2).addcmul_(gradient, gradient, value=1 - params.beta2)
+    correction1 = 1 - params.beta1**step
+    correction2 = math.sqrt(1 - params.beta2**step)
+    denominator = torch.sqrt(exp_avg_sq, out=scratch[: len(gradient)]).div_(correction2).add_(params.eps)
+    decay_factor = 1 - params.learning_rate * params.weight_decay
+    if decay_factor != 1:
+        weights.mul_(decay_factor)
+    weights.addcdiv_(exp_avg, denominator, value=-params.learning_rate / correction1)
